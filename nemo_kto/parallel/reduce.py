@@ -1,0 +1,44 @@
+"""Sums over the global batch: the only places where numbers of different data-parallel ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_kto.parallel import cpu
+
+
+def sum_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
+    """Sum of ``values`` (any shape) over the data-parallel group, on every rank of it; ``values`` is not changed."""
+    total = values.detach().clone()
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total
+
+
+def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums of the last pipeline stage, added over all copies of the model, on every rank.
+
+    Args:
+        sums: name -> 0-d tensor. Every rank passes the same names; ranks before the last pipeline stage pass zeros.
+
+    Returns:
+        name -> sum over the global batch, in float64 (counts stay exact to 2**53).
+    """
+    packed = torch.stack([value.detach().double() for value in sums.values()]).to(cpu.device())
+    dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
+    return dict(zip(sums, packed.tolist(), strict=True))
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """``values`` of the last pipeline stage, on every stage; earlier stages pass a tensor of the same shape."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            values,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return values

@@ -1,0 +1,154 @@
+"""Model-parallel degrees, process groups, and the start and end of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from nemo_kto.parallel import cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one model is spread over ranks; what is left of the world is data parallel.
+
+    Attributes:
+        tensor: ranks that share every layer (tensor parallel).
+        pipeline: ranks that hold consecutive groups of layers (pipeline parallel).
+        sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    def data(self, world_size: int) -> int:
+        """Data-parallel size in a world of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the world cannot be divided into whole copies of the model.
+        """
+        if world_size % self.model_ranks:
+            raise ValueError(
+                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) = {self.model_ranks} must divide the number of "
+                f"ranks, got {world_size}; use a multiple of {self.model_ranks} ranks"
+            )
+        return world_size // self.model_ranks
+
+
+def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the world and form the groups of ``layout``.
+
+    The default process group is made from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless it exists already.
+
+    Args:
+        layout: model-parallel degrees.
+        seed: seed of every generator; ranks of one tensor-parallel group draw what megatron-core prescribes.
+        timeout: how long a collective waits for a missing rank before it fails.
+
+    Raises:
+        ValueError: the layout does not fit the world.
+    """
+    cpu.enter()
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:  # one process by itself needs no rendezvous
+            dist.init_process_group(cpu.communication_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(cpu.communication_backend(), timeout=timeout)
+    layout.data(dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+    _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave the groups and the world."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This rank's number in the world; 0 before :func:`start`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before :func:`start`."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_rank_zero() -> bool:
+    """True on the one rank that logs and writes."""
+    return rank() == 0
+
+
+def data_parallel_rank() -> int:
+    """Which copy of the model this rank belongs to."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_size() -> int:
+    """Number of copies of the model."""
+    return parallel_state.get_data_parallel_world_size()
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def agree(answer: bool) -> bool:
+    """Rank 0's answer, on every rank."""
+    box = torch.tensor([int(answer)], device=cpu.device())
+    dist.broadcast(box, src=0)
+    return bool(box.item())
+
+
+@contextlib.contextmanager
+def main_process_first() -> Iterator[None]:
+    """Let the first process of each machine do the block (it fills a cache), then the others (they read it).
+
+    If the first process fails, the others fail with it instead of waiting for the timeout.
+    """
+    first = os.environ.get("LOCAL_RANK", str(rank())) == "0"
+    failed = torch.zeros(1, device=cpu.device())
+    try:
+        if first:
+            yield
+    except BaseException:
+        failed.fill_(1)
+        raise
+    finally:
+        dist.all_reduce(failed)
+    if failed.item():
+        raise RuntimeError("the first process of a machine failed while the others waited for it; its message is above")
+    if not first:
+        yield

@@ -1,0 +1,99 @@
+"""Gloo ranks for tests: worker processes that import torch and megatron-core once and then run many small jobs.
+
+    ranks.run(world_size, function, *arguments) -> [result of rank 0, result of rank 1, ...]
+
+``function`` must be importable (module level); it runs between ``init_process_group`` and its end on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 240
+
+
+def _worker(number: int, inbox: Any, outbox: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    from nemo_kto.parallel import cpu, state
+
+    cpu.enter()
+    while (job := inbox.get()) is not None:
+        function, arguments, store, world_size = job
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=number,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_SECONDS),
+            )
+            os.environ["LOCAL_RANK"] = str(number)
+            outbox.put((number, True, function(*arguments)))
+        except BaseException:
+            outbox.put((number, False, traceback.format_exc()))
+        finally:
+            state.stop()
+
+
+class RankPool:
+    """Keeps up to ``max_ranks`` processes; a failed job ends them all, and the next one starts fresh."""
+
+    def __init__(self, *, max_ranks: int = 4) -> None:
+        self._context = mp.get_context("spawn")
+        self._max_ranks = max_ranks
+        self._workers: list[tuple[Any, Any]] = []
+        self._outbox: Any = self._context.Queue()
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run ``function(*arguments)`` on ``world_size`` ranks.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RuntimeError: a rank failed; carries its traceback.
+        """
+        if world_size > self._max_ranks:
+            raise ValueError(f"world_size must be at most {self._max_ranks}, got {world_size}")
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for _, inbox in self._workers[:world_size]:
+                inbox.put((function, arguments, f"{folder}/store", world_size))
+            results: dict[int, Any] = {}
+            while len(results) < world_size:
+                try:
+                    number, good, value = self._outbox.get(timeout=TIMEOUT_SECONDS + 30)
+                except Exception as error:
+                    self.close()
+                    raise RuntimeError(f"only ranks {sorted(results)} of {world_size} answered") from error
+                if not good:
+                    self.close()
+                    raise RuntimeError(f"rank {number} failed:\n{value}")
+                results[number] = value
+        return [results[number] for number in range(world_size)]
+
+    def _grow(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            inbox = self._context.Queue()
+            process = self._context.Process(target=_worker, args=(len(self._workers), inbox, self._outbox))
+            process.start()
+            self._workers.append((process, inbox))
+
+    def close(self) -> None:
+        """End every worker."""
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+        self._outbox = self._context.Queue()
