@@ -1,0 +1,255 @@
+"""Forward and backward passes of a GPT policy over tensor- and pipeline-parallel ranks.
+
+Everything the preference models share: rows are cut into micro-batches, sent through megatron-core's pipeline schedule,
+and come back as one log-prob a row. What a row's log-prob is worth is left to the subclasses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config, unwrap_model
+
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.sequence import response_positions, row_sums
+from nemo_kto.models.reference import SwappedReference
+from nemo_kto.parallel import cpu
+from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
+from nemo_kto.parallel.reduce import from_last_stage
+
+Batch = Mapping[str, torch.Tensor]
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of token ids, padded on the right. B rows, S tokens.
+
+    Attributes:
+        tokens_BS: token ids.
+        labels_BS: the token itself where it belongs to the response, -100 elsewhere.
+        lengths_B: tokens before the padding.
+        positions_BS: position ids.
+        mask_B1SS: True where attention is forbidden; None for plain causal attention.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    positions_BS: torch.Tensor
+    mask_B1SS: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    def micro_batches(self, size: int, *, multiple: int) -> list[MicroBatch]:
+        """Cut into micro-batches of at most ``size`` rows of like length, each no wider than its longest row needs.
+
+        The sum over rows does not care for their order, and padding is work for nothing. Widths are multiples of
+        ``multiple`` (sequence parallelism shards them).
+        """
+        order = torch.argsort(self.lengths_B, descending=True, stable=True)
+        return [self._micro_batch(rows, multiple) for rows in order.split(size)] if len(self) else []
+
+    def _micro_batch(self, rows_b: torch.Tensor, multiple: int) -> MicroBatch:
+        width = -(-int(self.lengths_B[rows_b].max()) // multiple) * multiple
+        there = cpu.device()
+
+        def cut(values_BS: torch.Tensor) -> torch.Tensor:
+            return values_BS[rows_b, :width].to(there, non_blocking=True)
+
+        mask = self.mask_B1SS
+        return MicroBatch(
+            rows_b=rows_b,
+            tokens_bs=cut(self.tokens_BS),
+            labels_bs=cut(self.labels_BS),
+            positions_bs=cut(self.positions_BS),
+            mask_b1ss=None if mask is None else mask[rows_b, :, :width, :width].to(there),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one pass through the pipeline carries: ``rows_b`` says which of the rows these are."""
+
+    rows_b: torch.Tensor
+    tokens_bs: torch.Tensor
+    labels_bs: torch.Tensor
+    positions_bs: torch.Tensor
+    mask_b1ss: torch.Tensor | None
+
+
+def rows_of(batch: Batch, prefix: str) -> Rows:
+    """The rows of a collated batch under ``prefix`` ('samples' or 'kl_samples')."""
+    tokens_BS = batch[prefix]
+    singular = prefix.removesuffix("s")
+    mask = batch.get("attention_mask") if prefix == "samples" else batch.get("kl_attention_mask")
+    positions = batch.get("position_ids") if prefix == "samples" else batch.get("kl_position_ids")
+    if positions is None:
+        positions = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    return Rows(
+        tokens_BS=tokens_BS,
+        labels_BS=batch[f"{singular}_labels"],
+        lengths_B=batch[f"{singular}_lengths"],
+        positions_BS=positions,
+        mask_B1SS=mask if mask is not None and mask.dim() == 4 else None,
+    )
+
+
+class MegatronGPTModel(ABC):
+    """A policy in chunks over the pipeline, its schedule and its reference."""
+
+    def __init__(
+        self,
+        *,
+        chunks: Sequence[torch.nn.Module],
+        reference: SwappedReference | None,
+        vocab_size: int,
+        micro_batch_size: int,
+        forward_micro_batch_size: int,
+        average_log_probs: bool,
+        logprob_chunk_size: int,
+        phase: Phase = lambda name: contextlib.nullcontext(),
+    ) -> None:
+        """
+        Args:
+            chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
+            reference: gives the reference policy; None for losses that need none.
+            vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
+            micro_batch_size: rows of one forward and backward pass.
+            forward_micro_batch_size: rows of one pass without gradient.
+            average_log_probs: a row's log-prob is the mean over its response tokens instead of the sum.
+            logprob_chunk_size: tokens whose logits exist at the same time.
+            phase: names the phases of a step to a timer.
+        """
+        self.chunks = list(chunks)
+        self.reference = reference
+        self.vocab_size = vocab_size
+        self.micro_batch_size = micro_batch_size
+        self.forward_micro_batch_size = forward_micro_batch_size
+        self.average_log_probs = average_log_probs
+        self.logprob_chunk_size = logprob_chunk_size
+        self.phase = phase
+        self.config = get_model_config(self.chunks[0])
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self._width_multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    @abstractmethod
+    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
+        """Loss and metrics over the global batch; gradients too, unless ``forward_only``."""
+
+    @abstractmethod
+    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Reference log-probs of the batch's rows, one number a row, on the CPU."""
+
+    def prepare_for_training_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    @torch.no_grad()
+    def row_logprobs(self, rows: Rows) -> torch.Tensor:
+        """Log-prob of each row's response under the present weights: [B], fp32, on the CPU, on every pipeline stage.
+
+        Evaluation mode, no gradient.
+        """
+        logps_B = torch.zeros(len(rows), device=cpu.device())
+        if not len(rows):
+            return logps_B.cpu()
+        micro_batches = rows.micro_batches(self.forward_micro_batch_size, multiple=self._width_multiple)
+
+        def collect(micro_batch: MicroBatch, hidden: torch.Tensor, *, non_loss_data: bool) -> None:
+            logps_B[micro_batch.rows_b.to(logps_B.device)] = self._micro_batch_logps(micro_batch, hidden)
+
+        with self._evaluation_mode():
+            self._run_schedule(micro_batches, collect, forward_only=True, collect_non_loss_data=True)
+        return from_last_stage(logps_B).cpu()
+
+    def forward_backward(
+        self, rows: Rows, loss: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]], *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """Send ``rows`` through the pipeline and, unless ``forward_only``, their loss back.
+
+        Args:
+            loss: (row log-probs [b], row numbers [b]) -> sums over these rows; ``loss_sum`` is differentiated and
+                ``rows`` counts what it is the sum of. Gradients are those of the sum over the GLOBAL batch divided by its
+                number of rows, whatever the layout and the micro-batch size.
+
+        Returns:
+            The sums of each micro-batch on the last pipeline stage, nothing on the others.
+        """
+        micro_batches = rows.micro_batches(self.micro_batch_size, multiple=self._width_multiple)
+
+        def loss_of(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
+            sums = loss(self._micro_batch_logps(micro_batch, hidden), micro_batch.rows_b)
+            detached = {name: value.detach() for name, value in sums.items()}
+            return sums["loss_sum"], sums["rows"].detach().int(), detached
+
+        if forward_only:
+            if not micro_batches:
+                return []
+            with torch.no_grad(), self._evaluation_mode():
+                return self._run_schedule(micro_batches, loss_of, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return self._run_schedule(micro_batches, loss_of, forward_only=False)
+
+    def _run_schedule(
+        self, micro_batches: Sequence[MicroBatch], loss_of: Callable[..., Any], *, forward_only: bool, **options: Any
+    ) -> list[Any]:
+        def forward_step(micro_batches_left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
+            micro_batch = next(micro_batches_left)
+            output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
+            return output, partial(loss_of, micro_batch)
+
+        widest = max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=widest,  # the schedule exchanges the true shapes: variable_seq_lengths
+            micro_batch_size=len(micro_batches[0].rows_b),
+            forward_only=forward_only,
+            **options,
+        )
+
+    def _micro_batch_logps(self, micro_batch: MicroBatch, hidden_bsh: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage to one log-prob a row: [b], fp32. Only response tokens meet the vocabulary."""
+        hidden_sbh = hidden_bsh.transpose(0, 1)
+        if self.config.sequence_parallel:
+            hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
+        num_rows = hidden_sbh.shape[1]
+        row_T, position_T, target_T = response_positions(micro_batch.labels_bs)
+        logps_T = vocab_parallel_logprobs(
+            hidden_sbh.flatten(0, 1)[position_T * num_rows + row_T],
+            unwrap_model(self.chunks[-1]).output_weight(),
+            target_T,
+            vocab_size=self.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_size=self.logprob_chunk_size,
+            reduce_hidden_grad=not self.config.sequence_parallel,  # else the gather's backward sums it
+        )
+        return row_sums(logps_T, row_T, num_rows, average=self.average_log_probs)
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        was_training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk, training in zip(self.chunks, was_training, strict=True):
+                chunk.train(training)
