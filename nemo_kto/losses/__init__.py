@@ -1,0 +1,1 @@
+"""Losses, as pure functions of tensors: log-ratios in, one loss a row out."""

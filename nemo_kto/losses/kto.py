@@ -1,0 +1,216 @@
+"""The KTO family of losses: one loss a row, and the sums its metrics are made of.
+
+KTO: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
+APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266.
+
+Notation. r is the log-ratio of a row, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
+reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of rows.
+
+Everything here is a function of tensors: no communication, no configuration, no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of rows).
+
+    The rows are prompts with the response to another prompt. Hand in sums over the WHOLE global batch: clamped once,
+    after the sum, the estimate does not depend on how the batch is spread over ranks and micro-batches. Clamping parts
+    and averaging them would bias it upwards.
+
+    Args:
+        log_ratio_sum: sum of r over the valid KL rows; 0-d.
+        count: number of valid KL rows; 0-d, any dtype.
+
+    Returns:
+        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 where there is no valid row.
+
+    Examples:
+        >>> kl_reference_point(torch.tensor(3.0), torch.tensor(2)).item()
+        1.5
+        >>> kl_reference_point(torch.tensor(-3.0), torch.tensor(2)).item()
+        0.0
+        >>> kl_reference_point(torch.tensor(0.0), torch.tensor(0)).item()
+        0.0
+    """
+    return (log_ratio_sum.detach() / count.clamp(min=1)).clamp(min=0).to(log_ratio_sum.dtype)
+
+
+def kto_losses(
+    log_ratios_N: torch.Tensor,
+    desirable_N: torch.Tensor,
+    *,
+    z0: torch.Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> torch.Tensor:
+    """KTO loss of each row (arXiv 2402.01306).
+
+        desirable:    w_D (1 - sigmoid(beta (r - z0)))
+        undesirable:  w_U (1 - sigmoid(beta (z0 - r)))
+
+    Args:
+        log_ratios_N: r; fp32.
+        desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
+        z0: :func:`kl_reference_point`; 0-d. No gradient goes through it.
+        beta: how strongly the policy is held to the reference.
+        desirable_weight: w_D.
+        undesirable_weight: w_U.
+
+    Returns:
+        [N], each between 0 and its weight.
+
+    Examples:
+        Where policy and reference are the same model, each row costs half its weight:
+
+        >>> kto_losses(torch.zeros(2), torch.tensor([1, 0]), z0=torch.tensor(0.0), beta=0.1,
+        ...            desirable_weight=1.0, undesirable_weight=2.0).tolist()
+        [0.5, 1.0]
+    """
+    return _weighted_losses(log_ratios_N - z0.detach(), desirable_N, beta, desirable_weight, undesirable_weight)
+
+
+def apo_zero_unpaired_losses(
+    log_ratios_N: torch.Tensor,
+    desirable_N: torch.Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> torch.Tensor:
+    """APO-zero loss of each row, for rows that come without a partner (arXiv 2408.06266).
+
+        desirable:    w_D (1 - sigmoid(beta r))
+        undesirable:  w_U sigmoid(beta r)
+
+    That is KTO with its reference point held at zero, so it needs no KL rows.
+
+    Args:
+        log_ratios_N: r; fp32.
+        desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
+        beta: how strongly the policy is held to the reference.
+        desirable_weight: w_D.
+        undesirable_weight: w_U.
+
+    Returns:
+        [N], each between 0 and its weight.
+
+    Examples:
+        >>> apo_zero_unpaired_losses(torch.tensor([100.0, 100.0]), torch.tensor([1, 0]), beta=1.0,
+        ...                          desirable_weight=1.0, undesirable_weight=1.0).tolist()
+        [0.0, 1.0]
+    """
+    return _weighted_losses(log_ratios_N, desirable_N, beta, desirable_weight, undesirable_weight)
+
+
+def _weighted_losses(
+    gains_N: torch.Tensor, desirable_N: torch.Tensor, beta: float, desirable_weight: float, undesirable_weight: float
+) -> torch.Tensor:
+    desirable_N = desirable_N.bool()
+    signed_N = torch.where(desirable_N, gains_N, -gains_N)
+    weights_N = torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
+    return weights_N * torch.sigmoid(-beta * signed_N)  # 1 - sigmoid(x), without the cancellation for large x
+
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {"kto": kto_losses, "apo_zero_unpaired": apo_zero_unpaired_losses}
+"""The values of ``preference_loss``, and what each computes."""
+
+
+def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Add up what :func:`kl_reference_point` needs.
+
+    Args:
+        log_ratios_N: r of the KL rows.
+        valid_N: True for rows with a response token.
+
+    Returns:
+        ``kl_sum`` (float64) and ``kl_rows`` (int64), 0-d.
+
+    Examples:
+        >>> sums = kl_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]))
+        >>> sums["kl_sum"].item(), sums["kl_rows"].item()
+        (3.0, 2)
+    """
+    return {"kl_sum": _masked_sum(log_ratios_N, valid_N), "kl_rows": valid_N.sum()}
+
+
+def kto_metric_sums(
+    losses_N: torch.Tensor,
+    *,
+    log_ratios_N: torch.Tensor,
+    logps_N: torch.Tensor,
+    desirable_N: torch.Tensor,
+    valid_N: torch.Tensor,
+    beta: float,
+) -> dict[str, torch.Tensor]:
+    """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
+
+    Args:
+        losses_N: loss of each row.
+        log_ratios_N: r.
+        logps_N: the policy's log-prob of each row's response.
+        desirable_N: 1 or True for a desirable response.
+        valid_N: True for rows with a response token; the others are in no sum and no count but ``invalid_rows``.
+        beta: the reward of a row is beta r.
+
+    Returns:
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_N``), sums in float64 without gradient, and
+        counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``, ``rejected_rows``).
+    """
+    desirable_N = desirable_N.bool()
+    chosen_N, rejected_N = valid_N & desirable_N, valid_N & ~desirable_N
+    rewards_N = beta * log_ratios_N.detach().double()
+    return {
+        "loss_sum": torch.where(valid_N, losses_N, 0).sum(),
+        "rows": valid_N.sum(),
+        "invalid_rows": (~valid_N).sum(),
+        "chosen_rows": chosen_N.sum(),
+        "rejected_rows": rejected_N.sum(),
+        "rewards_chosen_sum": _masked_sum(rewards_N, chosen_N),
+        "rewards_rejected_sum": _masked_sum(rewards_N, rejected_N),
+        "rewards_square_sum": _masked_sum(rewards_N.square(), valid_N),
+        "logps_chosen_sum": _masked_sum(logps_N, chosen_N),
+        "logps_rejected_sum": _masked_sum(logps_N, rejected_N),
+    }
+
+
+def _masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
+    # where, not a product: what stands in a row that does not count may be anything, NaN too
+    return torch.where(mask_N, values_N.detach().double(), 0).sum()
+
+
+def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Turn sums over the global batch into metrics.
+
+    Args:
+        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, and :func:`kl_sums` likewise where
+            the loss has a reference point.
+
+    Returns:
+        loss (0 where no row is valid), kl (the reference point), rewards_{chosen,rejected}_mean, rewards_margin,
+        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no row to stand on is left
+        out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one row.
+    """
+    rows = sums["rows"]
+    metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
+    if "kl_rows" in sums:
+        metrics["kl"] = max(0.0, sums["kl_sum"] / max(sums["kl_rows"], 1))
+    for name in ("chosen", "rejected"):
+        if count := sums[f"{name}_rows"]:
+            metrics[f"rewards_{name}_mean"] = sums[f"rewards_{name}_sum"] / count
+            metrics[f"logps_{name}_mean"] = sums[f"logps_{name}_sum"] / count
+    if sums["chosen_rows"] and sums["rejected_rows"]:
+        metrics["rewards_margin"] = metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"]
+    if rows:
+        total = sums["rewards_chosen_sum"] + sums["rewards_rejected_sum"]
+        metrics["rewards_all_mean"] = total / rows
+        if rows > 1:
+            variance = (sums["rewards_square_sum"] - total * total / rows) / (rows - 1)
+            metrics["rewards_all_std"] = max(0.0, variance) ** 0.5
+    return metrics | {"rows": rows, "invalid_rows": sums["invalid_rows"]}

@@ -1,0 +1,40 @@
+"""Metrics that can be added: means over several batches are means over their rows, not means of means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+Derive = Callable[[Mapping[str, float]], dict[str, float]]
+
+
+class Metrics(dict[str, float]):
+    """Named metrics, derived from sums and counts.
+
+    ``a + b`` adds the sums and derives the metrics anew, so that batches of different size, or with different rows that
+    count, weigh what they should.
+
+    Attributes:
+        sums: the sums and counts.
+
+    Examples:
+        >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
+        >>> one, three = Metrics({"loss_sum": 1.0, "rows": 1}, mean), Metrics({"loss_sum": 9.0, "rows": 3}, mean)
+        >>> one + three
+        {'loss': 2.5}
+    """
+
+    def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
+        """
+        Args:
+            sums: name -> sum or count over a global batch.
+            derive: turns such sums into metrics.
+        """
+        super().__init__(derive(sums))
+        self.sums = dict(sums)
+        self._derive = derive
+
+    def __add__(self, other: Metrics) -> Metrics:
+        if not isinstance(other, Metrics):
+            return NotImplemented
+        names = self.sums.keys() | other.sums.keys()
+        return Metrics({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names}, self._derive)
