@@ -11,24 +11,30 @@ from megatron.core import parallel_state
 from nemo_kto.parallel import cpu
 
 
-def sum_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
-    """Sum of ``values`` (any shape) over the data-parallel group, on every rank of it; ``values`` is not changed."""
-    total = values.detach().clone()
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total
-
-
-def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Sums of the last pipeline stage, added over all copies of the model, on every rank.
+def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sums that every pipeline stage knows, added over all copies of the model.
 
     Args:
-        sums: name -> 0-d tensor. Every rank passes the same names; ranks before the last pipeline stage pass zeros.
+        sums: name -> 0-d tensor; the same names on every rank.
 
     Returns:
-        name -> sum over the global batch, in float64 (counts stay exact to 2**53).
+        name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
     """
     packed = torch.stack([value.detach().double() for value in sums.values()]).to(cpu.device())
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
+    return dict(zip(sums, packed.unbind(), strict=True))
+
+
+def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums that only the last pipeline stage knows, added over all copies of the model, on every rank.
+
+    Args:
+        sums: name -> 0-d tensor; the same names on every rank, zeros before the last pipeline stage.
+
+    Returns:
+        name -> sum over the global batch.
+    """
+    packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.tolist(), strict=True))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from nemo_kto.losses.kto import apo_zero_unpaired_losses, kl_reference_point, kto_losses, kto_metric_sums, kto_metrics
+from nemo_kto.losses.kto import LOSSES, kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.sequence import valid_rows
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Batch, MegatronGPTModel, Rows, rows_of
 from nemo_kto.models.reference import SwappedReference
 from nemo_kto.parallel import cpu
@@ -72,15 +74,44 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         Returns:
             The loss and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
-        with self.phase("kl"):
-            kl_sums = self._kl_sums(batch)
+        z0, reference_sums = self._reference_point(batch)
         samples = rows_of(batch, "samples")
         with self.phase("forward_backward"):
-            micro_batch_sums = self.forward_backward(
-                samples, self._loss_over(samples, batch, kl_sums), forward_only=forward_only
-            )
-        with self.phase("metrics"):
-            nothing = self._nothing(kl_sums)
-            sums = {name: sum((part[name] for part in micro_batch_sums), start=zero) for name, zero in nothing.items()}
-            metrics = Metrics(global_sums(sums) | {name: float(v) for name, v in kl_sums.items()}, kto_metrics)
+            parts = self.forward_backward(samples, partial(self._sample_sums, batch, z0), forward_only=forward_only)
+        no_rows = torch.zeros(0, dtype=torch.int64)
+        sums = self._sample_sums(batch, z0.cpu(), torch.zeros(0), no_rows)  # zeros: what a stage without a loss adds
+        sums = {name: sum((part[name].cpu() for part in parts), start=zero) for name, zero in sums.items()}
+        metrics = Metrics(global_sums(sums) | reference_sums, kto_metrics)
         return metrics["loss"], metrics
+
+    def _reference_point(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """z0 over the global batch (0-d), and the sums it was made of; the policy is asked forward only."""
+        if not self.uses_kl_rows:
+            return torch.zeros((), device=cpu.device()), {}
+        with self.phase("kl"):
+            rows = rows_of(batch, "kl_samples")
+            log_ratios_B = self.row_logprobs(rows) - batch["ref_policy_log_probs_kl_samples"]
+            sums = sum_over_data_parallel(kl_sums(log_ratios_B, valid_rows(rows.labels_BS)))
+            z0 = kl_reference_point(sums["kl_sum"], sums["kl_rows"]).float().to(cpu.device())
+        return z0, {name: float(value) for name, value in sums.items()}
+
+    def _sample_sums(
+        self, batch: Batch, z0: torch.Tensor, logps_b: torch.Tensor, rows_b: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Sums of one micro-batch: its rows' log-probs [b] and their numbers in the batch [b]."""
+
+        def pick(values_B: torch.Tensor) -> torch.Tensor:
+            return values_B[rows_b].to(logps_b.device)
+
+        log_ratios_b = logps_b - pick(batch["ref_policy_log_probs_samples"])
+        desirable_b = pick(batch["preference"])
+        anchor = {"z0": z0} if self.uses_kl_rows else {}
+        losses_b = LOSSES[self.preference_loss](log_ratios_b, desirable_b, beta=self.beta, **anchor, **self.weights)
+        return kto_metric_sums(
+            losses_b,
+            log_ratios_N=log_ratios_b,
+            logps_N=logps_b,
+            desirable_N=desirable_b,
+            valid_N=pick(valid_rows(batch["sample_labels"])),
+            beta=self.beta,
+        )
