@@ -110,7 +110,11 @@ def apo_zero_unpaired_losses(
 
 
 def _weighted_losses(
-    gains_N: torch.Tensor, desirable_N: torch.Tensor, beta: float, desirable_weight: float, undesirable_weight: float
+    gains_N: torch.Tensor,
+    desirable_N: torch.Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> torch.Tensor:
     desirable_N = desirable_N.bool()
     signed_N = torch.where(desirable_N, gains_N, -gains_N)
@@ -118,7 +122,10 @@ def _weighted_losses(
     return weights_N * torch.sigmoid(-beta * signed_N)  # 1 - sigmoid(x), without the cancellation for large x
 
 
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {"kto": kto_losses, "apo_zero_unpaired": apo_zero_unpaired_losses}
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "kto": kto_losses,
+    "apo_zero_unpaired": apo_zero_unpaired_losses,
+}
 """The values of ``preference_loss``, and what each computes."""
 
 
