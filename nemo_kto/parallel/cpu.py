@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def enter() -> None:
     if on_gpu():
         torch.cuda.set_device(device())
         return
+    _run_eagerly()
     _answer_device_calls()
     _answer_rng_calls()
     _map_cuda_literals()
@@ -137,26 +138,33 @@ class _NoProperties:
     name, major, minor, multi_processor_count, total_memory = "cpu", 0, 0, 0, 0
 
 
+def _run_eagerly() -> None:
+    """megatron-core compiles its small fusions; on the CPU that costs a C++ compiler and seconds a process, for nothing."""
+    import megatron.core.jit
+
+    megatron.core.jit.disable_jit_fuser()
+    torch.compiler.set_stance("force_eager")  # for what was decorated before
+
+
 def _answer_device_calls() -> None:
     cpu = torch.device("cpu")
     stream = _Stream()
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+    def nothing() -> Callable[..., None]:
+        return lambda *args, **kwargs: None  # a new function each time: torch.compile tells them apart by identity
 
-    @contextlib.contextmanager
-    def current(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
+    def current() -> Callable[..., Any]:
+        return lambda *args, **kwargs: contextlib.nullcontext()
 
     answers: dict[str, Any] = {
         "current_device": lambda: cpu,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "set_device": nothing(),
+        "synchronize": nothing(),
+        "empty_cache": nothing(),
         "current_stream": lambda *a, **k: stream,
         "default_stream": lambda *a, **k: stream,
-        "stream": current,
-        "device": current,
+        "stream": current(),
+        "device": current(),
         "Stream": _Stream,
         "Event": _Event,
         "is_current_stream_capturing": lambda: False,
@@ -168,8 +176,8 @@ def _answer_device_calls() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.cuda.nvtx.range_push = nothing  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = nothing  # type: ignore[assignment]
+    torch.cuda.nvtx.range_push = nothing()  # type: ignore[assignment]
+    torch.cuda.nvtx.range_pop = nothing()  # type: ignore[assignment]
 
 
 def _answer_rng_calls() -> None:
