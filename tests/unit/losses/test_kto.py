@@ -1,0 +1,170 @@
+"""KTO and APO-zero against closed forms, hand values and the reference point's rules."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.losses import kto
+from nemo_kto.losses.kto import LOSSES, apo_zero_unpaired_losses, kl_reference_point, kl_sums, kto_losses
+from nemo_kto.losses.sequence import row_sums
+
+WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
+ONES = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def losses_by_name(name: str, **options: Any) -> Any:
+    if name == "kto":
+        options.setdefault("z0", torch.tensor(0.0))
+    else:
+        options.pop("z0", None)
+    return partial(LOSSES[name], **{"beta": 0.1, **WEIGHTS, **options})
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(kto)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def test_the_name_table() -> None:
+    assert {"kto": kto_losses, "apo_zero_unpaired": apo_zero_unpaired_losses} == LOSSES
+
+
+def test_kto_is_its_closed_form() -> None:
+    ratios, desirable, z0, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.8, 0.3
+    expected = [
+        1.3 * (1 - sigmoid(beta * (2.0 - z0))),
+        1.3 * (1 - sigmoid(beta * (-3.0 - z0))),
+        0.7 * (1 - sigmoid(beta * (z0 - 0.5))),
+        0.7 * (1 - sigmoid(beta * (z0 + 1.0))),
+    ]
+    losses = kto_losses(torch.tensor(ratios), torch.tensor(desirable), z0=torch.tensor(z0), beta=beta, **WEIGHTS)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_apo_zero_is_its_closed_form() -> None:
+    ratios, desirable, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.3
+    expected = [
+        1.3 * (1 - sigmoid(beta * 2.0)),
+        1.3 * (1 - sigmoid(beta * -3.0)),
+        0.7 * sigmoid(beta * 0.5),
+        0.7 * sigmoid(beta * -1.0),
+    ]
+    losses = apo_zero_unpaired_losses(torch.tensor(ratios), torch.tensor(desirable), beta=beta, **WEIGHTS)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_where_policy_is_reference_the_loss_is_half_the_weight(name: str) -> None:
+    desirable = torch.tensor([1, 0, 0, 1, 0])
+    losses = losses_by_name(name)(torch.zeros(5), desirable)
+    assert losses.mean().item() == pytest.approx(0.5 * (2 * 1.3 + 3 * 0.7) / 5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_class_alone(name: str, label: int) -> None:
+    ratios = torch.tensor([1.0, -2.0, 0.0])
+    losses = losses_by_name(name)
+    alone, among_others = losses(ratios, torch.full((3,), label)), losses(ratios.repeat(2), torch.tensor([1] * 3 + [0] * 3))
+    assert torch.equal(alone, among_others[:3] if label else among_others[3:])
+    assert losses(ratios[:0], torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_may_be_bool_or_int(name: str) -> None:
+    ratios, desirable = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([1, 0, 1])
+    assert torch.equal(losses_by_name(name)(ratios, desirable), losses_by_name(name)(ratios, desirable.bool()))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_better_answer_lowers_the_loss(name: str) -> None:
+    ratios = torch.linspace(-5, 5, 11)
+    desirable, undesirable = torch.ones(11), torch.zeros(11)
+    assert (losses_by_name(name)(ratios, desirable).diff() < 0).all()
+    assert (losses_by_name(name)(ratios, undesirable).diff() > 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_extreme_inputs_stay_finite(name: str, size: float) -> None:
+    ratios = torch.tensor([size, -size, size, -size], requires_grad=True)
+    losses = losses_by_name(name, z0=torch.tensor(size), **ONES)(ratios, torch.tensor([1, 1, 0, 0]))
+    losses.sum().backward()
+    assert ratios.grad is not None
+    assert losses.isfinite().all()
+    assert ratios.grad.isfinite().all()
+    assert (losses >= 0).all()
+    assert (losses <= 1).all()
+
+
+def test_a_small_loss_keeps_its_digits() -> None:
+    """1 - sigmoid(x) in fp32 is 0 from x = 17 on, and 6 % wrong at 14."""
+    losses = losses_by_name("kto", beta=1.0, **ONES)(torch.tensor([14.0, 30.0]), torch.tensor([1, 1]))
+    torch.testing.assert_close(losses, torch.tensor([sigmoid(-14.0), sigmoid(-30.0)]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_in_float64(name: str) -> None:
+    torch.manual_seed(0)
+    logps_T = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    row_T, desirable = torch.arange(12) // 3, torch.tensor([1, 0, 1, 0])
+
+    def from_tokens(logps: torch.Tensor) -> torch.Tensor:
+        ratios = row_sums(logps, row_T, 4, average=False) + 0.3
+        return losses_by_name(name, z0=torch.tensor(0.4, dtype=torch.float64))(ratios, desirable)
+
+    assert torch.autograd.gradcheck(from_tokens, (logps_T,))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_is_the_closed_form(name: str) -> None:
+    ratios = torch.tensor([0.5, 0.5], requires_grad=True)
+    losses_by_name(name, beta=2.0, z0=torch.tensor(0.0))(ratios, torch.tensor([1, 0])).sum().backward()
+    slope = 2.0 * sigmoid(1.0) * (1 - sigmoid(1.0))
+    torch.testing.assert_close(ratios.grad, torch.tensor([-1.3 * slope, 0.7 * slope]), rtol=1e-5, atol=0)
+
+
+def test_no_gradient_goes_through_the_reference_point() -> None:
+    kl_ratios = torch.tensor([1.0, 2.0], requires_grad=True)
+    z0 = kl_reference_point(kl_ratios.sum(), torch.tensor(2))
+    assert z0.item() == 1.5
+    assert not z0.requires_grad
+
+    ratios, anchor = torch.zeros(2, requires_grad=True), torch.tensor(1.5, requires_grad=True)
+    kto_losses(ratios, torch.tensor([1, 0]), z0=anchor, beta=0.1, **ONES).sum().backward()
+    assert anchor.grad is None
+    assert ratios.grad is not None
+
+
+def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
+    parts = [torch.tensor([-5.0, -3.0]), torch.tensor([4.0]), torch.tensor([1.0, 2.0, 7.0])]  # micro-batches, or ranks
+    sums = [kl_sums(part, torch.ones(len(part), dtype=torch.bool)) for part in parts]
+    total, count = sum(s["kl_sum"] for s in sums), sum(s["kl_rows"] for s in sums)
+    assert kl_reference_point(total, count).item() == 1.0  # 6 / 6; clamped parts would give (0 + 4 + 10 / 3) / 3
+    assert kl_reference_point(-total, count).item() == 0.0
+
+
+def test_the_reference_point_without_rows_is_zero() -> None:
+    sums = kl_sums(torch.tensor([float("nan"), 3.0]), torch.tensor([False, False]))
+    assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).item() == 0.0
+
+
+def test_a_broken_row_is_not_hidden() -> None:
+    sums = kl_sums(torch.tensor([float("nan"), 3.0]), torch.tensor([True, True]))
+    assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).isnan()
+
+
+def test_kl_sums_leave_invalid_rows_out() -> None:
+    sums = kl_sums(torch.tensor([1.0, float("nan"), 2.0, 100.0]), torch.tensor([True, False, True, False]))
+    assert (sums["kl_sum"].item(), sums["kl_rows"].item()) == (3.0, 2)

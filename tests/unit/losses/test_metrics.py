@@ -1,0 +1,156 @@
+"""Metrics of a global batch: exact under any split, and silent about what is not there."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from nemo_kto.losses import metrics as metrics_module
+from nemo_kto.losses.kto import kl_sums, kto_losses, kto_metric_sums, kto_metrics
+from nemo_kto.losses.metrics import Metrics
+
+BETA = 0.5
+
+
+def sums_of(
+    ratios: torch.Tensor, logps: torch.Tensor, desirable: torch.Tensor, valid: torch.Tensor, *, kl: bool = True
+) -> dict[str, float]:
+    losses = kto_losses(ratios, desirable, z0=torch.tensor(0.2), beta=BETA, desirable_weight=1.0, undesirable_weight=2.0)
+    sums = kto_metric_sums(losses, log_ratios_N=ratios, logps_N=logps, desirable_N=desirable, valid_N=valid, beta=BETA)
+    if kl:
+        sums |= kl_sums(ratios * 3 - 1, valid)
+    return {name: value.item() for name, value in sums.items()}
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    valid = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1]).bool()
+    return torch.randn(9), -torch.rand(9) * 50, torch.tensor([1, 0, 0, 1, 1, 0, 1, 0, 0]), valid
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(metrics_module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def test_every_metric_by_hand() -> None:
+    ratios, logps = torch.tensor([2.0, 4.0, -1.0, 9.0]), torch.tensor([-10.0, -30.0, -5.0, -7.0])
+    desirable, valid = torch.tensor([1, 1, 0, 0]), torch.tensor([True, True, True, False])
+    sums = kto_metric_sums(
+        torch.tensor([0.25, 0.5, 0.75, 100.0]),
+        log_ratios_N=ratios,
+        logps_N=logps,
+        desirable_N=desirable,
+        valid_N=valid,
+        beta=BETA,
+    )
+    sums |= kl_sums(torch.tensor([1.0, 3.0, -1.0, 50.0]), valid)
+    got = kto_metrics({name: value.item() for name, value in sums.items()})
+    assert got == pytest.approx(
+        {
+            "loss": 0.5,
+            "kl": 1.0,
+            "rewards_chosen_mean": 1.5,
+            "rewards_rejected_mean": -0.5,
+            "rewards_margin": 2.0,
+            "rewards_all_mean": 2.5 / 3,
+            "rewards_all_std": torch.tensor([1.0, 2.0, -0.5]).std().item(),
+            "logps_chosen_mean": -20.0,
+            "logps_rejected_mean": -5.0,
+            "rows": 3,
+            "invalid_rows": 1,
+        }
+    )
+
+
+@pytest.mark.parametrize("split", [[9], [1] * 9, [2, 7], [4, 4, 1], [0, 9], [3, 0, 6]])
+def test_any_split_gives_the_same_metrics(batch: tuple[torch.Tensor, ...], split: list[int]) -> None:
+    whole = Metrics(sums_of(*batch), kto_metrics)
+    parts = [Metrics(sums_of(*part), kto_metrics) for part in zip(*(values.split(split) for values in batch), strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert total == pytest.approx(whole, rel=1e-6)
+    assert total["rows"] == 7
+    assert total["invalid_rows"] == 2
+
+
+def test_what_stands_in_an_invalid_row_does_not_matter(batch: tuple[torch.Tensor, ...]) -> None:
+    ratios, logps, desirable, valid = batch
+    subset = sums_of(*(values[valid] for values in batch))
+    spoilt = torch.where(valid, ratios, float("nan")), torch.where(valid, logps, float("inf")), desirable, valid
+    assert sums_of(*spoilt) == pytest.approx(subset | {"invalid_rows": 2}, rel=1e-6)
+
+
+def test_invalid_rows_get_no_gradient() -> None:
+    ratios = torch.zeros(3, requires_grad=True)
+    losses = kto_losses(
+        ratios, torch.tensor([1, 0, 1]), z0=torch.tensor(0.0), beta=BETA, desirable_weight=1.0, undesirable_weight=1.0
+    )
+    valid = torch.tensor([True, True, False])
+    sums = kto_metric_sums(
+        losses, log_ratios_N=ratios, logps_N=ratios, desirable_N=torch.tensor([1, 0, 1]), valid_N=valid, beta=BETA
+    )
+    sums["loss_sum"].backward()
+    torch.testing.assert_close(ratios.grad, torch.tensor([-0.125, 0.125, 0.0]))
+    assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]
+
+
+@pytest.mark.parametrize(("label", "present", "absent"), [(1, "chosen", "rejected"), (0, "rejected", "chosen")])
+def test_an_absent_class_is_not_logged(label: int, present: str, absent: str) -> None:
+    rows = torch.tensor([1.0, 2.0])
+    got = kto_metrics(sums_of(rows, rows, torch.full((2,), label), torch.ones(2, dtype=torch.bool)))
+    assert got[f"rewards_{present}_mean"] == pytest.approx(BETA * 1.5)
+    assert got["rewards_all_mean"] == pytest.approx(BETA * 1.5)
+    assert {f"rewards_{absent}_mean", f"logps_{absent}_mean", "rewards_margin"}.isdisjoint(got)
+
+
+def test_one_row_has_no_deviation_and_none_has_no_mean() -> None:
+    one, true = torch.tensor([1.0]), torch.tensor([True])
+    assert "rewards_all_std" not in kto_metrics(sums_of(one, one, one, true))
+    nothing = kto_metrics(sums_of(one, one, one, ~true))
+    assert nothing == {"loss": 0.0, "kl": 0.0, "rows": 0, "invalid_rows": 1}
+
+
+def test_a_loss_without_reference_point_logs_no_kl(batch: tuple[torch.Tensor, ...]) -> None:
+    assert "kl" in kto_metrics(sums_of(*batch))
+    assert "kl" not in kto_metrics(sums_of(*batch, kl=False))
+
+
+def test_the_deviation_of_equal_rewards_is_no_negative_root() -> None:
+    rows = torch.full((7,), 1e4 / 3)
+    got = kto_metrics(sums_of(rows, rows, torch.ones(7), torch.ones(7, dtype=torch.bool)))
+    assert got["rewards_all_std"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_deviation_of_close_rewards_far_from_zero_keeps_its_digits() -> None:
+    torch.manual_seed(0)
+    rows = 1000 + 0.01 * torch.randn(64)
+    got = kto_metrics(sums_of(rows, rows, torch.ones(64), torch.ones(64, dtype=torch.bool)))
+    assert got["rewards_all_std"] == pytest.approx((BETA * rows.double()).std().item(), rel=1e-3)
+
+
+def mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
+    return {"loss": sums["loss_sum"] / sums["rows"]}
+
+
+def test_adding_weighs_rows_not_batches() -> None:
+    a, b = Metrics({"loss_sum": 4.0, "rows": 1}, mean_loss), Metrics({"loss_sum": 2.0, "rows": 3}, mean_loss)
+    assert (a + b) == {"loss": 1.5}
+    assert (a + b).sums == {"loss_sum": 6.0, "rows": 4}
+    assert a == {"loss": 4.0}
+    with pytest.raises(TypeError):
+        a + {"loss": 1.0}
+
+
+def test_metrics_can_be_sent_between_processes() -> None:
+    metrics = Metrics({"loss_sum": 6.0, "rows": 4}, mean_loss)
+    copy = pickle.loads(pickle.dumps(metrics))
+    assert copy == metrics
+    assert (copy + metrics).sums == {"loss_sum": 12.0, "rows": 8}
