@@ -61,7 +61,7 @@ _ASKS = (
 )
 _WHENS = (
     "yesterday", "last night", "last week", "on Monday", "on Tuesday", "on Wednesday", "on Thursday", "on Friday",
-    "on Saturday", "on Sunday", "this morning", "this afternoon", "at the festival", "in spring", "last summer", "at Christmas",
+    "on Saturday", "on Sunday", "this morning", "this afternoon", "at a festival", "in spring", "last summer", "at Easter",
 )  # fmt: skip
 PROMPTS = tuple(ask.format(when) for when in _WHENS for ask in _ASKS)
 

@@ -1,0 +1,310 @@
+"""The house rules: who may import whom, how long files and functions may be, and who may name the device.
+
+Every test gathers all offenders before it fails. The last ones plant offences and see that each is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "nemo_kto"
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 399, 59
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the modules of one package may import.
+
+    Attributes:
+        own: packages of ours, besides itself.
+        outside: packages of others, with all they hold, besides the standard library.
+        never: exceptions from ``outside``.
+        only_in: packages of others that some files alone may import.
+    """
+
+    own: frozenset[str] = frozenset()
+    outside: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+    only_in: tuple[tuple[str, frozenset[str]], ...] = ()
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# The table of docs/design.md.
+ROOMS = {
+    "losses": Room(outside=names("torch"), never=names("torch.distributed torch.cuda")),
+    "data": Room(
+        own=names("losses"),
+        outside=names("torch numpy"),
+        never=names("torch.distributed torch.cuda"),
+        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("dataset.py"))),
+    ),
+    "parallel": Room(outside=names("torch numpy megatron.core")),
+    "models": Room(
+        own=names("losses parallel"),
+        outside=names("torch megatron.core transformer_engine"),
+        only_in=(("transformers", names("architecture.py gpt.py table.py dense.py rope.py")),),
+    ),
+    "checkpoint": Room(
+        own=names("models parallel"),
+        outside=names("torch numpy megatron.core safetensors"),
+        only_in=(("transformers", names("huggingface.py export.py")),),
+    ),
+    "telemetry": Room(
+        outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil"),
+        never=names("torch.distributed torch.cuda"),
+    ),
+    "algorithms": Room(own=names("data telemetry"), outside=names("torch"), never=names("torch.distributed torch.cuda")),
+    "launch": Room(
+        own=names("losses data parallel models checkpoint telemetry algorithms"),
+        outside=names("torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric"),
+    ),
+}
+# The one file that may name torch.cuda.
+DEVICE_FILE = "parallel/cpu.py"
+
+
+def is_in(module: str, packages: frozenset[str]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def for_types_only(tree: ast.AST) -> set[int]:
+    """Ids of the nodes under ``if TYPE_CHECKING:``, which nothing imports when the program runs."""
+    guarded: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            guarded |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+    return guarded
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything imported: ``from a import b`` is ``a.b``, which may be a module or a name in one."""
+    guarded = for_types_only(tree)
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+
+
+def import_offence(room_name: str, room: Room, file: Path, module: str) -> str | None:
+    """What is wrong with this import, or None."""
+    if module.startswith("."):
+        return "relative import; write the full name"
+    top = module.split(".")[0]
+    if top in sys.stdlib_module_names:
+        return None
+    if top == "nemo_kto":
+        parts = module.split(".")
+        target = parts[1] if len(parts) > 1 else ""
+        good = target == room_name or target in room.own or target == "__version__"
+        return None if good else f"{room_name} must not import {module}"
+    for package, files in room.only_in:
+        if is_in(module, frozenset({package})):
+            return None if file.name in files else f"{package} only in {', '.join(sorted(files))} of {room_name}"
+    if is_in(module, room.never) or not is_in(module, room.outside):
+        return f"{room_name} must not import {module}"
+    return None
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an attribute access; an empty string where the chain does not start at a name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def scan_imports(root: Path) -> list[str]:
+    found: list[str] = []
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        if len(path.parts) == 1:  # nemo_kto/__init__.py, which holds the version
+            found += [
+                f"{path}:{line}: the package itself imports {module}"
+                for line, module in imports(ast.parse(file.read_text()))
+                if not module.startswith("__future__")
+            ]
+            continue
+        if path.parts[0] not in ROOMS:
+            found.append(f"{path}: there is no room {path.parts[0]}; add it to the table here and in docs/design.md")
+            continue
+        for line, module in imports(ast.parse(file.read_text())):
+            offence = import_offence(path.parts[0], ROOMS[path.parts[0]], file, module)
+            if offence:
+                found.append(f"{path}:{line}: {offence}")
+    return found
+
+
+def scan_device(root: Path) -> list[str]:
+    """Uses of torch.cuda and ``.cuda()`` outside the one file that answers for the device."""
+    found: list[str] = []
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        if path.as_posix() == DEVICE_FILE:
+            continue
+        tree = ast.parse(file.read_text())
+        for line, module in imports(tree):
+            if is_in(module, names("torch.cuda")):
+                found.append(f"{path}:{line}: imports {module}; ask nemo_kto.{DEVICE_FILE[:-3].replace('/', '.')}")
+        for node in ast.walk(tree):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
+            if called or (isinstance(node, ast.Attribute) and dotted(node) == "torch.cuda"):
+                found.append(f"{path}:{node.lineno}: names cuda; ask nemo_kto.{DEVICE_FILE[:-3].replace('/', '.')}")
+    return found
+
+
+def scan_sizes(root: Path) -> list[str]:
+    found: list[str] = []
+    for file in sorted(root.rglob("*.py")):
+        text, path = file.read_text(), file.relative_to(root)
+        lines = len(text.splitlines())
+        if lines > MOST_FILE_LINES:
+            found.append(f"{path}: {lines} lines, at most {MOST_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}")
+    return found
+
+
+# Classes of other projects' making: what derives from them is built as they are built.
+POSITIONAL_BASES = names(
+    "Function Module GPTModel ColumnParallelLinear MegatronModule TransformerBlock IdentityOp Exception ValueError RuntimeError dict"
+)
+MOST_POSITIONAL_FIELDS = 3  # of a frozen dataclass: a value of two or three parts reads well without names
+
+
+def scan_constructors(root: Path) -> list[str]:
+    """Public classes of ours whose constructor (written or made by dataclass) takes positional arguments."""
+    found: list[str] = []
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            where = f"{path}:{node.lineno}: {node.name}"
+            bases = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+            for decorator in node.decorator_list:
+                text = ast.unparse(decorator)
+                fields = sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
+                small = "frozen=True" in text and fields <= MOST_POSITIONAL_FIELDS
+                if text.split("(")[0].endswith("dataclass") and "kw_only=True" not in text and not small:
+                    found.append(f"{where} is a dataclass without kw_only=True")
+            if bases & POSITIONAL_BASES:
+                continue
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    positional = [argument.arg for argument in (*method.args.posonlyargs, *method.args.args)][1:]
+                    if positional:
+                        found.append(f"{where} takes {', '.join(positional)} by position; put * before them")
+    return found
+
+
+def scan_inheritance(root: Path) -> list[str]:
+    """Classes of ours whose base of ours has a base of ours."""
+    bases: dict[str, tuple[str, list[str]]] = {}
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                parents = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                bases[node.name] = (f"{file.relative_to(root)}:{node.lineno}", parents)
+    found: list[str] = []
+    for name, (where, parents) in bases.items():
+        for parent in parents:
+            for grandparent in bases.get(parent, ("", []))[1]:
+                if grandparent in bases and "Error" not in name:
+                    found.append(f"{where}: {name} -> {parent} -> {grandparent}; inherit from one class of ours at most")
+    return found
+
+
+SCANS = {
+    "imports": scan_imports,
+    "device": scan_device,
+    "sizes": scan_sizes,
+    "constructors": scan_constructors,
+    "inheritance": scan_inheritance,
+}
+
+
+@pytest.mark.parametrize("rule", SCANS)
+def test_house_rules(rule: str) -> None:
+    offenders = SCANS[rule](PACKAGE)
+    assert not offenders, f"{len(offenders)} against the rule on {rule}:\n" + "\n".join(offenders)
+
+
+OFFENCES = {
+    # rule: (file, text, what the report must hold)
+    "imports": [
+        ("losses/a.py", "import torch.distributed as dist\n", "losses must not import torch.distributed"),
+        ("losses/b.py", "from torch import distributed\n", "losses must not import torch.distributed"),
+        ("losses/c.py", "from nemo_kto.parallel import state\n", "losses must not import nemo_kto.parallel"),
+        ("algorithms/d.py", "def f():\n    from megatron.core import parallel_state\n", "d.py:2: algorithms must"),
+        ("algorithms/e.py", "import nemo_kto.models.gpt\n", "algorithms must not import nemo_kto.models.gpt"),
+        ("data/f.py", "import transformers\n", "transformers only in"),
+        ("data/g.py", "from . import chat\n", "relative import"),
+        ("models/h.py", "import hydra\n", "models must not import hydra"),
+        ("parallel/i.py", "from nemo_kto import losses\n", "parallel must not import nemo_kto.losses"),
+        ("garage/j.py", "", "there is no room garage"),
+    ],
+    "device": [
+        ("models/a.py", "import torch\n\ntorch.cuda.synchronize()\n", "a.py:3"),
+        ("models/b.py", "from torch import cuda\n", "b.py:1"),
+        ("models/c.py", "def f(x):\n    return x.cuda()\n", "c.py:2"),
+    ],
+    "sizes": [
+        ("data/a.py", "x = 1\n" * 400, "a.py: 400 lines"),
+        ("data/b.py", "def long():\n" + "    x = 1\n" * 59, "long has 60 lines"),
+    ],
+    "constructors": [
+        ("data/a.py", "class Reader:\n    def __init__(self, path, *, seed): ...\n", "Reader takes path by position"),
+        ("data/b.py", "@dataclass\nclass Row:\n    x: int\n", "without kw_only"),
+    ],
+    "inheritance": [
+        ("data/a.py", "class A: ...\nclass B(A): ...\nclass C(B): ...\n", "C -> B -> A"),
+    ],
+}  # fmt: skip
+CLEAN = {
+    "losses/a.py": "import math\n\nimport torch\nfrom torch import Tensor\n\nfrom nemo_kto.losses.b import c\n",
+    "parallel/cpu.py": "import torch\n\ntorch.cuda.synchronize()\n",
+    "data/chat.py": "import transformers\nif TYPE_CHECKING:\n    import nemo_kto.models.gpt\n",
+    "data/b.py": "def short():\n" + "    x = 1\n" * 58,
+    "data/c.py": "x = 1\n" * 399,
+    "data/d.py": "class Reader:\n    def __init__(self, *, path):\n        pass\nclass A: ...\nclass B(A): ...\n",
+    "data/e.py": "@dataclass(frozen=True)\nclass Row:\n    x: int\n",
+}
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("rule", OFFENCES)
+def test_every_planted_offence_is_reported_at_once(rule: str, tmp_path: Path) -> None:
+    plant(tmp_path, {name: text for name, text, _ in OFFENCES[rule]})
+    report = "\n".join(SCANS[rule](tmp_path))
+    missed = [expected for _, _, expected in OFFENCES[rule] if expected not in report]
+    assert not missed, f"not reported: {missed}; the report was:\n{report}"
+
+
+@pytest.mark.parametrize("rule", SCANS)
+def test_clean_code_is_not_reported(rule: str, tmp_path: Path) -> None:
+    plant(tmp_path, CLEAN)
+    assert SCANS[rule](tmp_path) == []
