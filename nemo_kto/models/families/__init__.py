@@ -1,0 +1,24 @@
+"""One table a model family. A new family is a new table, and its name in ``FAMILIES``."""
+
+from __future__ import annotations
+
+from nemo_kto.models.families.llama import LLAMA
+from nemo_kto.models.families.mistral import MISTRAL
+from nemo_kto.models.families.qwen2 import QWEN2
+from nemo_kto.models.families.qwen3 import QWEN3
+from nemo_kto.models.families.table import Family, Row, Split
+
+__all__ = ["FAMILIES", "Family", "Row", "Split", "find_family"]
+
+FAMILIES = {family.hf_architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def find_family(hf_architecture: str) -> Family:
+    """The table of an architecture.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    if hf_architecture not in FAMILIES:
+        raise ValueError(f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}")
+    return FAMILIES[hf_architecture]

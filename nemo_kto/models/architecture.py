@@ -1,0 +1,162 @@
+"""What a model is: read from the configuration of a Hugging Face folder, together with the padding that the layout needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.models.families import Family, find_family
+from nemo_kto.models.families.table import Windows
+from nemo_kto.models.rope import Rope, check_rope_type, read_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model's shape.
+
+    Sizes that tensor parallelism must divide and does not are padded: a padded vocabulary row is never looked up and is left out
+    of the softmax; a padded head has zero weights on its way in and on its way out, so it adds zero to the output, gets zero
+    gradients and stays zero. The model computes what the unpadded one computes, and the padding is dropped on export.
+
+    Attributes:
+        family: the table the weights are read by.
+        tensor_parallel: ranks that share every layer.
+        vocab_size: rows of the embedding in the Hugging Face folder.
+        ffn_hidden_size: width of the gate and of the up projection.
+        windows: tokens each layer sees, itself included; None for all.
+        tied: the output layer's weight is the embedding.
+        qkv_bias: query, key and value have a bias.
+        output_bias: the attention's output projection has a bias.
+        mlp_bias: gate, up and down projection have a bias.
+        qk_norm: each query and key head is normalised.
+    """
+
+    family: Family
+    tensor_parallel: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float
+    rope: Rope
+    windows: Windows
+    tied: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def untied(self) -> bool:
+        """The output layer has a weight of its own."""
+        return not self.tied
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of our embedding: the next multiple of the tensor-parallel size.
+
+        Nothing in the computation asks for more than equal shards. Rounding to 128 a rank, as is often done, would only make the
+        embedding bigger; published vocabularies are already round where that makes the matrix product faster.
+        """
+        return _round_up(self.vocab_size, self.tensor_parallel)
+
+    @property
+    def padded_query_groups(self) -> int:
+        """Key-value heads of our model: as many as there are if ranks can share them out, else the next multiple of the ranks.
+
+        With fewer key-value heads than ranks megatron-core lets several ranks share one, if each gets whole query heads.
+        """
+        shared = self.tensor_parallel % self.num_query_groups == 0 and self.num_attention_heads % self.tensor_parallel == 0
+        return self.num_query_groups if shared else _round_up(self.num_query_groups, self.tensor_parallel)
+
+    @property
+    def padded_attention_heads(self) -> int:
+        """Query heads of our model."""
+        return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by the names that the family tables use."""
+        return {
+            "vocabulary": self.vocab_size,
+            "hidden": self.hidden_size,
+            "query": self.num_attention_heads * self.head_dim,
+            "key_value": self.num_query_groups * self.head_dim,
+            "ffn": self.ffn_hidden_size,
+            "head": self.head_dim,
+        }
+
+
+def read_architecture(folder: str | Path, *, tensor_parallel: int) -> Architecture:
+    """Read config.json of a Hugging Face folder.
+
+    Args:
+        folder: the folder.
+        tensor_parallel: ranks that will share every layer; decides the padding.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: the architecture, the rope type or another property of the model is not supported; names it.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must be a Hugging Face model folder, but it has no config.json")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return _read(raw, folder=Path(folder), tensor_parallel=tensor_parallel)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read(raw: dict[str, Any], *, folder: Path, tensor_parallel: int) -> Architecture:
+    family = find_family(next(iter(raw.get("architectures") or []), ""))
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
+    check_rope_type(raw)  # before transformers sees it, whose own complaint would not say what is supported
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if config.intermediate_size % tensor_parallel:
+        raise ValueError(
+            f"intermediate_size must be divisible by the tensor-parallel size, got {config.intermediate_size} and {tensor_parallel}"
+        )
+    flags = {
+        ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
+        for ours, theirs in family.flags.items()
+    }
+    if flags.get("mlp_bias") and not flags.get("qkv_bias"):
+        raise ValueError(
+            "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv"
+        )
+    return Architecture(
+        family=family,
+        tensor_parallel=tensor_parallel,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_hidden_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        rope=read_rope(config.to_dict()),
+        windows=family.windows(config),
+        tied=bool(config.tie_word_embeddings),
+        **flags,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,136 @@
+"""Core attention on torch's scaled_dot_product_attention, for megatron-core's layers without Transformer Engine.
+
+megatron-core's own torch attention keeps every score of every head, [batch, heads, sequence, sequence]; torch's fused kernels
+(on GPU and on CPU) never hold more than a block of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+
+class TorchAttention(MegatronModule):
+    """softmax(scale * q k^T) v: causal, grouped heads, sliding window, or an arbitrary mask.
+
+    Args (those of megatron-core's core attention):
+        config: the transformer's configuration; ``window_size`` = (tokens seen to the left, 0) limits the attention of the layers
+            that ``window_attn_skip_freq`` names.
+        layer_number: from 1, over all pipeline stages.
+        attn_mask_type: causal or arbitrary.
+        attention_type: self attention; there is no other in this project.
+        attention_dropout: probability; ``config.attention_dropout`` where None.
+        softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
+        cp_comm_type: how context-parallel ranks would talk; without meaning at context parallel size 1.
+        pg_collection: process groups; each rank has whole heads, so none is needed.
+
+    Raises:
+        ValueError: the configuration asks for something that this attention would silently leave out.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1:
+            raise ValueError(
+                f"context_parallel_size must be 1 without Transformer Engine, got {config.context_parallel_size}"
+            )
+        if config.apply_query_key_layer_scaling:
+            raise ValueError(
+                "apply_query_key_layer_scaling must be False; torch's attention keeps its sums in fp32 and needs none"
+            )
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [sequence, batch, heads of this rank, head size].
+            key: [sequence, batch, key-value heads of this rank, head size].
+            value: as ``key``.
+            attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type is
+                arbitrary, and then in place of the causal order. Every row must leave at least one token to see.
+            attn_mask_type: overrides the type given at construction.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            [sequence, batch, heads * head size].
+
+        Raises:
+            ValueError: packed sequences, a bias on the scores, or a mask type other than causal and arbitrary.
+        """
+        if packed_seq_params is not None:
+            raise ValueError("packed_seq_params must be None: packed sequences need Transformer Engine's attention")
+        if attention_bias is not None:
+            raise ValueError("attention_bias must be None: torch's attention takes a mask, not a bias on the scores")
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
+            raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
+        seen = self._seen(query.size(0), attention_mask if kind == AttnMaskType.arbitrary else None, query.device)
+        dropout = self.dropout if self.training else 0.0
+        with self._dropout_generator(dropout):
+            context = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=seen,
+                dropout_p=dropout,
+                is_causal=seen is None,
+                scale=self.scale,
+                enable_gqa=query.size(2) != key.size(2),
+            )
+        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _seen(self, length: int, masked: Tensor | None, device: torch.device) -> Tensor | None:
+        """True where a query (row) sees a key (column); None for the plain causal order, which needs no tensor."""
+        seen = None if masked is None else ~masked
+        if self.window is None or length <= self.window:
+            return seen
+        distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+        near = (distance >= 0) & (distance < self.window)
+        return near if seen is None else near & seen
+
+    def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
+        """The ranks of a tensor-parallel group hold different heads and must not drop the same scores.
+
+        With sequence parallelism the transformer block has already switched to the generator that differs between them.
+        """
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return get_cuda_rng_tracker().fork()

@@ -1,0 +1,14 @@
+"""Qwen 3, dense: a norm on every query and key head, and a head size of its own."""
+
+from __future__ import annotations
+
+from nemo_kto.models.families.dense import DENSE_ROWS, QK_NORM_ROWS
+from nemo_kto.models.families.table import Family, window_by_layer_type
+
+QWEN3 = Family(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    rows=DENSE_ROWS + QK_NORM_ROWS,
+    flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
+    windows=window_by_layer_type,
+)

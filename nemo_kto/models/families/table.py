@@ -1,0 +1,81 @@
+"""What a table of a model family is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Windows = tuple[int | None, ...]
+
+
+class Split(Enum):
+    """How a parameter of ours is put together from the weights of the Hugging Face file and cut over tensor-parallel ranks."""
+
+    WHOLE = "every rank holds all of it"
+    VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
+    QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
+    HEADS = "columns are the query heads, padded with zero heads; cut by columns"
+    GATED = "on each rank: its rows of the gate, then its rows of the up projection"
+    COLUMNS = "cut by columns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter of ours and the weights it holds.
+
+    Attributes:
+        ours: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
+        theirs: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``.
+        split: how the first comes from the second.
+        when: a flag of ``Architecture`` without which the row does not exist; empty for always.
+    """
+
+    ours: str
+    theirs: Mapping[str, tuple[str, ...]]
+    split: Split
+    when: str = ""
+
+
+def no_window(config: Any) -> Windows:
+    """Every layer sees all tokens before."""
+    return (None,) * config.num_hidden_layers
+
+
+def window_everywhere(config: Any) -> Windows:
+    """Every layer sees the last ``sliding_window`` tokens, all if it is null."""
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
+def window_by_layer_type(config: Any) -> Windows:
+    """``layer_types`` says which layers see only the last ``sliding_window`` tokens.
+
+    Raises:
+        ValueError: a layer type other than full_attention and sliding_attention.
+    """
+    known = {"full_attention": None, "sliding_attention": config.sliding_window}
+    unknown = sorted(set(config.layer_types) - set(known))
+    if unknown:
+        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return tuple(known[kind] for kind in config.layer_types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Everything the project knows about a model family.
+
+    Attributes:
+        name: what we call it.
+        hf_architecture: entry of ``architectures`` in the configuration file.
+        rows: the weights.
+        flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
+            decides it, or the constant it is.
+        windows: tokens each layer sees, itself included; None for all.
+    """
+
+    name: str
+    hf_architecture: str
+    rows: tuple[Row, ...]
+    flags: Mapping[str, str | bool] = field(default_factory=dict)
+    windows: Callable[[Any], Windows] = no_window

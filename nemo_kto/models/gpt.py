@@ -1,0 +1,222 @@
+"""The GPT model: megatron-core's GPTModel, ending in hidden states instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.norm import TorchNorm
+from nemo_kto.parallel import cpu
+
+__all__ = ["Architecture", "HiddenStateGPT", "build_gpt", "read_architecture", "uses_transformer_engine"]
+
+# Parameters whose size depends on how many zero heads the tensor-parallel size asked for.
+_PADDED_WITH_HEADS = (
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.linear_proj.weight",
+)
+
+
+class _HiddenStateOutput(ColumnParallelLinear):
+    """An output layer that owns its weight and leaves its input as it is."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return input_, None
+
+
+class HiddenStateGPT(GPTModel):
+    """A GPTModel whose last pipeline stage returns hidden states, [batch, sequence, hidden].
+
+    Under sequence parallelism they are this rank's part of the sequence. Logits are formed by whoever needs them, from
+    ``output_weight()``, a few tokens at a time; the gradient of the weight then arises there and not in this module.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            # GPTModel leaves no choice of the class it builds here. The layer stays a module of its own, because
+            # DistributedDataParallel may wait in its forward hook for this weight to arrive.
+            self.output_layer.__class__ = _HiddenStateOutput
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output layer, [padded vocabulary / tensor parallel, hidden]; the embedding's if tied.
+
+        Raises:
+            RuntimeError: this pipeline stage has no output layer.
+        """
+        if not self.post_process:
+            raise RuntimeError("only the last pipeline stage has an output weight, and this model is of an earlier one")
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As GPTModel's, and tensors padded with zero heads may be loaded at a layout with more or fewer of them."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        for name, tensor in state.items():
+            if isinstance(tensor, ShardedTensor) and name.endswith(_PADDED_WITH_HEADS):
+                tensor.allow_shape_mismatch = True  # cuts or fills with zeros at the end, which is where the padding is
+        return state
+
+
+def uses_transformer_engine() -> bool:
+    """True where the layers are Transformer Engine's: it is installed and there is a GPU."""
+    return bool(HAVE_TE) and cpu.on_gpu()
+
+
+def build_gpt(
+    architecture: Architecture,
+    *,
+    params_dtype: torch.dtype,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int | None = None,
+    vp_stage: int | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    sequence_parallel: bool = False,
+    recompute_granularity: str | None = None,
+    recompute_method: str | None = None,
+    recompute_num_layers: int | None = None,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+) -> HiddenStateGPT:
+    """Build this rank's part of the model, with random weights.
+
+    Args:
+        architecture: the model; also says the tensor-parallel size.
+        params_dtype: dtype of parameters and activations.
+        pipeline_parallel: number of pipeline stages.
+        virtual_pipeline: chunks a stage, None for one.
+        vp_stage: which of those chunks this is.
+        pre_process: this part begins with the embedding.
+        post_process: this part ends with the output layer.
+        sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
+        recompute_granularity: None keeps all activations, "selective" forgets those of the core attention, "full" those of
+            whole layers.
+        recompute_method: of "full": uniform or block.
+        recompute_num_layers: of "full": layers a unit (uniform) or layers recomputed (block).
+        attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
+
+    Raises:
+        ValueError: the layers cannot be shared out evenly over the pipeline.
+    """
+    chunks = pipeline_parallel * (virtual_pipeline or 1)
+    if architecture.num_layers % chunks:
+        raise ValueError(
+            f"the number of layers must be divisible by pipeline stages x chunks a stage, got {architecture.num_layers} layers "
+            f"and {pipeline_parallel} x {virtual_pipeline or 1}; choose another pipeline size"
+        )
+    config = _transformer_config(
+        architecture,
+        params_dtype=params_dtype,
+        pipeline_dtype=params_dtype,
+        pipeline_model_parallel_size=pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual_pipeline,
+        sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
+        recompute_granularity=recompute_granularity,
+        recompute_method=recompute_method,
+        recompute_num_layers=recompute_num_layers,
+    )
+    if virtual_pipeline is not None:
+        # Sent in one batch, the two directions between the same two ranks are paired wrongly by gloo, without an error.
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    model = HiddenStateGPT(
+        config=config,
+        transformer_layer_spec=_block_spec(architecture, config, attn_mask_type=attn_mask_type, vp_stage=vp_stage),
+        vocab_size=architecture.padded_vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope.theta,
+        vp_stage=vp_stage,
+    )
+    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(cpu.device())
+    return model
+
+
+def _transformer_config(architecture: Architecture, **settings: Any) -> TransformerConfig:
+    bites = [window for window in architecture.windows if window is not None]
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.padded_attention_heads,
+        num_query_groups=architecture.padded_query_groups,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        tensor_model_parallel_size=architecture.tensor_parallel,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_epsilon,
+        qk_layernorm=architecture.qk_norm,
+        add_bias_linear=architecture.mlp_bias,
+        add_qkv_bias=architecture.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        window_size=(bites[0] - 1, 0) if bites else None,
+        window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if bites else None,
+        # No dropout: it would add noise to the ratio of policy and reference, which is the signal.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=settings["params_dtype"] == torch.bfloat16,
+        masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
+        calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
+        **settings,
+    )
+
+
+def _block_spec(
+    architecture: Architecture, config: TransformerConfig, *, attn_mask_type: AttnMaskType, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    if uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm), TENorm
+    else:
+        layer, norm = _torch_layer_spec(architecture), TorchNorm
+    attention = layer.submodules.self_attention
+    attention.params["attn_mask_type"] = attn_mask_type
+    if architecture.output_bias and not architecture.mlp_bias:
+        attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    parts.self_attention.submodules.core_attention = TorchAttention
+    if architecture.qk_norm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = TorchNorm
+    return layer
+
+
+def _with_bias(linear: type) -> type:
+    """The same linear layer with a bias. megatron-core has one switch for the biases of the attention's output and of the MLP."""
+
+    class LinearWithBias(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    return LinearWithBias

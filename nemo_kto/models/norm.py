@@ -1,0 +1,58 @@
+"""Norms on torch that megatron-core's layers accept where Transformer Engine is absent, sequence parallelism included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_kto.parallel import cpu
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    returns_residual = False  # asked by megatron-core >= 0.18 of every norm
+
+
+class _LayerNorm(torch.nn.LayerNorm):
+    returns_residual = False
+
+
+_NORMS: dict[str, Any] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
+
+
+class TorchNorm:
+    """Builds the norm that ``config.normalization`` names; called as megatron-core calls its own norm builder.
+
+    Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient of
+    the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the gradients
+    it must add up over the group.
+    """
+
+    def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
+        cls,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: Any,
+    ) -> torch.nn.Module:
+        """Build the norm.
+
+        Args:
+            config: gives the kind of norm, the dtype of its parameters and sequence parallelism.
+            hidden_size: size of the last dimension, over which the norm is taken.
+            eps: added to the variance.
+
+        Raises:
+            ValueError: the kind of norm is unknown, or asks for what torch's norms do not have.
+        """
+        if config.normalization not in _NORMS:
+            raise ValueError(f"normalization must be one of {sorted(_NORMS)}, got {config.normalization!r}")
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                "layernorm_zero_centered_gamma must be False without Transformer Engine; torch's norms scale by the weight"
+            )
+        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=cpu.device())
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

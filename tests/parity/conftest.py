@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.distributed.conftest import ranks
+
+__all__ = ["ranks"]

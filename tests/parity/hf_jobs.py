@@ -1,0 +1,80 @@
+"""What the ranks do in the Hugging Face tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
+from nemo_kto.parallel import state
+from nemo_kto.parallel.state import Layout
+from tests.parity import hf_models
+
+
+def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:
+    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
+    model = build_gpt(
+        architecture,
+        **{"params_dtype": torch.float32, **settings},
+        pipeline_parallel=layout.pipeline,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=layout.sequence_parallel,
+    )
+    return model, architecture
+
+
+def logits(
+    model: HiddenStateGPT, architecture: Architecture, tokens: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Logits over the unpadded vocabulary, on the ranks of the last stage."""
+
+    def forward(_: Any, chunk: HiddenStateGPT) -> tuple[torch.Tensor, Any]:
+        positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        return chunk(tokens, positions, mask), lambda hidden, **__: hidden
+
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=1,
+        seq_length=tokens.size(1),
+        micro_batch_size=tokens.size(0),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    hidden = outputs[0]
+    if model.config.sequence_parallel:
+        hidden = torch.cat(gather(hidden, group), dim=1)
+    part = hidden @ model.output_weight().T
+    return torch.cat(gather(part, group), dim=-1)[..., : architecture.vocab_size]
+
+
+def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
+    """Load, run and export each model; returns the logits (on the last stage)."""
+    state.start(layout=layout, seed=3)
+    results: dict[str, Any] = {}
+    for name, folder in folders.items():
+        model, architecture = build(folder, layout)
+        load_weights([model], architecture, folder)
+        model.eval()
+        with torch.no_grad():
+            result = logits(model, architecture, hf_models.tokens())
+        results[name] = None if result is None else result.numpy()
+        export([model], architecture, source=folder, out=out / name, max_shard_bytes=40_000)
+    return results

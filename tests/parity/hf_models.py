@@ -1,0 +1,119 @@
+"""Tiny random Hugging Face models, one for each property that a converter can get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    set_seed,
+)
+
+SEQUENCE = 24
+_SIZES: dict[str, Any] = {
+    "vocab_size": 259,  # odd, so that it is padded at TP2
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # large, so that every part of the model shows in the logits
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),
+    "llama-tied-llama3-rope": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, head_dim=16, tie_word_embeddings=True),
+    "llama-odd-heads": lambda: LlamaConfig(
+        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        rope_parameters=_rope(1e5),
+        tie_word_embeddings=True,
+    ),
+    "llama-one-kv-head": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1}, rope_parameters=_rope(1e5)),
+    "llama-attention-bias": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(1e5), attention_bias=True),
+    "llama-all-biases-linear-rope": lambda: LlamaConfig(
+        **_SIZES,
+        rope_parameters=_rope(1e5, rope_type="linear", factor=2.5),
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
+    "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**_SIZES, rope_parameters=_rope(1e6)),
+    "qwen2-tied-window": lambda: Qwen2Config(
+        **_SIZES,
+        rope_parameters=_rope(1e5),
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+    ),
+    "qwen3": lambda: Qwen3Config(**_SIZES, rope_parameters=_rope(1e6), head_dim=16),
+    "qwen3-tied-bias": lambda: Qwen3Config(
+        **_SIZES, rope_parameters=_rope(1e5), head_dim=16, tie_word_embeddings=True, attention_bias=True
+    ),
+}
+
+
+def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
+    """Write one of ``CONFIGS`` with random weights, biases and norms included, in several files, with a tokenizer."""
+    set_seed(len(name))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers starts biases at zero and norms at one
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {token: number for number, token in enumerate([*alphabet, "<bos>", "<eos>", "<pad>"])}
+    inner = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def tokens(rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, _SIZES["vocab_size"], (rows, SEQUENCE), generator=torch.Generator().manual_seed(5))
+
+
+def transformers_logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(tokens()).logits

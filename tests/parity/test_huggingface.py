@@ -1,0 +1,91 @@
+"""Logits, import and export against transformers, for every family at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_kto.parallel.state import Layout
+from tests.parity import hf_jobs, hf_models
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tensor=2),
+    "pp2": Layout(pipeline=2),
+    "tp2-pp2": Layout(tensor=2, pipeline=2),
+    "tp2-sp": Layout(tensor=2, sequence_parallel=True),
+    "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+    "tp4": Layout(tensor=4),
+    "tp2-dp2": Layout(tensor=2),
+}
+WORLD = {"tp2-dp2": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name in hf_models.CONFIGS:
+        hf_models.write_model(name, root / name)
+    return {name: root / name for name in hf_models.CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
+    return {name: hf_models.transformers_logits(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def outcome(
+    request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
+) -> tuple[list[Any], Path]:
+    """What the ranks of one layout returned, and the folder of their exports."""
+    out = tmp_path_factory.mktemp(f"exports-{request.param}")
+    layout = LAYOUTS[request.param]
+    results = ranks.run(WORLD.get(request.param, layout.model_ranks), hf_jobs.check_models, layout, folders, out)
+    return results, out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_logits_are_those_of_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
+    found = [result[name] for result in outcome[0] if result[name] is not None]
+    assert found
+    for logits in found:
+        np.testing.assert_allclose(logits, expected[name].numpy(), rtol=0, atol=1e-5 * expected[name].abs().max().item())
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_weights_come_back_bit_for_bit(outcome: Any, folders: dict[str, Path], name: str) -> None:
+    before, after = weights(folders[name]), weights(outcome[1] / name)
+    assert before.keys() == after.keys()
+    for weight, tensor in before.items():
+        assert after[weight].dtype == tensor.dtype
+        assert torch.equal(after[weight], tensor), weight
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-odd-heads"])
+def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], expected: Any, name: str) -> None:
+    folder = outcome[1] / name
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == 259
+    assert torch.equal(model.eval()(hf_models.tokens()).logits, expected[name])
+    messages = [{"role": "user", "content": "Hi"}]
+    source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders[name], folder))
+    assert copy.apply_chat_template(messages, tokenize=False) == source.apply_chat_template(messages, tokenize=False)
+    assert copy("Hello").input_ids == source("Hello").input_ids
+    files = {file.name for file in folder.iterdir()}
+    assert {"config.json", "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"} <= files
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert not any(file.name.startswith("part-") for file in folder.iterdir())
