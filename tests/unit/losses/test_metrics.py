@@ -102,6 +102,13 @@ def test_invalid_rows_get_no_gradient() -> None:
     assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]
 
 
+def test_sums_of_many_rows_keep_their_digits() -> None:
+    rows, valid = torch.tensor([2.0**24, 1.0, 1.0]), torch.ones(3, dtype=torch.bool)  # in fp32 2**24 + 1 is 2**24
+    sums = sums_of(rows, rows, torch.ones(3), valid) | {"kl_sum": kl_sums(rows, valid)["kl_sum"].item()}
+    assert sums["kl_sum"] == sums["logps_chosen_sum"] == 2**24 + 2
+    assert sums["rewards_chosen_sum"] == BETA * (2**24 + 2)
+
+
 @pytest.mark.parametrize(("label", "present", "absent"), [(1, "chosen", "rejected"), (0, "rejected", "chosen")])
 def test_an_absent_class_is_not_logged(label: int, present: str, absent: str) -> None:
     rows = torch.tensor([1.0, 2.0])
