@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import resource
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _entered = False
+
+# What megatron-core and torch say of every run without Transformer Engine, apex or CUDA; none of it is news to a user here.
+_NO_NEWS = (
+    ".*Apex (is|are) not installed.*",
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*full scope is deprecated.*",
+    ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
+    ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
+    ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
+)
 
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
@@ -72,6 +84,16 @@ def set_rng_state(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
     else:
         torch.set_rng_state(state)
+
+
+def quieten() -> None:
+    """Keep expected warnings off the terminal. Takes effect for imports of megatron-core that come after."""
+    for message in _NO_NEWS:
+        warnings.filterwarnings("ignore", message=message)
+    # on the CPU megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.getMessage())
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def enter() -> None:
