@@ -1,0 +1,77 @@
+# make quickstart   a real model aligned on this machine, in minutes
+# make test         proof that the numbers are right
+# The rest: lint, test-slow, test-py312, bench, wheel, clean. Each makes the virtual environment it needs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# The newest Python that is tested with the pinned versions comes first. Override: make PYTHON=/path/to/python VENV=.venv-mine
+first_that_runs = $(shell for python in $(1); do "$$python" --version >/dev/null 2>&1 && { command -v "$$python"; break; }; done; true)
+PYTHON ?= $(call first_that_runs,python3.11 python3.12 python3.10 python3)
+PYTHON312 ?= $(call first_that_runs,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+VENV ?= .venv
+VENV312 ?= .venv-py312
+CONSTRAINTS ?= $(if $(findstring 3.12,$(shell $(PYTHON) --version)),constraints-py312.txt,constraints.txt)
+BIN := $(VENV)/bin
+REQUIREMENTS := setup.py $(CONSTRAINTS)
+PIP_FLAGS := --quiet --disable-pip-version-check
+PYTEST_FLAGS ?=
+# What a run of the tests of both ends of the supported versions takes: everything that touches megatron-core.
+TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py)
+
+.PHONY: help quickstart test test-slow test-py312 lint bench wheel clean
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# Constraints are given with the first installation: pip would take another torch without them.
+$(VENV)/.quickstart: $(VENV)/.made $(REQUIREMENTS)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[quickstart]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.made $(REQUIREMENTS)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test,quickstart]'
+	touch $@ $(VENV)/.quickstart
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/python examples/quickstart/run.py
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	git ls-files -z '*.sh' .ci/run examples/slurm | xargs -0 grep -lE '^#!.*\b(ba)?sh' | xargs $(BIN)/shellcheck
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+
+$(VENV312)/.test: setup.py constraints-py312.txt
+	$(PYTHON312) -m venv $(VENV312)
+	$(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
+	touch $@
+
+ifeq ($(PYTHON312),)
+test-py312:
+	@echo "no python3.12 here: the tests with the newest megatron-core are left out (give one with PYTHON312=...)"
+else
+test-py312: $(VENV312)/.test
+	$(VENV312)/bin/python -m pytest -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
+endif
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/kto_vs_trl.py
+
+wheel: $(VENV)/.made
+	$(BIN)/python -m pip wheel $(PIP_FLAGS) --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
