@@ -1,0 +1,92 @@
+"""What a person who started the run sees of it: a bar on a terminal, plain lines in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TextIO
+
+# Label on the screen, and the metric without its "train/" or "val/".
+_SHOWN = (("loss", "loss"), ("kl", "kl"), ("margin", "rewards_margin"))
+
+
+class Progress:
+    """Shows step of steps, loss, kl, margin, seconds a step, tokens a second and the time that is left.
+
+    It takes the same calls as a logger and picks what it shows out of the metrics, so it follows a run that merely logs.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Draw nothing yet.
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            start_step: steps done already, in a run that goes on.
+            stream: where to write; standard error if None.
+            clock: seconds since some fixed moment.
+        """
+        self._total = total_steps
+        self._first = start_step
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+        self._began = clock()
+        self._last = self._began
+        self._step = start_step
+        self._bar: Any = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_steps, initial=start_step, file=self._stream, unit="step", bar_format=_BAR)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show the state after ``step`` (metrics named train/..., val/..., perf/...); other metrics are passed over."""
+        if any(name.startswith("train/") for name in metrics):
+            self._train(metrics, step)
+        if any(name.startswith("val/") for name in metrics):
+            self.line(f"step {step}/{self._total}  validation: {'  '.join(_values(metrics, 'val/'))}")
+
+    def _train(self, metrics: Mapping[str, float], step: int) -> None:
+        now = self._clock()
+        seconds = (now - self._last) / max(1, step - self._step)
+        left = (now - self._began) / max(1, step - self._first) * max(0, self._total - step)
+        self._last, self._step = now, step
+        parts = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
+        if "perf/tokens_per_sec" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_sec']:.0f} tokens/s")
+        parts.append(f"eta {timedelta(seconds=round(left))}")
+        if self._bar is None:
+            self.line(f"step {step}/{self._total}  {'  '.join(parts)}")
+        else:
+            self._bar.set_postfix_str("  ".join(parts), refresh=False)
+            self._bar.update(step - self._bar.n)
+
+    def line(self, text: str) -> None:
+        """Write a line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def finalize(self, status: str) -> None:
+        """Leave the bar as it stands; a run that did not succeed says so."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if status != "success":
+            self.line(f"step {self._step}/{self._total}  {status}")
+
+
+_BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
+
+
+def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:
+    return [f"{label} {metrics[prefix + name]:.4f}" for label, name in _SHOWN if prefix + name in metrics]
