@@ -1,0 +1,86 @@
+"""Which rows of which sources make up a split: ranges of a file, appended or blended by weight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+_MOST_REPEATS = 100
+
+
+def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[int], bool]) -> list[tuple[int, int]]:
+    """Cut rows 0 .. num_rows-1 into adjoining ranges, one for each share.
+
+    Ranges and not a draw, so that answers to one prompt, which mostly stand together in a file, stay together.
+
+    Args:
+        num_rows: rows of the file.
+        shares: sum to 1.
+        joined: whether row i must be in the same split as row i-1 (the two sides of a pair).
+
+    Returns:
+        (start, stop) for each share; a range may be empty.
+    """
+    cuts = [0]
+    for k in range(1, len(shares)):
+        cut = max(round(num_rows * sum(shares[:k])), cuts[-1])
+        while 0 < cut < num_rows and joined(cut):
+            cut += 1
+        cuts.append(cut)
+    cuts.append(num_rows)
+    return list(pairwise(cuts))
+
+
+def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mix sources in exact proportion, in an order in which every stretch is close to that proportion.
+
+    An epoch of the blend is the shortest in which each source has its share and every row of every source is used at
+    least once. Rows of one source are used in passes: none is used again before all others of its source were.
+
+    Args:
+        sizes: rows of each source, at least 1.
+        weights: share of each source, above 0, in any unit.
+        seed: decides the order of the rows within each pass.
+
+    Returns:
+        (source [N], row within the source [N]), int64.
+
+    Raises:
+        ValueError: an epoch would use the rows more than a hundred times on average.
+    """
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    length = max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
+    if length > _MOST_REPEATS * sum(sizes):
+        raise ValueError(
+            f"a blend must not repeat its rows more than {_MOST_REPEATS} times: an epoch of {sizes} rows with the weights "
+            f"{[float(weight) for weight in weights]} would have {length} rows; raise the weight of the large files"
+        )
+    counts = _rounded_shares(int(length), shares)
+    logger.info("blend: an epoch of %d rows takes %s rows from sources of %s rows", length, counts, list(sizes))
+    rows = [_passes(size, count, (seed, k)) for k, (size, count) in enumerate(zip(sizes, counts, strict=True))]
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.argsort(places, kind="stable")
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source[order], np.concatenate(rows)[order]
+
+
+def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
+    """Whole numbers that sum to ``length``, each the share rounded down or up (largest remainders up)."""
+    counts = [int(length * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
+    for k in by_remainder[: length - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def _passes(size: int, count: int, seed: tuple[int, int]) -> np.ndarray:
+    """``count`` rows out of ``size``: whole permutations one after the other, the last one cut."""
+    passes = -(-count // size)
+    return np.concatenate([np.random.default_rng((*seed, k)).permutation(size) for k in range(passes)])[:count]

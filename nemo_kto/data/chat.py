@@ -1,0 +1,163 @@
+"""From records to token ids with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nemo_kto.data.records import KTORecord, RowError, Turns
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """Token ids of one row before truncation; neither list is empty."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+@dataclass(frozen=True)
+class _RowText:
+    prompt: str
+    answer: str
+    templated: bool
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, without asking the network."""
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+class RowEncoder:
+    """Turns records into token ids, a batch at a time.
+
+    Plain rows get a BOS where the tokenizer itself adds one, and an EOS after the answer. Message rows are what the
+    chat template renders, without the white space after the end-of-turn token; an EOS is added only where the template
+    ends a turn with no special token at all. The answer is tokenised as the continuation of the prompt; where that
+    would change the prompt's own tokens (which the model will be given as they are), on its own.
+    """
+
+    def __init__(self, *, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Args: tokenizer: must have an EOS token.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
+        self._tokenizer = tokenizer
+        self._eos_id: int = tokenizer.eos_token_id
+        self._special_tokens = _special_tokens(tokenizer)
+        self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
+        self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
+        # Says that forking (loader workers, which never tokenise) after tokenising in threads is meant.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+    def encode(self, records: Sequence[KTORecord]) -> list[EncodedRow | RowError]:
+        """One result for each record: its token ids, or why it cannot be used."""
+        texts: list[_RowText | RowError] = []
+        for record in records:
+            try:
+                texts.append(self._text(record))
+            except RowError as error:
+                texts.append(error)
+        usable = [text for text in texts if isinstance(text, _RowText)]
+        prompts = self._ids([text.prompt for text in usable])
+        wholes = self._ids([text.prompt + text.answer for text in usable])
+        alone = self._ids(
+            [
+                text.answer
+                for text, prompt, whole in zip(usable, prompts, wholes, strict=True)
+                if whole[: len(prompt)] != prompt
+            ]
+        )
+        pieces = iter(zip(prompts, wholes, strict=True))
+        answers = iter(alone)
+        results: list[EncodedRow | RowError] = []
+        for text in texts:
+            if isinstance(text, RowError):
+                results.append(text)
+                continue
+            prompt, whole = next(pieces)
+            answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else next(answers)
+            results.append(self._finish(text, prompt, answer))
+        return results
+
+    def fingerprint(self) -> str:
+        """Hash of everything in the tokenizer that decides the ids of a row."""
+        tokenizer = self._tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            state: Any = json.loads(backend.to_str())
+            for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
+                state.pop(setting, None)
+        else:
+            state = sorted(tokenizer.get_vocab().items())
+        parts = [type(tokenizer).__name__, state, tokenizer.chat_template, self.bos_id, self._eos_id]
+        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
+
+    def _text(self, record: KTORecord) -> _RowText:
+        if isinstance(record.prompt, str) and isinstance(record.response, str):
+            return _RowText(record.prompt, record.response, templated=False)
+        assert isinstance(record.prompt, list)
+        assert isinstance(record.response, list)
+        prompt = self._render(record.prompt, asks=True)
+        whole = self._render([*record.prompt, *record.response], asks=False)
+        if not whole.startswith(prompt):
+            raise RowError(
+                f"the chat template must render the prompt the same with and without the answer after it, got "
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
+                "write the row as plain texts"
+            )
+        answer = whole[len(prompt) :]
+        if answer.rstrip().endswith(self._special_tokens):
+            answer = answer.rstrip()
+        return _RowText(prompt, answer, templated=True)
+
+    def _render(self, messages: Turns, *, asks: bool) -> str:
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise RowError(f"the tokenizer's chat template refuses the messages: {error}") from error
+        return rendered  # type: ignore[return-value]  # one conversation, not tokenised: a text
+
+    def _finish(self, text: _RowText, prompt: list[int], answer: list[int]) -> EncodedRow | RowError:
+        if text.templated:
+            ended = bool(answer) and answer[-1] in self._special_ids
+        else:
+            ended = answer[-1:] == [self._eos_id]
+            if self.bos_id is not None and prompt[:1] != [self.bos_id]:
+                prompt = [self.bos_id, *prompt]
+        if not prompt:
+            return RowError(
+                f"the prompt must have at least one token, got {text.prompt!r}, and this tokenizer adds no BOS; "
+                "give the row a prompt or remove it"
+            )
+        return EncodedRow(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer by itself puts a BOS in front of a text."""
+    if tokenizer.bos_token_id is None:
+        return False
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts of all special tokens: end-of-turn marks are often special without being the EOS."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))

@@ -1,0 +1,203 @@
+"""Datasets of tokenised KTO rows: the splits of ``data_prefix``, memory-mapped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch.utils.data
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.data.blend import blend, split_ranges
+from nemo_kto.data.cache import TokenCache
+from nemo_kto.data.chat import RowEncoder
+from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
+from nemo_kto.data.records import BrokenRows, DataError, KTORow
+
+logger = logging.getLogger(__name__)
+
+
+class KTODataset(torch.utils.data.Dataset[KTORow]):
+    """Rows of a memory-mapped table, in the order of an index."""
+
+    def __init__(self, *, table: datasets.Dataset, index: np.ndarray) -> None:
+        """Args: table: rows as ``TokenCache`` keeps them; index: [N] int64, the table's row at each place."""
+        self._table = table.with_format("arrow")
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, place: int) -> KTORow:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[int]) -> list[KTORow]:
+        """Many rows in one look-up (the name by which torch's DataLoader asks for them)."""
+        rows = self._table[self._index[np.asarray(places)].tolist()]
+        prompts, responses = _ragged(rows.column("prompt_ids")), _ragged(rows.column("response_ids"))
+        desirable = rows.column("desirable").to_pylist()
+        return [KTORow(*row) for row in zip(prompts, responses, desirable, strict=True)]
+
+    def desirable_count(self) -> int:
+        """Number of desirable rows."""
+        return int(self._table.data.column("desirable").to_numpy()[self._index].sum())
+
+
+@dataclass(frozen=True)
+class KTOSplits:
+    """The datasets of a run; None where the data has no such split."""
+
+    train: KTODataset | None
+    validation: KTODataset | None
+    test: KTODataset | None
+
+
+def build_kto_splits(
+    *,
+    data_prefix: Any,
+    splits_string: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    truncation_mode: str,
+    cache_dir: str | Path,
+    seed: int,
+) -> KTOSplits:
+    """Training, validation and test rows, tokenised on the first call and mapped from ``cache_dir`` afterwards.
+
+    Args:
+        data_prefix: see ``prefix.read_data_prefix``.
+        splits_string: such as "98,1,1": shares of each file (or folder) in the order of its rows. None: all is for
+            training. It is not needed, and not looked at, where ``data_prefix`` itself names the splits.
+        tokenizer: the model's.
+        seq_length: tokens in a row, at least 2; longer rows are cut.
+        truncation_mode: ``keep_end`` or ``keep_start`` of the prompt.
+        cache_dir: folder of the tokenised rows.
+        seed: order of the rows within a blend.
+
+    Raises:
+        DataError: files are missing or rows are broken; all broken rows of all files are counted.
+    """
+    sources = read_data_prefix(data_prefix)
+    shares = _shares(splits_string) if WHOLE in sources else {}
+    cache = TokenCache(
+        folder=cache_dir,
+        encoder=RowEncoder(tokenizer=tokenizer),
+        seq_length=seq_length,
+        truncation_mode=truncation_mode,
+    )
+    tables = _open_all(sources, cache)
+    built: dict[str, KTODataset | None] = dict.fromkeys(SPLITS)
+    for split in SPLITS:
+        if shares.get(split, 0) > 0:
+            built[split] = _assemble(sources[WHOLE], tables, seed=seed, shares=shares, split=split)
+        elif split in sources:
+            built[split] = _assemble(sources[split], tables, seed=seed)
+    for split, dataset in built.items():
+        _say(split, dataset, expected=split in sources or shares.get(split, 0) > 0)
+    return KTOSplits(**built)
+
+
+def build_kto_dataset(
+    *,
+    data: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    truncation_mode: str,
+    cache_dir: str | Path,
+    seed: int,
+) -> KTODataset:
+    """One dataset of all rows of ``data`` (a file, a folder, or a list of them with or without weights)."""
+    splits = build_kto_splits(
+        data_prefix={"train": data},
+        splits_string=None,
+        tokenizer=tokenizer,
+        seq_length=seq_length,
+        truncation_mode=truncation_mode,
+        cache_dir=cache_dir,
+        seed=seed,
+    )
+    if splits.train is None:
+        raise DataError(f"data must name a file, a folder or a list of them, got {data!r}")
+    return splits.train
+
+
+def _shares(splits_string: str | None) -> dict[str, Fraction]:
+    if splits_string is None:
+        return {"train": Fraction(1)}
+    return dict(zip(SPLITS, read_splits_string(splits_string), strict=True))
+
+
+def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict[Path, datasets.Dataset]:
+    """Every file's rows; all files are read before any broken row is raised."""
+    broken = BrokenRows()
+    files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
+    tables = {file: cache.open(file, broken=broken) for file in files}
+    broken.raise_if_any()
+    return {file: table for file, table in tables.items() if table is not None}
+
+
+def _assemble(
+    sources: tuple[Source, ...],
+    tables: dict[Path, datasets.Dataset],
+    *,
+    seed: int,
+    shares: dict[str, Fraction] | None = None,
+    split: str = "train",
+) -> KTODataset | None:
+    """One split out of its sources, or out of its share of each; None if no row is left for it."""
+    parts, ranges, weights, start = [], [], [], 0
+    for source in sources:
+        table = datasets.concatenate_datasets([tables[file] for file in source.files])
+        first, stop = (0, len(table)) if shares is None else _range(table, shares, split)
+        if first < stop:
+            parts.append(table)
+            ranges.append(np.arange(start + first, start + stop))
+            weights.append(source.weight)
+            start += len(table)
+    if not parts:
+        return None
+    table = datasets.concatenate_datasets(parts)
+    blended = [weight for weight in weights if weight is not None]
+    if not blended:
+        return KTODataset(table=table, index=np.concatenate(ranges))
+    chosen, rows = blend([len(rows) for rows in ranges], blended, seed=seed)
+    first_rows = np.array([rows[0] for rows in ranges])
+    return KTODataset(table=table, index=first_rows[chosen] + rows)
+
+
+def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> tuple[int, int]:
+    def is_second_of_pair(row: int) -> bool:
+        return table[row]["line"] == table[row - 1]["line"]
+
+    ranges = split_ranges(len(table), list(shares.values()), is_second_of_pair)
+    return ranges[list(shares).index(split)]
+
+
+def _say(split: str, dataset: KTODataset | None, *, expected: bool) -> None:
+    if dataset is None:
+        if expected:
+            logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
+        return
+    desirable = dataset.desirable_count()
+    logger.info("%s: %d rows, %d of them desirable", split, len(dataset), desirable)
+    if desirable in (0, len(dataset)):
+        logger.warning(
+            "%s: all %d rows are %s; is the file sorted by label?",
+            split,
+            len(dataset),
+            "desirable" if desirable else "undesirable",
+        )
+
+
+def _ragged(column: Any) -> list[np.ndarray]:
+    """The rows of an Arrow column of lists, as views of one array."""
+    lists = column.combine_chunks()
+    values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+    return [values[start:stop] for start, stop in pairwise(offsets)]

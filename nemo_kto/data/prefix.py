@@ -1,0 +1,128 @@
+"""The forms of ``model.data.data_prefix``: which files make up which split, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.data.records import DataError
+
+SPLITS = ("train", "validation", "test")
+WHOLE = "all"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that are read one after the other and, in a blend, share one weight.
+
+    Attributes:
+        files: at least one jsonl file.
+        weight: share of the blend, in the unit of the other weights; None: the files are simply appended.
+    """
+
+    files: tuple[Path, ...]
+    weight: Fraction | None
+
+
+def read_data_prefix(data_prefix: Any) -> dict[str, tuple[Source, ...]]:
+    """Sources by split.
+
+    Args:
+        data_prefix: a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl,
+            validation.jsonl and test.jsonl as splits); a list of files and folders; a list that alternates weight and
+            file; or a mapping from "train", "validation" and "test" to any of these.
+
+    Returns:
+        Either the one key ``WHOLE`` (still to be split), or those of ``SPLITS`` that have data.
+
+    Raises:
+        DataError: something does not exist, or has a form of its own.
+    """
+    if isinstance(data_prefix, Mapping):
+        unknown = sorted(set(map(str, data_prefix)) - set(SPLITS))
+        if unknown:
+            raise DataError(f"data_prefix must have the keys {', '.join(SPLITS)}, got {', '.join(unknown)}")
+        return {str(split): _sources(value) for split, value in data_prefix.items() if value}
+    if isinstance(data_prefix, Sequence) and len(data_prefix) == 1 and not isinstance(data_prefix, str):
+        data_prefix = data_prefix[0]
+    if isinstance(data_prefix, str | Path) and Path(data_prefix).is_dir():
+        named = _named_splits(Path(data_prefix))
+        if named:
+            return named
+    return {WHOLE: _sources(data_prefix)}
+
+
+def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of train, validation and test, which sum to 1.
+
+    Raises:
+        ValueError: not one to three numbers of at least 0, or nothing for train.
+    """
+    try:
+        parts = [Fraction(part.strip()) for part in str(splits_string).split(",")]
+    except (ValueError, ZeroDivisionError):
+        parts = []
+    if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or parts[0] == 0:
+        raise ValueError(
+            f'splits_string must give up to three numbers, the first above 0, such as "98,1,1", got {splits_string!r}'
+        )
+    train, validation, test = [part / sum(parts) for part in (*parts, Fraction(0), Fraction(0))[: len(SPLITS)]]
+    return train, validation, test
+
+
+def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
+    files = _files(folder)
+    named: dict[str, tuple[Source, ...]] = {file.stem: (Source((file,), None),) for file in files if file.stem in SPLITS}
+    others = [file.name for file in files if file.stem not in SPLITS]
+    if named and others:
+        raise DataError(
+            f"{folder} must hold either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
+            f"{', '.join(named)} and {', '.join(others)}; move one kind away or name the files in data_prefix"
+        )
+    return named
+
+
+def _sources(value: Any) -> tuple[Source, ...]:
+    if isinstance(value, str | Path):
+        return (Source(_files(Path(value)), None),)
+    if not isinstance(value, Sequence) or not value:
+        raise DataError(f"data_prefix must name a file, a folder or a list of them, got {value!r}")
+    if _weight(value[0]) is None:
+        wrong = [item for item in value if not isinstance(item, str | Path)]
+        if wrong:
+            raise DataError(f"data_prefix must be a list of files, or of weight, file, weight, file; got {wrong[0]!r}")
+        return tuple(Source(_files(Path(item)), None) for item in value)
+    if len(value) % 2:
+        raise DataError(f"a blend must alternate weight and file, got {len(value)} entries: {list(value)!r}")
+    return tuple(_weighted(value[i], value[i + 1]) for i in range(0, len(value), 2))
+
+
+def _weighted(weight: Any, path: Any) -> Source:
+    share = _weight(weight)
+    if share is None or share <= 0 or not isinstance(path, str | Path):
+        raise DataError(
+            f"a blend must alternate a weight above 0 and a file, got {weight!r}, {path!r}; leave out what has no share"
+        )
+    return Source(_files(Path(path)), share)
+
+
+def _weight(value: Any) -> Fraction | None:
+    """The weight as written (0.7 is 7/10, not its nearest binary number); None for what is no number."""
+    try:
+        return None if isinstance(value, bool | Path) else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    if path.is_dir():
+        files = tuple(sorted(path.glob("*.jsonl")))
+        if not files:
+            raise DataError(f"the folder {path} must hold jsonl files, got none")
+        return files
+    if not path.is_file():
+        raise DataError(f"data_prefix names {path}, which does not exist")
+    return (path,)

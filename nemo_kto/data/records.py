@@ -1,0 +1,267 @@
+"""From one line of a jsonl file to records: a prompt, an answer, and whether the answer is desirable.
+
+A row may be written in any of these forms (further keys are ignored):
+
+    {"prompt": "...", "response": "...", "preference": "chosen" | "rejected"}
+    {"prompt": "...", "completion": "...", "label": true | false}
+    {"messages": [..., {"role": "assistant", ...}], "label": true | false}
+    {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair: two records; also chosen_response, rejected_response
+
+Wherever a text stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Message = Mapping[str, Any]
+Turns = str | list[Message]
+
+_PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+_PREFERENCES = {"chosen": True, "rejected": False}
+_DIALOGUE_ANSWER = "\n\nAssistant:"
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message says which rows or files, why, and what to do."""
+
+
+class RowError(ValueError):
+    """What is wrong with one row; whoever reads the file adds its name and the line."""
+
+
+class BrokenRows:
+    """Counts broken rows and keeps the first ten messages, however many rows are broken."""
+
+    SHOWN = 10
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.shown: list[str] = []
+
+    def add(self, path: str | Path, line: int, what: str) -> None:
+        """Note that line ``line`` (counted from 1) of ``path`` cannot be used."""
+        self.total += 1
+        if len(self.shown) < self.SHOWN:
+            self.shown.append(f"{path}:{line}: {what}")
+
+    def raise_if_any(self) -> None:
+        """Raise one error for all of them.
+
+        Raises:
+            DataError: a row was added.
+        """
+        if not self.total:
+            return
+        head = f"{self.total} broken row{'s' if self.total > 1 else ''}"
+        if self.total > self.SHOWN:
+            head += f", the first {self.SHOWN}"
+        raise DataError("\n  ".join([f"{head}:", *self.shown]))
+
+
+@dataclass(frozen=True)
+class KTORecord:
+    """One prompt with one judged answer.
+
+    Attributes:
+        prompt: plain text, or the messages before the answer.
+        response: plain text, or one assistant message in a list; of the same kind as ``prompt``.
+        desirable: whether the answer is one to learn.
+        line: where it came from, counted from 1; the two records of a pair share it.
+    """
+
+    prompt: Turns
+    response: Turns
+    desirable: bool
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class KTORow:
+    """One tokenised row.
+
+    Attributes:
+        prompt_ids: [P] int, P >= 1.
+        response_ids: [R] int, R >= 1, end-of-turn included where the answer was not cut.
+        desirable: whether the answer is one to learn.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    response_ids: Sequence[int] | np.ndarray
+    desirable: bool
+
+
+def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[KTORecord]:
+    """The records of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
+
+    Args:
+        path: the file.
+        broken: collects broken rows for a caller that goes on to other files. Without it they are raised at the end.
+
+    Raises:
+        DataError: rows were broken and ``broken`` was not given.
+    """
+    found = BrokenRows() if broken is None else broken
+    with open(path, "rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if raw.isspace():
+                continue
+            try:
+                records = records_of_row(_parse(raw), line)
+            except RowError as error:
+                found.add(path, line, str(error))
+                continue
+            yield from records
+    if broken is None:
+        found.raise_if_any()
+
+
+def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
+    """One record, or two for a pair (the desirable one first).
+
+    Raises:
+        RowError: the row has none of the known forms, or a value that has no meaning there.
+    """
+    for good, bad in _PAIR_KEYS:
+        if good in row or bad in row:
+            sides = zip((True, False), _pair(row, good, bad), strict=True)
+            return [KTORecord(prompt, answer, desirable, line) for desirable, (prompt, answer) in sides]
+    desirable = _label(row)
+    if "messages" in row:
+        return [KTORecord(*_conversation(row["messages"], "messages"), desirable, line)]
+    answer_keys = [key for key in ("response", "completion") if key in row]
+    if "prompt" not in row or len(answer_keys) != 1:
+        raise RowError(
+            'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
+            f"got the keys {sorted(row)}"
+        )
+    key = answer_keys[0]
+    return [KTORecord(*_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
+
+
+def _parse(raw: bytes) -> Mapping[str, Any]:
+    try:
+        text = raw.decode("utf-8-sig")
+        row = json.loads(text)
+        if "\\u" in text:  # only an escape can hide half a character, which no tokenizer takes
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON ({error}); write one object per line") from error
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be a JSON object, got {_show(row)}")
+    return row
+
+
+def _label(row: Mapping[str, Any]) -> bool:
+    keys = [key for key in ("preference", "label") if key in row]
+    if len(keys) != 1:
+        raise RowError(
+            'a row must have one of "preference" ("chosen" or "rejected") or "label" (true or false); '
+            f"got the keys {sorted(row)}"
+        )
+    value = row[keys[0]]
+    if keys[0] == "label":
+        if not isinstance(value, bool):
+            raise RowError(f'"label" must be true or false, got {_show(value)}; correct it or remove the row')
+        return value
+    if not isinstance(value, str) or value not in _PREFERENCES:
+        raise RowError(f'"preference" must be "chosen" or "rejected", got {_show(value)}; correct it or remove the row')
+    return _PREFERENCES[value]
+
+
+def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turns]]:
+    """(prompt, answer) of the chosen and of the rejected side."""
+    if good not in row or bad not in row:
+        missing = bad if good in row else good
+        raise RowError(f'a pair must have "{good}" and "{bad}"; "{missing}" is missing')
+    chosen, rejected = row[good], row[bad]
+    if "prompt" in row:
+        return [_prompt_and_answer(row["prompt"], row[key], key) for key in (good, bad)]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        cut = _shared_prompt(chosen, rejected, good, bad)
+        return [(side[:cut], side[cut:]) for side in (chosen, rejected)]
+    sides: list[tuple[Turns, Turns]] = [_conversation(row[key], key) for key in (good, bad)]
+    if sides[0][0] != sides[1][0]:
+        raise RowError(
+            f'"{good}" and "{bad}" must be the same conversation up to their last message; '
+            'give the row a "prompt" or make the messages before the answers equal'
+        )
+    return sides
+
+
+def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
+    """Length of the prompt two texts share: up to the last answer's mark if there is one, otherwise whole words."""
+    shared = chosen[: _shared_length(chosen, rejected)]
+    mark = shared.rfind(_DIALOGUE_ANSWER)
+    if mark >= 0:
+        return mark + len(_DIALOGUE_ANSWER)
+    cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+    if cut == 0 or chosen == rejected:
+        raise RowError(
+            f'"{good}" and "{bad}" show no prompt that both share ({_show(chosen)}, {_show(rejected)}); '
+            'give the row a "prompt"'
+        )
+    return cut
+
+
+def _shared_length(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[Turns, Turns]:
+    """Both sides brought to one kind: two texts, or messages and one assistant message."""
+    if isinstance(answer, str) and isinstance(prompt, str):
+        return prompt, answer
+    if isinstance(answer, str):
+        return _messages(prompt, "prompt"), [{"role": "assistant", "content": answer}]
+    messages = _messages(answer, key)
+    if isinstance(prompt, str):
+        if len(messages) == 1:
+            return [{"role": "user", "content": prompt}], _answer(messages, key)
+        before, last = _conversation(messages, key)
+        if all(message.get("content") != prompt for message in before):
+            raise RowError(f'"{key}" is a conversation that does not hold the prompt {_show(prompt)}')
+        return before, last
+    before = _messages(prompt, "prompt")
+    if len(messages) > len(before) and messages[: len(before)] == before:
+        messages = messages[len(before) :]
+    return before, _answer(messages, key)
+
+
+def _conversation(value: Any, key: str) -> tuple[list[Message], list[Message]]:
+    """Messages up to the last, and the last, which is the answer."""
+    messages = _messages(value, key)
+    if len(messages) < 2:
+        raise RowError(f'"{key}" must have at least one message before the answer, got {_show(value)}')
+    return messages[:-1], _answer(messages[-1:], key)
+
+
+def _answer(messages: list[Message], key: str) -> list[Message]:
+    roles = [message["role"] for message in messages]
+    if roles != ["assistant"]:
+        raise RowError(f'the answer in "{key}" must be one message of the role "assistant", got the roles {roles}')
+    return messages
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f'"{key}" must be a text or a list of messages that is not empty, got {_show(value)}')
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {_show(message)}')
+        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
+            raise RowError(f'"content" of a message in "{key}" must be a text, got {_show(message.get("content"))}')
+    return value
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
