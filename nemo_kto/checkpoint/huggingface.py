@@ -79,7 +79,8 @@ def export(
     """Write the model as a Hugging Face folder that transformers loads as it is. All ranks must call it.
 
     The ranks of the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
-    appears under its name when it is complete. An earlier export of ours in its place is replaced; anything else there is an error.
+    appears under its name when it is complete. An earlier export of ours in its place is replaced; anything else there is an
+    error.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
@@ -120,9 +121,10 @@ def _check_weights(found: dict[str, Any], architecture: Architecture, folder: Pa
         if name in found and found[name][1] != shape
     ]
     if problems:
+        listed = "\n  ".join(problems)
         raise ValueError(
-            f"{folder}: the weights do not fit config.json ({architecture.family.hf_architecture}); {len(problems)} differences:\n  "
-            + "\n  ".join(problems)
+            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
+            f"got {len(problems)} differences:\n  {listed}"
         )
 
 

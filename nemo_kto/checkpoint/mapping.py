@@ -1,8 +1,8 @@
 """Where each value of a Hugging Face weight lies in our parameters, at any tensor-parallel size.
 
-A parameter of ours, put together over its tensor-parallel group, is a row of segments along one dimension: so many rows of this
-weight, so many of that, so many zeros. A rank holds an equal part of that row. Loading cuts the segments to the rank's part;
-export puts the parts together and takes the segments out again.
+A parameter of ours, put together over its tensor-parallel group, is a row of segments along one dimension: so many rows of
+this weight, so many of that, so many zeros. A rank holds an equal part of that row. Loading cuts the segments to the rank's
+part; export puts the parts together and takes the segments out again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     found = {}
     for file in files:
         with safe_open(file, framework="pt") as handle:
-            for name in handle:
+            for name in handle.keys():  # noqa: SIM118 - safe_open cannot be iterated
                 found[name] = (file, tuple(handle.get_slice(name).get_shape()))
     return found
 

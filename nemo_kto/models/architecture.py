@@ -16,9 +16,9 @@ from nemo_kto.models.rope import Rope, check_rope_type, read_rope
 class Architecture:
     """A model's shape.
 
-    Sizes that tensor parallelism must divide and does not are padded: a padded vocabulary row is never looked up and is left out
-    of the softmax; a padded head has zero weights on its way in and on its way out, so it adds zero to the output, gets zero
-    gradients and stays zero. The model computes what the unpadded one computes, and the padding is dropped on export.
+    Sizes that tensor parallelism must divide and does not are padded: a padded vocabulary row is never looked up and is left
+    out of the softmax; a padded head has zero weights on its way in and on its way out, so it adds zero to the output, gets
+    zero gradients and stays zero. The model computes what the unpadded one computes, and the padding is dropped on export.
 
     Attributes:
         family: the table the weights are read by.
@@ -61,14 +61,14 @@ class Architecture:
     def padded_vocab_size(self) -> int:
         """Rows of our embedding: the next multiple of the tensor-parallel size.
 
-        Nothing in the computation asks for more than equal shards. Rounding to 128 a rank, as is often done, would only make the
-        embedding bigger; published vocabularies are already round where that makes the matrix product faster.
+        Nothing in the computation asks for more than equal shards. Rounding to 128 a rank, as is often done, would only make
+        the embedding bigger; published vocabularies are already round where that makes the matrix product faster.
         """
         return _round_up(self.vocab_size, self.tensor_parallel)
 
     @property
     def padded_query_groups(self) -> int:
-        """Key-value heads of our model: as many as there are if ranks can share them out, else the next multiple of the ranks.
+        """Key-value heads of our model: as they are if the ranks can share them out, else the next multiple of the ranks.
 
         With fewer key-value heads than ranks megatron-core lets several ranks share one, if each gets whole query heads.
         """
@@ -129,7 +129,8 @@ def _read(raw: dict[str, Any], *, folder: Path, tensor_parallel: int) -> Archite
     groups = getattr(config, "num_key_value_heads", None) or heads
     if config.intermediate_size % tensor_parallel:
         raise ValueError(
-            f"intermediate_size must be divisible by the tensor-parallel size, got {config.intermediate_size} and {tensor_parallel}"
+            f"intermediate_size must be divisible by the tensor-parallel size, got {config.intermediate_size} and "
+            f"{tensor_parallel}; choose a smaller tensor-parallel size"
         )
     flags = {
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs

@@ -1,7 +1,7 @@
 """Core attention on torch's scaled_dot_product_attention, for megatron-core's layers without Transformer Engine.
 
-megatron-core's own torch attention keeps every score of every head, [batch, heads, sequence, sequence]; torch's fused kernels
-(on GPU and on CPU) never hold more than a block of them.
+megatron-core's own torch attention keeps every score of every head, [batch, heads, sequence, sequence]; torch's fused
+kernels (on GPU and on CPU) never hold more than a block of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TorchAttention(MegatronModule):
     """softmax(scale * q k^T) v: causal, grouped heads, sliding window, or an arbitrary mask.
 
     Args (those of megatron-core's core attention):
-        config: the transformer's configuration; ``window_size`` = (tokens seen to the left, 0) limits the attention of the layers
-            that ``window_attn_skip_freq`` names.
+        config: the transformer's configuration; ``window_size`` = (tokens seen to the left, 0) limits the attention of the
+            layers that ``window_attn_skip_freq`` names.
         layer_number: from 1, over all pipeline stages.
         attn_mask_type: causal or arbitrary.
         attention_type: self attention; there is no other in this project.
@@ -83,8 +83,8 @@ class TorchAttention(MegatronModule):
             query: [sequence, batch, heads of this rank, head size].
             key: [sequence, batch, key-value heads of this rank, head size].
             value: as ``key``.
-            attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type is
-                arbitrary, and then in place of the causal order. Every row must leave at least one token to see.
+            attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type
+                is arbitrary, and then in place of the causal order. Every row must leave at least one token to see.
             attn_mask_type: overrides the type given at construction.
             attention_bias: must be None.
             packed_seq_params: must be None.

@@ -117,12 +117,6 @@ def build_gpt(
     Raises:
         ValueError: the layers cannot be shared out evenly over the pipeline.
     """
-    chunks = pipeline_parallel * (virtual_pipeline or 1)
-    if architecture.num_layers % chunks:
-        raise ValueError(
-            f"the number of layers must be divisible by pipeline stages x chunks a stage, got {architecture.num_layers} layers "
-            f"and {pipeline_parallel} x {virtual_pipeline or 1}; choose another pipeline size"
-        )
     config = _transformer_config(
         architecture,
         params_dtype=params_dtype,
@@ -134,9 +128,6 @@ def build_gpt(
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
     )
-    if virtual_pipeline is not None:
-        # Sent in one batch, the two directions between the same two ranks are paired wrongly by gloo, without an error.
-        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
     model = HiddenStateGPT(
         config=config,
         transformer_layer_spec=_block_spec(architecture, config, attn_mask_type=attn_mask_type, vp_stage=vp_stage),
@@ -144,18 +135,26 @@ def build_gpt(
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        rotary_base=architecture.rope.theta,
         vp_stage=vp_stage,
     )
     model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(cpu.device())
     return model
 
 
+def _check_pipeline(architecture: Architecture, *, stages: int, chunks: int) -> None:
+    if architecture.num_layers % (stages * chunks):
+        raise ValueError(
+            f"the number of layers must be divisible by pipeline stages x chunks a stage, got {architecture.num_layers} "
+            f"layers and {stages} x {chunks}; choose another pipeline size"
+        )
+
+
 def _transformer_config(architecture: Architecture, **settings: Any) -> TransformerConfig:
-    bites = [window for window in architecture.windows if window is not None]
+    stages, chunks = settings["pipeline_model_parallel_size"], settings["virtual_pipeline_model_parallel_size"]
+    _check_pipeline(architecture, stages=stages, chunks=chunks or 1)
+    windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -171,8 +170,8 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
         add_qkv_bias=architecture.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
-        window_size=(bites[0] - 1, 0) if bites else None,
-        window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if bites else None,
+        window_size=(windows[0] - 1, 0) if windows else None,
+        window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,
         # No dropout: it would add noise to the ratio of policy and reference, which is the signal.
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -213,7 +212,7 @@ def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def _with_bias(linear: type) -> type:
-    """The same linear layer with a bias. megatron-core has one switch for the biases of the attention's output and of the MLP."""
+    """The same linear layer with a bias; megatron-core has one switch for the attention's output and the MLP together."""
 
     class LinearWithBias(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -24,9 +24,9 @@ _NORMS: dict[str, Any] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
 class TorchNorm:
     """Builds the norm that ``config.normalization`` names; called as megatron-core calls its own norm builder.
 
-    Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient of
-    the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the gradients
-    it must add up over the group.
+    Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
+    of the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the
+    gradients it must add up over the group.
     """
 
     def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects

@@ -37,7 +37,7 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """Radians a position for each pair of channels, fp32 [head_dim / 2].
 
-        megatron-core can compute the llama3 stretch itself, but with fixed low and high factors and a fixed original context.
+        megatron-core can compute the llama3 stretch itself, but with fixed low and high factors and original context.
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / (self.theta**exponents)
@@ -68,7 +68,8 @@ def check_rope_type(config: Mapping[str, Any]) -> str:
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Read the rotary embedding out of a Hugging Face configuration, old (rope_theta, rope_scaling) or new (rope_parameters).
+    """Read the rotary embedding out of a Hugging Face configuration, in its old form (rope_theta, rope_scaling) or its new
+    one (rope_parameters).
 
     Args:
         config: the configuration as a dict, with the family's defaults filled in.
@@ -77,7 +78,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         ValueError: a rope type that is not implemented, or one of its numbers is missing.
     """
     settings, kind = _settings(config), check_rope_type(config)
-    theta = settings.get("rope_theta", config.get("rope_theta"))
+    theta: Any = settings.get("rope_theta", config.get("rope_theta"))
     needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[kind]
     missing = [name for name in needed if settings.get(name) is None] + ([] if theta is not None else ["rope_theta"])
     if missing:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.checkpoint.mapping import cut, rank_weights, segments, split_dimension
 from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
+from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.parity import hf_models
@@ -78,3 +81,62 @@ def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[st
         results[name] = None if result is None else result.numpy()
         export([model], architecture, source=folder, out=out / name, max_shard_bytes=40_000)
     return results
+
+
+def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, float]:
+    """Write the gradients of sum(logits * hf_models.cotangent()) as if they were weights."""
+    state.start(layout=layout, seed=3)
+    largest: dict[str, float] = {}
+    for name, folder in folders.items():
+        model, architecture = build(folder, layout)
+        load_weights([model], architecture, folder)
+        wrapped = wrap_data_parallel([model], use_distributed_optimizer=False)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        _backward(wrapped, model, architecture)
+        for weight in rank_weights(wrapped, architecture):
+            weight.parameter.data.copy_(weight.parameter.main_grad)
+        largest[name] = max([0.0, *(padding.abs().max().item() for padding in _paddings(wrapped, architecture))])
+        export(wrapped, architecture, source=folder, out=out / name, max_shard_bytes=10**9)
+    return largest
+
+
+def _backward(chunks: list[Any], model: HiddenStateGPT, architecture: Architecture) -> None:
+    tokens = hf_models.tokens()
+
+    def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        if model.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden.transpose(0, 1)).transpose(0, 1)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        weight = model.output_weight()
+        first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+        cotangent = hf_models.cotangent()[..., first : first + weight.size(0)]
+        result = (hidden @ weight[: cotangent.size(-1)].T * cotangent).sum()
+        return result, torch.tensor(1, dtype=torch.int), {}
+
+    def forward(_: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        return chunk(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None), loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=chunks,
+        num_microbatches=1,
+        seq_length=tokens.size(1),
+        micro_batch_size=tokens.size(0),
+        forward_only=False,
+    )
+
+
+def _paddings(chunks: list[Any], architecture: Architecture) -> Any:
+    """The parts of this rank's parameters that no Hugging Face weight fills."""
+    for weight in rank_weights(chunks, architecture):
+        dimension = split_dimension(weight.row)
+        if dimension is not None:
+            length = weight.parameter.size(dimension)
+            start = parallel_state.get_tensor_model_parallel_rank() * length
+            for offset, part in cut(segments(weight.row, architecture), start=start, length=length):
+                if part.source is None:
+                    yield weight.parameter.data.narrow(dimension, offset, part.length)

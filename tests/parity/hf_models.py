@@ -113,6 +113,17 @@ def tokens(rows: int = 2) -> torch.Tensor:
     return torch.randint(0, _SIZES["vocab_size"], (rows, SEQUENCE), generator=torch.Generator().manual_seed(5))
 
 
+def cotangent() -> torch.Tensor:
+    """What the logits are weighted with before they are summed, for gradients: [rows, sequence, vocabulary]."""
+    return torch.randn(2, SEQUENCE, _SIZES["vocab_size"], generator=torch.Generator().manual_seed(6))
+
+
+def transformers_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (model(tokens()).logits * cotangent()).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 def transformers_logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -89,3 +89,23 @@ def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], ex
     assert {"config.json", "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"} <= files
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     assert not any(file.name.startswith("part-") for file in folder.iterdir())
+
+
+@pytest.fixture(scope="module", params=["tp1", "tp2", "pp2", "tp2-pp2", "tp2-sp", "tp4"])
+def gradients(
+    request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
+) -> tuple[list[Any], Path]:
+    """The largest gradient of a padded value, and the folder where the gradients lie in the place of the weights."""
+    out = tmp_path_factory.mktemp(f"gradients-{request.param}")
+    layout = LAYOUTS[request.param]
+    return ranks.run(layout.model_ranks, hf_jobs.check_gradients, layout, folders, out), out
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_gradients_are_those_of_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
+    expected, found = hf_models.transformers_gradients(folders[name]), weights(gradients[1] / name)
+    assert expected.keys() == found.keys()
+    for weight, gradient in expected.items():
+        tolerance = 2e-5 * gradient.abs().max().item()
+        np.testing.assert_allclose(found[weight].numpy(), gradient.numpy(), rtol=0, atol=tolerance, err_msg=weight)
+    assert all(result[name] == 0.0 for result in gradients[0])  # so padding stays zero

@@ -11,7 +11,7 @@ Windows = tuple[int | None, ...]
 
 
 class Split(Enum):
-    """How a parameter of ours is put together from the weights of the Hugging Face file and cut over tensor-parallel ranks."""
+    """How a parameter of ours is put together from the weights of the file and cut over tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
     VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
