@@ -1,0 +1,159 @@
+"""One KTO step against plain autograd over transformers: loss, z0 and the gradient of every single parameter, at every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import make_checkpoint
+from tests.distributed.ranks import RankPool
+
+BETA, W_DESIRABLE, W_UNDESIRABLE = 0.3, 1.0, 1.5
+ROWS, WIDTH, PROMPT = 8, 20, 4
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Random rows of varied length; row 5 has no response, so it counts nowhere."""
+    draw = torch.Generator().manual_seed(7)
+    batch = {"preference": torch.tensor([1, 0, 1, 1, 0, 1, 0, 0])}
+    for name in ("sample", "kl_sample"):
+        tokens = torch.randint(0, 256, (ROWS, WIDTH), generator=draw)  # no padding token: transformers gives it no gradient
+        lengths = torch.randint(PROMPT + 1, WIDTH + 1, (ROWS,), generator=draw)
+        labels = tokens.clone()
+        labels[:, :PROMPT] = -100
+        labels[torch.arange(WIDTH) >= lengths[:, None]] = -100
+        labels[5] = -100
+        batch |= {f"{name}s": tokens, f"{name}_labels": labels, f"{name}_lengths": lengths}
+    return batch
+
+
+def kto_step(policy: Path, reference: Path, out: Path, layout: dict[str, Any], micro_batch_size: int) -> tuple[float, dict[str, float]]:
+    """On a rank: one step without the optimizer; the gradients are exported as if they were weights."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from nemo_kto.checkpoint.huggingface import export, load_weights
+    from nemo_kto.models.gpt import build_gpt, read_architecture
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.reference import SwappedReference
+    from nemo_kto.parallel import state
+
+    layout = dict(layout)
+    recompute = layout.pop("recompute_granularity", None)
+    state.start(layout=state.Layout(**layout), seed=1)
+    architecture = read_architecture(policy, tensor_parallel=layout.get("tensor", 1))
+    gpt = build_gpt(
+        architecture,
+        params_dtype=torch.float32,
+        pipeline_parallel=layout.get("pipeline", 1),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=layout.get("sequence_parallel", False),
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, reference)
+    held = SwappedReference(chunks=chunks)
+    load_weights(chunks, architecture, policy)
+    model = MegatronGPTKTOModel(
+        preference_loss="kto",
+        ref_policy_kl_penalty=BETA,
+        desirable_loss_weight=W_DESIRABLE,
+        undesirable_loss_weight=W_UNDESIRABLE,
+        chunks=chunks,
+        reference=held,
+        vocab_size=architecture.vocab_size,
+        micro_batch_size=micro_batch_size,
+        forward_micro_batch_size=3,
+        average_log_probs=False,
+        logprob_chunk_size=7,
+    )
+    mine = slice(state.data_parallel_rank(), None, state.data_parallel_size())
+    batch = {name: values[mine] for name, values in make_batch().items()}
+    samples, kl_samples = model.get_ref_policy_logprobs(batch).chunk(2)
+    batch |= {"ref_policy_log_probs_samples": samples, "ref_policy_log_probs_kl_samples": kl_samples}
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    for parameter in unwrap_model(chunks[0]).parameters():
+        parameter.data.copy_(parameter.main_grad)
+    export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)
+    return loss, dict(metrics)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, float], Any]:
+    """Policy, reference, and what transformers and autograd say of the step between them."""
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path_factory.mktemp("gradients")
+    policy = make_checkpoint(base / "policy", request.param)
+    reference = make_checkpoint(base / "reference", request.param, seed=1)
+    batch = make_batch()
+
+    def row_logps(model: Any, name: str) -> torch.Tensor:
+        labels = batch[f"{name}_labels"][:, 1:]
+        logps = model(batch[f"{name}s"]).logits[:, :-1].log_softmax(-1)
+        chosen = logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return torch.where(labels != -100, chosen, 0).sum(1)
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    frozen = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    valid = (batch["sample_labels"] != -100).any(1)
+    with torch.no_grad():
+        kl_ratios = (row_logps(model, "kl_sample") - row_logps(frozen, "kl_sample"))[valid]
+        if kl_ratios.mean() < 0:  # z0 must not be clamped away: let the two change places
+            policy, reference, model, frozen, kl_ratios = reference, policy, frozen, model, -kl_ratios
+        reference_logps = row_logps(frozen, "sample")
+    z0 = kl_ratios.mean().clamp(min=0)
+    ratios = (row_logps(model, "sample") - reference_logps)[valid]
+    desirable = batch["preference"][valid].bool()
+    losses = torch.where(
+        desirable,
+        W_DESIRABLE * (1 - torch.sigmoid(BETA * (ratios - z0))),
+        W_UNDESIRABLE * (1 - torch.sigmoid(BETA * (z0 - ratios))),
+    )
+    losses.mean().backward()
+    expected = {"loss": losses.mean().item(), "kl": z0.item(), "chosen": BETA * ratios[desirable].mean().item()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return policy, reference, expected, gradients
+
+
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one_rank": (1, {}, 1),
+    "micro_batch_4": (1, {}, 4),
+    "recompute": (1, {"recompute_granularity": "full"}, 2),
+    "tp2": (2, {"tensor": 2}, 2),
+    "pp2": (2, {"pipeline": 2}, 1),
+    "dp2": (2, {}, 2),
+    "tp2_pp2_sequence_parallel": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient(case: str, oracle: tuple[Path, Path, dict[str, float], Any], ranks: RankPool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    policy, reference, expected, gradients = oracle
+    world_size, layout, micro_batch_size = CASES[case]
+    results = ranks.run(world_size, kto_step, policy, reference, tmp_path / "gradients", layout, micro_batch_size)
+    assert expected["kl"] != 0, "both sides of the clamp are in the unit tests; here z0 must matter"
+    for loss, metrics in results:
+        assert loss == pytest.approx(expected["loss"], rel=1e-5)
+        assert metrics["kl"] == pytest.approx(expected["kl"], rel=1e-5, abs=2e-5)  # a small mean of large log-ratios
+        assert metrics["rewards_chosen_mean"] == pytest.approx(expected["chosen"], rel=1e-5, abs=1e-6)
+        assert metrics["rows"] == ROWS - 1
+        assert metrics["invalid_rows"] == 1
+    ours: dict[str, torch.Tensor] = {}
+    for shard in (tmp_path / "gradients").glob("*.safetensors"):
+        ours |= load_file(shard)
+    scale = max(gradient.abs().max() for gradient in gradients.values())
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).abs().max() < 1e-5 * scale, name
