@@ -64,7 +64,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches in a whole epoch, wherever the position is."""
-        return len(self._starts(0))
+        return len(self._ranges(0))
 
     def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
         """Let the next iteration start in ``epoch`` after ``consumed_in_epoch`` rows of it.
@@ -82,9 +82,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
-        starts = self._starts(self._consumed)
-        end = starts[-1] + self.global_batch_size if self._drop_last and starts else self.num_rows
-        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        for start, stop in self._ranges(self._consumed):
             yield order[start:stop].tolist()
 
     def _order(self) -> np.ndarray:
@@ -92,10 +90,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
             return np.arange(self.num_rows)
         return np.random.default_rng((self._seed, self._epoch)).permutation(self.num_rows)
 
-    def _starts(self, first: int) -> list[int]:
-        starts = list(range(first, self.num_rows, self.global_batch_size))
-        left_over = (self.num_rows - first) % self.global_batch_size
-        too_few = left_over == 1 and self._with_pairs and len(starts) > 1
-        if starts and left_over and (self._drop_last or too_few):
-            starts.pop()
-        return starts
+    def _ranges(self, first: int) -> list[tuple[int, int]]:
+        """(start, stop) of each batch within the order, from row ``first`` of it on."""
+        size = self.global_batch_size
+        ranges = [(start, min(start + size, self.num_rows)) for start in range(first, self.num_rows, size)]
+        left_over = (self.num_rows - first) % size
+        if left_over and self._drop_last:
+            ranges.pop()
+        elif left_over == 1 and self._with_pairs and len(ranges) > 1:
+            ranges[-2:] = [(ranges[-2][0], self.num_rows)]
+        return ranges

@@ -1,0 +1,136 @@
+"""Token ids of plain and message rows: what is prompt, what is answer, and where BOS and EOS stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nemo_kto.data.chat import EncodedRow, RowEncoder, load_tokenizer
+from nemo_kto.data.records import KTORecord, RowError, Turns
+from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer
+
+USER = {"role": "user", "content": "what is a good film?"}
+ANSWER = {"role": "assistant", "content": "the film"}
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> EncodedRow:
+    (row,) = RowEncoder(tokenizer=tokenizer).encode([KTORecord(prompt, response, True, 1)])
+    assert isinstance(row, EncodedRow), row
+    return row
+
+
+def problem(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> str:
+    (row,) = RowEncoder(tokenizer=tokenizer).encode([KTORecord(prompt, response, True, 1)])
+    assert isinstance(row, RowError), row
+    return str(row)
+
+
+def texts(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> tuple[str, str]:
+    return tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)
+
+
+def test_chat_row_trains_on_the_answer_and_its_end_of_turn_alone() -> None:
+    tokenizer = chatml_tokenizer()
+    row = encode(tokenizer, [USER], [ANSWER])
+    assert texts(tokenizer, row) == (
+        "<|im_start|>user\nwhat is a good film?<|im_end|>\n<|im_start|>assistant\n",
+        "the film<|im_end|>",
+    )
+    assert row.response_ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_chat_row_with_history_and_a_template_that_writes_bos() -> None:
+    tokenizer = llama_tokenizer()
+    row = encode(tokenizer, [USER, ANSWER, USER], [ANSWER])
+    assert texts(tokenizer, row) == (
+        "<s>[INST] what is a good film? [/INST] the film </s>[INST] what is a good film? [/INST]",
+        " the film </s>",
+    )
+    assert row.prompt_ids.count(tokenizer.bos_token_id) == 1
+    assert row.response_ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_an_end_of_turn_that_is_not_eos_ends_the_answer() -> None:
+    tokenizer = llama_tokenizer(CHATML.replace("<|im_start|>", "## ").replace("<|im_end|>", "<|eot|>"))
+    row = encode(tokenizer, [USER], [ANSWER])
+    assert texts(tokenizer, row)[1] == "the film<|eot|>"
+
+
+def test_eos_is_added_where_the_template_ends_a_turn_with_no_special_token() -> None:
+    tokenizer = chatml_tokenizer("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    row = encode(tokenizer, [USER], [ANSWER])
+    assert texts(tokenizer, row) == ("user: what is a good film?\n", "assistant: the film\n<|im_end|>")
+
+
+def test_plain_row_gets_bos_only_where_the_tokenizer_adds_one_and_eos_once() -> None:
+    plain, llama = chatml_tokenizer(), llama_tokenizer()
+    assert texts(plain, encode(plain, "the film was", " good")) == ("the film was", " good<|im_end|>")
+    assert texts(llama, encode(llama, "the film was", " good")) == ("<s>the film was", " good</s>")
+    assert texts(llama, encode(llama, "<s>the film was", " good</s>")) == ("<s>the film was", " good</s>")
+    assert texts(llama, encode(llama, "", "good")) == ("<s>", "good</s>")
+    assert texts(plain, encode(plain, "the film was", "")) == ("the film was", "<|im_end|>")
+
+
+def test_an_empty_prompt_without_bos_is_a_broken_row() -> None:
+    message = problem(chatml_tokenizer(), "", "good")
+    assert "at least one token, got ''" in message
+    assert "adds no BOS" in message
+
+
+@pytest.mark.parametrize(("prompt", "response"), [("the fi", "lm was good"), ("good ", "film"), ("hel", "lo there")])
+def test_prompt_tokens_never_depend_on_the_answer(prompt: str, response: str) -> None:
+    tokenizer = chatml_tokenizer()
+    row = encode(tokenizer, prompt, response)
+    assert row.prompt_ids == tokenizer(prompt)["input_ids"]
+    assert tokenizer.decode(row.response_ids) == response + "<|im_end|>"
+
+
+def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
+    encoder = RowEncoder(tokenizer=llama_tokenizer())
+    records = [
+        KTORecord("the fi", "lm was good", True, 1),  # tokenised on its own
+        KTORecord([USER], [ANSWER], False, 2),
+        KTORecord("the film", " was good", True, 3),
+        KTORecord("good ", "film", True, 4),  # on its own again
+    ]
+    assert encoder.encode(records) == [encoder.encode([record])[0] for record in records]
+
+
+def test_a_template_that_refuses_is_a_broken_row_and_others_go_on() -> None:
+    template = "{{ raise_exception('system is not supported') if messages[0]['role'] == 'system' else '' }}" + CHATML
+    encoder = RowEncoder(tokenizer=chatml_tokenizer(template))
+    system = {"role": "system", "content": "x"}
+    refused, fine = encoder.encode([KTORecord([system, USER], [ANSWER], True, 1), KTORecord([USER], [ANSWER], True, 2)])
+    assert isinstance(refused, RowError)
+    assert "chat template refuses the messages: system is not supported" in str(refused)
+    assert isinstance(fine, EncodedRow)
+
+
+def test_no_template_and_a_template_without_a_stable_prompt_are_broken_rows() -> None:
+    assert "chat template" in problem(chatml_tokenizer(None), [USER], [ANSWER])
+    unstable = "{{ messages | length }}" + CHATML
+    assert "with and without the answer" in problem(chatml_tokenizer(unstable), [USER], [ANSWER])
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="must have an EOS token, got none"):
+        RowEncoder(tokenizer=tokenizer)
+
+
+def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
+    def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+        return RowEncoder(tokenizer=tokenizer).fingerprint()
+
+    tokenizer = chatml_tokenizer()
+    before = fingerprint(tokenizer)
+    tokenizer("what is a good film?", truncation=True, max_length=4)  # leaves a setting behind in the tokenizer
+    assert fingerprint(tokenizer) == before
+    tokenizer.save_pretrained(tmp_path)
+    assert fingerprint(load_tokenizer(tmp_path)) == fingerprint(load_tokenizer(tmp_path))
+    assert fingerprint(chatml_tokenizer(CHATML + " ")) != before
+    tokenizer.add_tokens(["film"])
+    assert fingerprint(tokenizer) != before

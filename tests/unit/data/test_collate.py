@@ -1,0 +1,166 @@
+"""KL pairs against brute force, and every tensor of a batch by value."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_kto.data.collate import kl_partners, kto_custom_collate, same_prompt_pairs
+from nemo_kto.data.records import KTORow
+
+EOS = 0
+
+
+def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTORow:
+    return KTORow(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
+
+
+THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False), row([7, 8, 9], [EOS])]
+
+
+@given(st.integers(2, 40))
+def test_distinct_prompts_pair_with_the_next_row(count: int) -> None:
+    assert kl_partners(list(range(count))) == [(k + 1) % count for k in range(count)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=6))
+def test_pairs_against_all_permutations(prompts: list[str]) -> None:
+    partners = kl_partners(prompts)
+    assert sorted(partners) == list(range(len(prompts)))
+    assert all(partner != k for k, partner in enumerate(partners))
+    fewest = min(
+        sum(prompts[k] == prompts[partner] for k, partner in enumerate(candidate))
+        for candidate in permutations(range(len(prompts)))
+    )
+    assert sum(same_prompt_pairs(prompts, partners)) == fewest
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=64))
+def test_pairs_of_larger_batches(prompts: list[int]) -> None:
+    partners = kl_partners(prompts)
+    assert sorted(partners) == list(range(len(prompts)))
+    assert all(partner != k for k, partner in enumerate(partners))
+    largest = max(map(prompts.count, prompts))
+    assert sum(same_prompt_pairs(prompts, partners)) == max(0, 2 * largest - len(prompts))
+
+
+def test_pairs_by_hand() -> None:
+    # Groups a: rows 0, 2; b: rows 1, 3; c: row 4. In that order 0 2 1 3 4, shifted by two.
+    assert kl_partners(["a", "b", "a", "b", "c"]) == [1, 4, 3, 0, 2]
+    assert kl_partners(["a", "a", "a"]) == [1, 2, 0]
+    assert kl_partners([]) == []
+    with pytest.raises(ValueError, match="at least 2 rows to form KL pairs, got 1"):
+        kl_partners(["a"])
+
+
+def test_every_tensor_of_a_small_batch() -> None:
+    batch = kto_custom_collate(THREE, EOS)
+    expected = {
+        "samples": [[1, 2, 3, 0, 0, 0], [4, 5, 6, 0, 0, 0], [7, 8, 9, 0, 0, 0]],
+        "sample_labels": [[-100, -100, 3, 0, -100, -100], [-100, 5, 6, 0, -100, -100], [-100] * 3 + [0, -100, -100]],
+        "sample_lengths": [4, 4, 4],
+        "kl_samples": [[1, 2, 5, 6, 0, 0], [4, 0, 0, 0, 0, 0], [7, 8, 9, 3, 0, 0]],
+        "kl_sample_labels": [[-100, -100, 5, 6, 0, -100], [-100, 0] + [-100] * 4, [-100] * 3 + [3, 0, -100]],
+        "kl_sample_lengths": [5, 2, 5],
+        "preference": [1, 0, 1],
+        "kl_same_prompt": [0, 0, 0],
+        "position_ids": [list(range(6))] * 3,
+        "kl_position_ids": [list(range(6))] * 3,
+    }
+    # 5 tokens are the longest row; checked at a width of 6.
+    batch6 = kto_custom_collate(THREE, EOS, pad_to_multiple=6)
+    for name, value in expected.items():
+        assert batch6[name].tolist() == value, name
+        assert batch6[name].dtype == torch.int64, name
+    assert batch["samples"].shape == batch["kl_samples"].shape == (3, 5)
+    assert batch6["attention_mask"].dtype == torch.bool
+    assert batch6["attention_mask"].tolist() == [[True] * 4 + [False] * 2] * 3
+    assert batch6["kl_attention_mask"].sum(1).tolist() == [5, 2, 5]
+    assert set(batch6) == {*expected, "attention_mask", "kl_attention_mask"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shares_of_the_ranks_make_up_the_batch(size: int) -> None:
+    rows = [row([k, k], list(range(1, 2 + k % 3)), bool(k % 2)) for k in range(1, 8)]
+    whole = kto_custom_collate(rows, EOS, pad_to_multiple=16)
+    for rank in range(size):
+        share = kto_custom_collate(rows, EOS, pad_to_multiple=16, rows=range(rank, len(rows), size))
+        for name, tensor in whole.items():
+            assert torch.equal(share[name], tensor[rank::size]), name
+
+
+def test_a_kl_row_is_cut_at_its_end() -> None:
+    rows = [row([1, 2, 3], [4]), row([5], [6, 7, EOS])]
+    batch = kto_custom_collate(rows, EOS, seq_length=4)
+    assert batch["kl_samples"].tolist() == [[1, 2, 3, 6], [5, 4, 0, 0]]
+    assert batch["kl_sample_labels"].tolist() == [[-100, -100, -100, 6], [-100, 4, -100, -100]]
+    assert kto_custom_collate(rows, EOS)["kl_samples"].shape == (2, 6)
+    with pytest.raises(ValueError, match="at most seq_length=3 tokens, got 4"):
+        kto_custom_collate(rows, EOS, seq_length=3)
+
+
+def test_without_kl_rows_one_row_is_enough() -> None:
+    batch = kto_custom_collate(THREE[:1], EOS, with_kl=False)
+    assert not [name for name in batch if name.startswith("kl_")]
+    assert batch["samples"].tolist() == [[1, 2, 3, 0]]
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        kto_custom_collate(THREE[:1], EOS)
+
+
+def test_an_empty_share() -> None:
+    batch = kto_custom_collate(THREE, EOS, pad_to_multiple=8, rows=range(3, 3, 4), reset_attention_mask=True)
+    assert batch["samples"].shape == batch["kl_samples"].shape == batch["position_ids"].shape == (0, 8)
+    assert batch["attention_mask"].shape == (0, 1, 8, 8)
+    assert batch["sample_lengths"].shape == batch["preference"].shape == (0,)
+    assert kto_custom_collate(THREE, EOS, rows=[])["sample_labels"].shape == (0, 1)
+
+
+def test_same_prompts_are_marked() -> None:
+    rows = [row([1], [2]), row([1], [3]), row([1], [4]), row([9], [5])]
+    batch = kto_custom_collate(rows, EOS)
+    assert batch["kl_same_prompt"].tolist() == [0, 1, 1, 0]
+    assert sorted(batch["kl_samples"][:, 1].tolist()) == [2, 3, 4, 5]
+
+
+def test_lists_do_as_well_as_arrays() -> None:
+    lists = [KTORow(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
+    for name, tensor in kto_custom_collate(lists, EOS).items():
+        assert torch.equal(tensor, kto_custom_collate(THREE, EOS)[name]), name
+
+
+# Documents: [1 EOS] [2 3 EOS] [4 EOS], then padding.
+DOCUMENTS = [row([1, EOS, 2], [3, EOS, 4, EOS]), row([5], [6])]
+
+
+def test_positions_start_anew_after_eos_but_not_in_padding() -> None:
+    batch = kto_custom_collate(DOCUMENTS, EOS, True, pad_to_multiple=9)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 1], list(range(9))]
+    # KL rows have documents of their own: [1 EOS] [2 6 padding] and [5 3 EOS] [4 EOS] [padding]
+    assert batch["kl_position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3]]
+
+
+def test_the_attention_mask_hides_later_tokens_and_other_documents() -> None:
+    batch = kto_custom_collate(DOCUMENTS, EOS, False, True, pad_to_multiple=8)
+    mask = batch["attention_mask"]
+    assert mask.shape == (2, 1, 8, 8)
+    documents = [0, 0, 1, 1, 1, 2, 2, 3]
+    for query in range(8):
+        for key in range(8):
+            hidden = key > query or documents[key] != documents[query]
+            assert bool(mask[0, 0, query, key]) == hidden, (query, key)
+            assert bool(mask[1, 0, query, key]) == (key > query)
+    assert not mask.diagonal(dim1=2, dim2=3).any()
+    assert batch["position_ids"][0].tolist() == list(range(8))
+
+
+def test_the_token_after_an_eos_is_not_trained_on() -> None:
+    batch = kto_custom_collate(DOCUMENTS, EOS, eod_mask_loss=True)
+    assert batch["sample_labels"][0].tolist() == [-100, -100, -100, 3, EOS, -100, EOS]
+    assert kto_custom_collate(DOCUMENTS, EOS)["sample_labels"][0].tolist() == [-100, -100, -100, 3, EOS, 4, EOS]
+    assert batch["kl_sample_labels"][1].tolist() == [-100, 3, EOS, -100, EOS, -100, -100]

@@ -1,0 +1,346 @@
+"""Splits, blends and the cache of tokenised rows."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_kto.data.blend import blend, split_ranges
+from nemo_kto.data.chat import RowEncoder
+from nemo_kto.data.dataset import KTODataset, KTOSplits, build_kto_dataset, build_kto_splits
+from nemo_kto.data.records import DataError
+from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
+
+TOKENIZER = chatml_tokenizer()
+
+
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> KTOSplits:
+    settings: dict = {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
+    settings |= {"cache_dir": tmp_path / "cache", **changes}
+    return build_kto_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+
+
+def prompts(dataset: KTODataset | None) -> list[str]:
+    assert dataset is not None
+    return [TOKENIZER.decode(row.prompt_ids) for row in dataset.__getitems__(range(len(dataset)))]
+
+
+def named(count: int, name: str = "row", first: int = 0) -> list[str]:
+    return [f"{name} {i}:" for i in range(first, count)]
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
+    dataset = splits(str(path), tmp_path).train
+    assert dataset is not None
+    assert len(dataset) == 7
+    row = dataset[5]
+    assert TOKENIZER.decode(row.prompt_ids) == "row 5:"
+    assert TOKENIZER.decode(row.response_ids) == " answer 5<|im_end|>"
+    assert row.prompt_ids.dtype == np.int32
+    assert [each.desirable for each in dataset.__getitems__([5, 0, 5])] == [False, True, False]
+    assert dataset.desirable_count() == 4
+
+
+def test_rows_are_cut_to_seq_length(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "abcdefgh" * 9, "response": "x", "preference": "chosen"}])
+    ends = {}
+    for mode in ("keep_end", "keep_start"):
+        dataset = splits(path, tmp_path, seq_length=8, truncation_mode=mode).train
+        assert dataset is not None
+        assert len(dataset[0].prompt_ids) == 6
+        ends[mode] = TOKENIZER.decode(dataset[0].prompt_ids)
+    assert ("abcdefgh" * 9).endswith(ends["keep_end"])
+    assert ("abcdefgh" * 9).startswith(ends["keep_start"])
+
+
+def test_splits_string_cuts_a_file_into_disjoint_parts_that_cover_it(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(50))
+    built = splits(path, tmp_path, "80,12,8")
+    assert prompts(built.train) == named(40)
+    assert prompts(built.validation) == named(46, first=40)
+    assert prompts(built.test) == named(50, first=46)
+
+
+def test_both_rows_of_a_pair_stay_in_one_split(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"row {i}:", "chosen": "y", "rejected": "n"} for i in range(9)])
+    built = splits(path, tmp_path, "1,1")
+    assert prompts(built.train) == [name for name in named(5) for _ in range(2)]
+    assert prompts(built.validation) == [name for name in named(9, first=5) for _ in range(2)]
+    assert built.test is None
+
+
+def test_an_empty_split_is_none_and_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(10))
+    built = splits(path, tmp_path, "98,1,1")
+    assert prompts(built.train) == named(10)
+    assert built.validation is None
+    assert "validation: no row is left for this split" in caplog.text
+
+
+def test_a_split_of_one_label_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = sorted(numbered_rows(10), key=lambda row: row["preference"])
+    splits(write_rows(tmp_path / "a.jsonl", rows), tmp_path, "50,50")
+    assert "train: all 5 rows are desirable" in caplog.text
+    assert "validation: all 5 rows are undesirable" in caplog.text
+
+
+def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder / "b.jsonl", numbered_rows(3, "b"))
+    write_rows(folder / "a.jsonl", numbered_rows(2, "a"))
+    (folder / "notes.txt").write_text("not data")
+    for prefix in (folder, [str(folder)], {"train": folder}):
+        built = splits(prefix, tmp_path)
+        assert prompts(built.train) == named(2, "a") + named(3, "b")
+        assert built.validation is built.test is None
+
+
+def test_a_folder_may_name_its_splits(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "validation"):
+        write_rows(folder / f"{name}.jsonl", numbered_rows(3, name))
+    built = splits(folder, tmp_path, "98,1,1")
+    assert prompts(built.train) == named(3, "train")
+    assert prompts(built.validation) == named(3, "validation")
+    assert built.test is None
+    write_rows(folder / "more.jsonl", numbered_rows(1))
+    with pytest.raises(DataError, match=r"files of other names, got train, validation and more\.jsonl"):
+        splits(folder, tmp_path)
+
+
+def test_lists_and_mappings(tmp_path: Path) -> None:
+    a = str(write_rows(tmp_path / "a.jsonl", numbered_rows(3, "a")))
+    b = str(write_rows(tmp_path / "b.jsonl", numbered_rows(4, "b")))
+    assert prompts(splits([a, b], tmp_path).train) == named(3, "a") + named(4, "b")
+    built = splits({"train": [a], "validation": b, "test": None}, tmp_path)
+    assert prompts(built.train) == named(3, "a")
+    assert prompts(built.validation) == named(4, "b")
+    assert built.test is None
+    built = splits([a, b], tmp_path, "50,50")
+    assert prompts(built.train) == named(2, "a") + named(2, "b")
+    assert prompts(built.validation) == named(3, "a", first=2) + named(4, "b", first=2)
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), ("0.7", "0.3"), (7, 3)])
+def test_a_weighted_blend_has_the_exact_proportion(tmp_path: Path, weights: tuple) -> None:
+    a = write_rows(tmp_path / "a.jsonl", numbered_rows(14, "a"))
+    b = write_rows(tmp_path / "b.jsonl", numbered_rows(12, "b"))
+    found = prompts(splits([weights[0], str(a), weights[1], str(b)], tmp_path).train)
+    assert len(found) == 40
+    uses = Counter(found)
+    assert {uses[name] for name in named(14, "a")} == {2}
+    assert {uses[name] for name in named(12, "b")} == {1}
+    assert set(found[:10]) & set(named(12, "b"))
+    assert sum(name.startswith("a") for name in found[:20]) == 14
+    assert found == prompts(splits([weights[0], str(a), weights[1], str(b)], tmp_path).train)
+    assert found != prompts(splits([weights[0], str(a), weights[1], str(b)], tmp_path, seed=6).train)
+
+
+def test_a_blend_of_shares_of_files(tmp_path: Path) -> None:
+    a = str(write_rows(tmp_path / "a.jsonl", numbered_rows(10, "a")))
+    b = str(write_rows(tmp_path / "b.jsonl", numbered_rows(20, "b")))
+    built = splits([1, a, 2, b], tmp_path, "50,50")
+    assert sorted(prompts(built.train)) == sorted(named(5, "a") + named(10, "b"))
+    assert sorted(prompts(built.validation)) == sorted(named(10, "a", first=5) + named(20, "b", first=10))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_properties_of_blends(sizes: list[int], weights: list[int], seed: int) -> None:
+    shares = [Fraction(weight, sum(weights[: len(sizes)])) for weight in weights[: len(sizes)]]
+    source, row = blend(sizes, shares, seed=seed)
+    length = len(source)
+    for k, size in enumerate(sizes):
+        mine = row[source == k]
+        assert abs(len(mine) - length * shares[k]) < 1
+        assert len(mine) >= size
+        for start in range(0, len(mine), size):
+            assert len(set(mine[start : start + size])) == len(mine[start : start + size])
+        for stop in range(1, length):  # every beginning is close to the proportion
+            assert abs((source[:stop] == k).sum() - stop * shares[k]) <= len(sizes)
+    assert any(len(row[source == k]) - size <= 1 + 1 / shares[k] for k, size in enumerate(sizes))
+
+
+def test_a_blend_that_would_repeat_its_rows_endlessly_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not repeat its rows more than 100 times"):
+        blend([10, 1000], [Fraction(999), Fraction(1)], seed=0)
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(lambda parts: sum(parts) > 0))
+def test_split_ranges_adjoin(num_rows: int, parts: list[int]) -> None:
+    ranges = split_ranges(num_rows, [Fraction(part, sum(parts)) for part in parts], lambda row: row % 3 == 1)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == num_rows
+    for (_, stop), (start, _) in pairwise(ranges):
+        assert stop == start
+        assert stop % 3 != 1 or stop == num_rows
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("nowhere.jsonl", "nowhere.jsonl, which does not exist"),
+        ([], r"must name a file, a folder or a list of them, got \[\]"),
+        ([0.5, "a.jsonl", 0.5], "must alternate weight and file, got 3 entries"),
+        ([0.5, "a.jsonl", 0, "a.jsonl"], "a weight above 0 and a file, got 0, 'a.jsonl'"),
+        (["a.jsonl", 0.5], "a list of files, or of weight, file, weight, file; got 0.5"),
+        ({"train": "a.jsonl", "val": "a.jsonl"}, "train, validation, test, got val"),
+        (".", "the folder . must hold jsonl files, got none"),
+    ],
+)
+def test_data_prefix_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: object, words: str) -> None:
+    write_rows(tmp_path / "a.jsonl", numbered_rows(2))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty" if prefix == "." else tmp_path)
+    with pytest.raises(DataError, match=words):
+        splits(prefix, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "0,1,1", "1,2,3,4", "1,-1"])
+def test_splits_string_mistakes(tmp_path: Path, text: str) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(2))
+    with pytest.raises(ValueError, match='such as "98,1,1"'):
+        splits(path, tmp_path, text)
+
+
+def test_broken_rows_of_reading_and_tokenising_are_listed_together(tmp_path: Path) -> None:
+    bad_label = {"prompt": "p", "response": "r", "preference": "good"}
+    no_prompt = {"prompt": "", "response": "r", "preference": "chosen"}
+    a = write_rows(tmp_path / "a.jsonl", [*numbered_rows(2), bad_label, no_prompt])
+    b = write_rows(tmp_path / "b.jsonl", [no_prompt])
+    (tmp_path / "c.jsonl").write_text("\n")
+    with pytest.raises(DataError) as error:
+        splits([str(a), str(b), str(tmp_path / "c.jsonl")], tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 broken rows:"
+    assert sorted(line.split()[0] for line in lines[1:]) == [f"{a}:3:", f"{a}:4:", f"{b}:1:", f"{tmp_path / 'c.jsonl'}:1:"]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenised: list[int] = []
+    encode = RowEncoder.encode
+    monkeypatch.setattr(RowEncoder, "encode", lambda self, rows: tokenised.append(len(rows)) or encode(self, rows))
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
+
+    def rows_tokenised(**changes: object) -> int:
+        tokenised.clear()
+        splits(path, tmp_path, **changes)
+        return sum(tokenised)
+
+    assert rows_tokenised() == 3
+    assert rows_tokenised() == 0
+    assert rows_tokenised(seed=6) == 0
+    assert rows_tokenised(seq_length=31) == 3
+    assert rows_tokenised(truncation_mode="keep_start") == 3
+    assert rows_tokenised(tokenizer=llama_tokenizer()) == 3
+    assert rows_tokenised(tokenizer=chatml_tokenizer("another template")) == 3
+    assert rows_tokenised() == 0
+    write_rows(path, numbered_rows(4))
+    assert rows_tokenised() == 4
+    os.utime(path, ns=(1, 1))
+    assert rows_tokenised() == 4
+    assert not [file for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
+
+
+def test_build_kto_dataset_is_one_split(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
+    dataset = build_kto_dataset(
+        data=path, tokenizer=TOKENIZER, seq_length=32, truncation_mode="keep_end", cache_dir=tmp_path / "cache", seed=0
+    )
+    assert prompts(dataset) == named(3)
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """Lines printed by ``code`` in a fresh interpreter; it finds the tests' own modules."""
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+READ = """
+    import sys
+    from pathlib import Path
+    from nemo_kto.data.chat import RowEncoder
+    from nemo_kto.data.dataset import build_kto_splits
+    from tests.unit.data.toys import chatml_tokenizer
+
+    def memory(kind):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith(kind))
+
+    if sys.argv[2] == "must not tokenise":
+        RowEncoder.encode = None
+    tokenizer = chatml_tokenizer()
+    arguments = dict(tokenizer=tokenizer, seq_length=32, truncation_mode="keep_end", seed=5)
+    # A first, small file, so that what is loaded on first use is not counted.
+    build_kto_splits(data_prefix=sys.argv[1] + "/small.jsonl", splits_string=None, cache_dir=sys.argv[1] + "/c", **arguments)
+    before, own = memory("VmRSS"), memory("RssAnon")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    built = build_kto_splits(
+        data_prefix=sys.argv[1] + "/a.jsonl", splits_string="9,1", cache_dir=sys.argv[1] + "/cache", **arguments
+    )
+    print(len(built.train), built.train[len(built.train) // 2].prompt_ids.tolist())
+    print(memory("RssAnon") - own, memory("VmHWM") - before)
+"""
+
+
+def test_a_second_process_does_not_tokenise_again(tmp_path: Path) -> None:
+    for name in ("a", "small"):
+        write_rows(tmp_path / f"{name}.jsonl", numbered_rows(20))
+    first = python(READ, tmp_path, "tokenise")
+    files = sorted(file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir())
+    assert python(READ, tmp_path, "must not tokenise")[0] == first[0]
+    assert first[0].startswith("18 [")
+    assert sorted(file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()) == files
+
+
+@pytest.mark.slow
+def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
+    write_rows(tmp_path / "small.jsonl", numbered_rows(20))
+    write_rows(tmp_path / "a.jsonl", numbered_rows(200_000))
+    lines = python(READ, tmp_path, "tokenise")
+    grown, peak = map(float, lines[1].split())
+    # As Python lists these rows take 200 MB and more; the index takes 1.6 MB. The peak counts mapped pages of the file too.
+    assert grown < 40, f"{grown} MiB after tokenising"
+    assert peak < 80, f"{peak} MiB while tokenising"
+    grown, _ = map(float, python(READ, tmp_path, "must not tokenise")[1].split())
+    assert grown < 10, f"{grown} MiB after reading"
+
+
+def test_processes_that_tokenise_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for name in ("a", "small"):
+        write_rows(tmp_path / f"{name}.jsonl", numbered_rows(3000))
+    with ThreadPoolExecutor(2) as pool:
+        first = [lines[0] for lines in pool.map(lambda _: python(READ, tmp_path, "tokenise"), range(2))]
+    assert first[0].startswith("2700 [")
+    assert first == first[:1] * 2
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_dataset_travels_to_another_process_as_a_file_name(tmp_path: Path) -> None:
+    dataset = splits(write_rows(tmp_path / "a.jsonl", numbered_rows(3000)), tmp_path, "1,1").validation
+    assert dataset is not None
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 8 * len(dataset) + 20_000  # the index, and nothing of the rows
+    assert prompts(pickle.loads(packed)) == prompts(dataset)

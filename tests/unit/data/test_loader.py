@@ -1,0 +1,111 @@
+"""The loader: shares of the ranks, workers, and going on in the middle of an epoch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_kto.data.dataset import KTODataset, build_kto_dataset
+from nemo_kto.data.loader import build_kto_dataloader
+from nemo_kto.data.sampler import GlobalBatchSampler
+from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+
+TOKENIZER = chatml_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
+    folder = tmp_path_factory.mktemp("data")
+    path = write_rows(folder / "a.jsonl", numbered_rows(26))
+    return build_kto_dataset(
+        data=path, tokenizer=TOKENIZER, seq_length=16, truncation_mode="keep_end", cache_dir=folder / "cache", seed=0
+    )
+
+
+def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):
+    sampler = GlobalBatchSampler(num_rows=len(dataset), global_batch_size=8, seed=1, shuffle=training, drop_last=training)
+    return build_kto_dataloader(
+        dataset=dataset,
+        sampler=sampler,
+        rank=rank,
+        size=size,
+        eos_id=EOS,
+        seq_length=16,
+        pad_to_multiple=16,
+        num_workers=num_workers,
+    )
+
+
+def same(a: list[dict], b: list[dict]) -> bool:
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_ranks_share_each_global_batch(dataset: KTODataset, size: int, training: bool) -> None:
+    whole = list(loader(dataset, training=training))
+    assert [len(batch["samples"]) for batch in whole] == ([8, 8, 8] if training else [8, 8, 8, 2])
+    for rank in range(size):
+        share = list(loader(dataset, rank=rank, size=size, training=training))
+        assert len(share) == len(whole)
+        for mine, batch in zip(share, whole, strict=True):
+            for name in batch:
+                assert torch.equal(mine[name], batch[name][rank::size]), name
+    if size > 2 and not training:
+        assert share[-1]["samples"].shape == (0, 16)
+
+
+def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: KTODataset) -> None:
+    batch = next(iter(loader(dataset, training=False)))
+    texts = [
+        TOKENIZER.decode(row[:length]) for row, length in zip(batch["kl_samples"], batch["kl_sample_lengths"], strict=True)
+    ]
+    assert texts == [f"row {i}: answer {(i + 1) % 8}<|im_end|>" for i in range(8)]
+    assert batch["preference"].tolist() == [1, 0] * 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_going_on_in_the_middle_of_an_epoch(dataset: KTODataset, num_workers: int) -> None:
+    reference = loader(dataset)
+    expected = []
+    for epoch in (0, 1, 2):
+        reference.batch_sampler.set_position(epoch, 0)
+        expected += list(reference)
+    assert len(expected) == 9
+
+    first = loader(dataset, num_workers=num_workers)
+    got = []
+    for batch in first:  # killed after two of three batches, while workers have read on
+        got.append(batch)
+        if len(got) == 2:
+            break
+    again = loader(dataset, num_workers=num_workers)
+    for epoch, consumed in ((0, 16), (1, 0), (2, 0)):
+        again.batch_sampler.set_position(epoch, consumed)
+        got += list(again)
+    assert same(got, expected)
+
+
+def test_stopping_early_and_starting_over_with_the_same_workers(dataset: KTODataset) -> None:
+    expected = list(loader(dataset, training=False))
+    workers = loader(dataset, training=False, num_workers=2)
+    for _ in range(3):
+        for k, batch in enumerate(workers):
+            assert same([batch], [expected[k]])
+            if k == 1:
+                break
+    assert same(list(workers), expected)
+
+
+def test_reading_draws_no_random_number_from_the_global_generator(dataset: KTODataset) -> None:
+    before = torch.get_rng_state()
+    list(loader(dataset))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_rank_outside_the_group_is_refused(dataset: KTODataset) -> None:
+    with pytest.raises(ValueError, match="got rank 2 of 2"):
+        loader(dataset, rank=2, size=2)

@@ -1,0 +1,144 @@
+"""Every form of a row, and what is said about rows that have none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.data.records import BrokenRows, DataError, KTORecord, RowError, read_kto_records, records_of_row
+
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def triples(row: dict) -> list[tuple]:
+    return [(record.prompt, record.response, record.desirable) for record in records_of_row(row, line=1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "p", "response": "r", "preference": "chosen"}, [("p", "r", True)]),
+        ({"prompt": "p", "response": "r", "preference": "rejected"}, [("p", "r", False)]),
+        ({"prompt": "p", "completion": "r", "label": True}, [("p", "r", True)]),
+        ({"prompt": "p", "completion": "r", "label": False, "source": "x"}, [("p", "r", False)]),
+        ({"messages": [SYSTEM, USER, said("r")], "label": False}, [([SYSTEM, USER], [said("r")], False)]),
+        ({"prompt": [USER], "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": "hi", "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": [USER], "completion": [USER, said("r")], "label": True}, [([USER], [said("r")], True)]),
+    ],
+)
+def test_single_forms(row: dict, expected: list) -> None:
+    assert triples(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "good", "bad"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "p", "a", "b"),
+        ({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, "p", "a", "b"),
+        ({"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]}, [USER], [said("a")], [said("b")]),
+        ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": "b"}, [USER], [said("a")], [said("b")]),
+        # the form of UltraFeedback: the prompt as a text and again in both conversations
+        ({"prompt": "hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
+        ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
+        ({"chosen": "say it: yes", "rejected": "say it: no"}, "say it:", " yes", " no"),
+        ({"chosen": "say it: yes", "rejected": "say it: yesterday"}, "say it:", " yes", " yesterday"),
+        # the form of HH: answers that begin alike still begin after the mark
+        (
+            {"chosen": "\n\nHuman: hi\n\nAssistant: I can", "rejected": "\n\nHuman: hi\n\nAssistant: I cannot"},
+            "\n\nHuman: hi\n\nAssistant:",
+            " I can",
+            " I cannot",
+        ),
+    ],
+)
+def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: object) -> None:
+    assert triples(row) == [(prompt, good, True), (prompt, bad, False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "p", "response": "r", "preference": "Chosen"}, ['"preference"', '"chosen" or "rejected"', "'Chosen'"]),
+        ({"prompt": "p", "response": "r", "preference": ["chosen"]}, ['"preference"', "['chosen']"]),
+        ({"prompt": "p", "completion": "r", "label": 1}, ['"label" must be true or false', "got 1"]),
+        ({"prompt": "p", "completion": "r", "label": "true"}, ["got 'true'"]),
+        ({"prompt": "p", "completion": "r"}, ['"preference"', '"label"', "['completion', 'prompt']"]),
+        ({"prompt": "p", "completion": "r", "label": True, "preference": "chosen"}, ["must have one of"]),
+        ({"prompt": "p", "label": True}, ['"response" or "completion"', "['label', 'prompt']"]),
+        ({"prompt": 3, "response": "r", "preference": "chosen"}, ['"prompt" must be a text or a list', "got 3"]),
+        ({"prompt": "p", "response": None, "preference": "chosen"}, ['"response" must be a text', "got None"]),
+        ({"prompt": [], "response": "r", "preference": "chosen"}, ['"prompt"', "not empty", "got []"]),
+        ({"messages": [said("r")], "label": True}, ['"messages"', "at least one message before the answer"]),
+        ({"messages": [said("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
+        ({"messages": [{"from": "human", "value": "x"}, said("r")], "label": True}, ['"role" and "content"', "'from'"]),
+        ({"messages": [{"role": "user", "content": 1}, said("r")], "label": True}, ['"content"', "got 1"]),
+        ({"prompt": [USER], "completion": [said("a"), said("b")], "label": True}, ["one message", "'assistant', 'assist"]),
+        ({"prompt": "other", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, ["does not hold", "'other'"]),
+        ({"prompt": "p", "chosen": "a"}, ['"chosen" and "rejected"', '"rejected" is missing']),
+        ({"chosen": "yes", "rejected": "no"}, ["no prompt that both share", "'yes'", 'give the row a "prompt"']),
+        ({"chosen": "same text", "rejected": "same text"}, ["no prompt that both share"]),
+        ({"chosen": [USER, said("a")], "rejected": [SYSTEM, said("b")]}, ["the same conversation", '"prompt"']),
+    ],
+)
+def test_a_broken_row_says_key_value_and_remedy(row: dict, words: list[str]) -> None:
+    with pytest.raises(RowError) as error:
+        records_of_row(row, line=1)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"prompt": "p", "response": "r", "preference": "chosen"})
+    pair = json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"})
+    path.write_text("\ufeff" + row + "\n\n  \n" + pair, encoding="utf-8")
+    records = list(read_kto_records(path))
+    assert [record.line for record in records] == [1, 4, 4]
+    assert records[0] == KTORecord("p", "r", True, 1)
+
+
+def test_all_broken_rows_are_counted_and_the_first_ten_shown(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        list(read_kto_records(path))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "23 broken rows, the first 10:"
+    assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
+
+
+def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
+    broken = BrokenRows()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("[1]\n", encoding="utf-8")
+        assert list(read_kto_records(tmp_path / name, broken=broken)) == []
+    with pytest.raises(DataError, match=r"2 broken rows:\n.*a\.jsonl:1: a row must be a JSON object.*\n.*b\.jsonl:1"):
+        broken.raise_if_any()
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b'{"prompt": "p"', "not JSON"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800", "response": "r", "preference": "chosen"}', "not valid UTF-8"),
+        (b'"text"', "must be a JSON object, got 'text'"),
+    ],
+)
+def test_lines_that_are_no_rows(tmp_path: Path, raw: bytes, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match="1 broken row:") as error:
+        list(read_kto_records(path))
+    assert f"{path}:1: " in str(error.value)
+    assert words in str(error.value)

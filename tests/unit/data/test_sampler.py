@@ -1,0 +1,118 @@
+"""The order of the rows: every row once an epoch, from any position, for every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_kto.data.sampler import GlobalBatchSampler
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def training(num_rows: int = 10, size: int = 4, seed: int = 3) -> GlobalBatchSampler:
+    return GlobalBatchSampler(num_rows=num_rows, global_batch_size=size, seed=seed, shuffle=True, drop_last=True)
+
+
+def validation(num_rows: int, size: int = 4, with_pairs: bool = True) -> GlobalBatchSampler:
+    return GlobalBatchSampler(
+        num_rows=num_rows, global_batch_size=size, seed=0, shuffle=False, drop_last=False, with_pairs=with_pairs
+    )
+
+
+def test_training_batches_are_whole_and_no_row_comes_twice() -> None:
+    batches = list(training())
+    assert [len(batch) for batch in batches] == [4, 4]
+    rows = flat(batches)
+    assert len(set(rows)) == 8
+    assert set(rows) < set(range(10))
+    assert len(training()) == 2
+
+
+def test_the_order_is_that_of_seed_and_epoch_alone() -> None:
+    first, again, other_seed = training(100), training(100), training(100, seed=4)
+    epochs = []
+    for epoch in (0, 1):
+        first.set_position(epoch, 0)
+        epochs.append(list(first))
+    assert epochs[0] != epochs[1]
+    assert sorted(flat(epochs[1])) == list(range(100))
+    again.set_position(1, 0)
+    assert list(again) == epochs[1]
+    assert list(other_seed) != epochs[0]
+    assert flat(training(100, size=10)) == flat(epochs[0])
+
+
+@given(
+    num_rows=st.integers(8, 60),
+    size=st.integers(2, 8),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+    steps=st.integers(0, 9),
+    drop_last=st.booleans(),
+)
+def test_from_any_position_the_rest_of_the_epoch_is_the_same(
+    num_rows: int, size: int, seed: int, epoch: int, steps: int, drop_last: bool
+) -> None:
+    sampler = GlobalBatchSampler(
+        num_rows=num_rows, global_batch_size=size, seed=seed, shuffle=drop_last, drop_last=drop_last
+    )
+    sampler.set_position(epoch, 0)
+    whole = list(sampler)
+    assert len(whole) == len(sampler)
+    steps = min(steps, len(whole))
+    sampler.set_position(epoch, sum(map(len, whole[:steps])))
+    assert list(sampler) == whole[steps:]
+    assert list(sampler) == whole[steps:]  # iterating moves nothing
+    assert len(sampler) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"),
+    [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 5]), (5, [5]), (3, [3]), (2, [2])],
+)
+def test_validation_uses_every_row_in_order_and_no_batch_has_one(num_rows: int, sizes: list[int]) -> None:
+    batches = list(validation(num_rows))
+    assert [len(batch) for batch in batches] == sizes
+    assert flat(batches) == list(range(num_rows))
+    assert len(validation(num_rows)) == len(sizes)
+
+
+def test_without_pairs_a_batch_may_have_one_row() -> None:
+    assert list(validation(5, with_pairs=False)) == [[0, 1, 2, 3], [4]]
+    assert list(validation(2, size=1, with_pairs=False)) == [[0], [1]]
+
+
+def test_going_on_with_another_batch_size_leaves_no_row_out() -> None:
+    before = training(24, size=4)
+    consumed = flat(list(before)[:2])
+    after = training(24, size=8)
+    after.set_position(0, 8)
+    assert sorted(consumed + flat(after)) == list(range(24))
+
+
+def test_a_finished_epoch_has_no_batch_left() -> None:
+    sampler = training()
+    sampler.set_position(0, 8)
+    assert list(sampler) == []
+    sampler.set_position(0, 10)
+    assert list(sampler) == []
+
+
+def test_impossible_sizes_and_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4 rows for a global batch of 4, got 3; lower global_batch_size"):
+        training(3)
+    with pytest.raises(ValueError, match=r"global_batch_size must be at least 2 \(each row is paired .*\), got 1"):
+        training(size=1)
+    with pytest.raises(ValueError, match=r"at least 2 rows .* got 1; give it more rows"):
+        validation(1)
+    with pytest.raises(ValueError, match="0 to 10 rows consumed in it, got epoch 0 and 11 rows"):
+        training().set_position(0, 11)
+    with pytest.raises(ValueError, match="got epoch -1"):
+        training().set_position(-1, 0)

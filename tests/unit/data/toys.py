@@ -1,0 +1,61 @@
+"""Small real tokenizers and data files, made in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }} </s>"
+    "{% else %}[INST] {{ message['content'] }} [/INST]{% endif %}{% endfor %}"
+)
+_CORPUS = ["the film was good", "the film was bad and long", "what is a good film?", "hello there, world", "user assistant"]
+
+
+def _byte_level(special: list[str]) -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(_CORPUS, trainer)
+    return backend
+
+
+def chatml_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """As SmolLM2 and Qwen: adds nothing by itself; its EOS ends turns, its BOS token opens them."""
+    backend = _byte_level(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def llama_tokenizer(template: str = LLAMA) -> PreTrainedTokenizerFast:
+    """As Llama: puts a BOS in front of every text, and its template writes a BOS of its own."""
+    backend = _byte_level(["<s>", "</s>", "<|eot|>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> Path:
+    """A jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def numbered_rows(count: int, name: str = "row") -> list[dict]:
+    """``count`` plain rows, each with texts of its own; every other one desirable."""
+    return [
+        {"prompt": f"{name} {i}:", "response": f" answer {i}", "preference": ("chosen", "rejected")[i % 2]}
+        for i in range(count)
+    ]
