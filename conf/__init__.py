@@ -1,0 +1,1 @@
+"""The configuration files; installed as the package nemo_kto.conf, where Hydra finds them."""

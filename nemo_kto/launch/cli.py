@@ -1,0 +1,244 @@
+"""The commands: `nemo-kto kto`, `nemo-kto export`, and what examples/ calls.
+
+A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
+starts its own, or runs here as the one rank there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import nemo_kto
+from nemo_kto.launch import compose, ranks
+from nemo_kto.launch.schema import KTOConfig, KTOTrainerConfig
+from nemo_kto.launch.validate import Problem, find_problems
+from nemo_kto.parallel import cpu
+
+CONFIG_FILE = "config.yaml"
+
+_USAGE = """\
+nemo-kto: aligns large language models on feedback, on one processor or many GPUs
+
+  nemo-kto kto pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+      KTO training. MODEL: a Hugging Face folder. DATA: jsonl rows of prompt, response and "chosen" or "rejected".
+      The aligned model is in results/gpt_kto/hf afterwards, in Hugging Face format.
+
+  nemo-kto export CHECKPOINT OUT
+      Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto --version
+  nemo-kto kto --help        all keys, with their defaults and meaning
+  nemo-kto export --help
+"""
+
+_KTO_USAGE = """\
+KTO training of a GPT model
+
+  {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+
+  Four ranks on this machine:       trainer.devices=4
+  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli kto ..., or srun
+  No GPU:                           hardware=cpu
+  See what would be run:            --cfg job
+  Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
+  A file of your own:               --config-dir FOLDER --config-name FILE
+
+Keys and their defaults:
+
+{keys}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `nemo-kto`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command == "kto":
+        main_kto(arguments[1:])
+    elif command == "export":
+        _export(arguments[1:])
+    elif command == "--version":
+        print(f"nemo-kto {nemo_kto.__version__}")
+    elif command in ("--help", "-h", "help"):
+        print(_USAGE, end="")
+    else:
+        print(f"nemo-kto: the command must be kto or export, got {command}\n\n{_USAGE}", end="", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
+
+
+def _export(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="nemo-kto export",
+        description="Write a checkpoint in Hugging Face format: configuration, tokenizer and weights.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
+    parser.add_argument("out", type=Path, help="folder to write to; made if absent")
+    arguments = parser.parse_args(argv)
+    if not arguments.checkpoint.is_dir():
+        parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
+    from nemo_kto.launch.build import export_checkpoint
+
+    export_checkpoint(arguments.checkpoint, arguments.out)
+
+
+def main_kto(argv: Sequence[str] | None = None) -> None:
+    """KTO from overrides: what `nemo-kto kto` and examples/nlp/gpt/train_gpt_kto.py run.
+
+    Args:
+        argv: overrides and Hydra's flags; those of this process if None.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    ranks.end_with_launcher()
+    world = ranks.find()
+    flags = get_args_parser().parse_args(argv)
+    if flags.help:
+        from nemo_kto.launch.keys import as_text
+
+        program = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else "nemo-kto kto"
+        print(_KTO_USAGE.format(program=program, keys=as_text()), end="")
+        return
+    source = compose.Source(flags.config_name or "gpt_kto", flags.config_path, flags.config_dir)
+    if not (flags.hydra_help or flags.info or flags.shell_completion):
+        _check(flags, source, world)
+    compose.register()
+    sys.argv = [sys.argv[0], *argv]  # where Hydra looks
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    job = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name="gpt_kto")
+    job(lambda config: _run(config, source=source, world=world))()
+
+
+def _check(flags: argparse.Namespace, source: compose.Source, world: ranks.World | None) -> None:
+    """List every mistake of the command line and exit; in a sweep, each job is checked for itself beyond the overrides."""
+    try:
+        config, mistakes = compose.check_overrides(flags.overrides, source=source, sweep=flags.multirun)
+    except (HydraException, OmegaConfBaseException) as error:
+        _refuse([Problem(f"{source.config_name}.yaml", f"does not compose: {error}")], world)
+    if not (flags.multirun or flags.cfg):
+        wrong = {mistake.key for mistake in mistakes}
+        further = _problems(config, world)[1]
+        mistakes += [problem for problem in further if wrong.isdisjoint({problem.key, *problem.reads})]
+    if mistakes:
+        _refuse(mistakes, world)
+
+
+def _problems(config: DictConfig, world: ranks.World | None) -> tuple[KTOConfig | None, list[Problem]]:
+    """The typed configuration and what is wrong with it."""
+    typed, mistakes = compose.to_config(config)
+    if typed is None:
+        return None, mistakes
+    if typed.trainer.accelerator == "cpu":
+        os.environ["NEMO_KTO_FORCE_CPU"] = "1"
+    return typed, [
+        *_world_problems(typed.trainer, world),
+        *find_problems(typed, world_size=_world_size(typed.trainer, world)),
+    ]
+
+
+def _local_ranks(trainer: KTOTrainerConfig) -> int:
+    """Ranks on a machine that the configuration asks for."""
+    return trainer.devices if isinstance(trainer.devices, int) else cpu.device_count() or 1
+
+
+def _world_size(trainer: KTOTrainerConfig, world: ranks.World | None) -> int:
+    return world.size if world is not None else max(1, trainer.num_nodes) * max(1, _local_ranks(trainer))
+
+
+def _world_problems(trainer: KTOTrainerConfig, world: ranks.World | None) -> list[Problem]:
+    nodes = trainer.num_nodes
+    if world is None and nodes > 1:
+        remedy = "start the ranks with torchrun or srun, see examples/slurm"
+        return [Problem("trainer.num_nodes", f"must be 1 where no ranks were started for it, got {nodes}; {remedy}")]
+    if world is not None and trainer.devices == "auto" and world.local_size and nodes * world.local_size != world.size:
+        found = world.size // world.local_size
+        return [Problem("trainer.num_nodes", f"must be the number of machines that were started, {found}, got {nodes}")]
+    return []
+
+
+def _refuse(mistakes: Sequence[Problem], world: ranks.World | None) -> NoReturn:
+    """Say what is wrong, once, and exit.
+
+    Every rank comes to the same verdict and rank 0 speaks, except about files that only another machine lacks.
+    """
+    lines = list(dict.fromkeys(str(mistake) for mistake in mistakes))
+    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
+    text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
+    if world is None or world.rank == 0:
+        print(text, file=sys.stderr)
+    elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
+        print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
+    sys.exit(ranks.USAGE_ERROR)
+
+
+def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | None) -> None:
+    """One job, as Hydra hands it over."""
+    hydra_config = HydraConfig.get()
+    sweep = hydra_config.mode == RunMode.MULTIRUN
+    if sweep:
+        config.exp_manager.explicit_log_dir = hydra_config.runtime.output_dir
+    typed, mistakes = _problems(config, world)
+    if typed is None or mistakes:
+        _refuse(mistakes, world)
+    count = _local_ranks(typed.trainer)
+    if world is None and count > 1:
+        overrides = list(hydra_config.overrides.task)
+        if sweep:
+            overrides.append(f"exp_manager.explicit_log_dir='{typed.exp_manager.explicit_log_dir}'")
+        ranks.start(count, [*_own_command(), *_source_flags(source), *overrides])
+        return
+    if world is None or world.rank == 0:
+        _save(typed)
+    from nemo_kto.launch.build import train_kto
+
+    try:
+        train_kto(typed)
+    except Exception as error:
+        ranks.fail(error, world=world)
+
+
+def _own_command() -> list[str]:
+    """What the interpreter must be given to come here again: the script that was called, or this module."""
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and script.resolve() != Path(__file__).resolve():
+        return ["-u", str(script.resolve())]
+    return ["-u", "-m", "nemo_kto.launch.cli", "kto"]
+
+
+def _source_flags(source: compose.Source) -> list[str]:
+    return [
+        part
+        for name, value in source._asdict().items()
+        if value is not None
+        for part in (f"--{name.replace('_', '-')}", value)
+    ]
+
+
+def _save(config: KTOConfig) -> None:
+    """Write the resolved configuration into the run folder, and say what has changed since the run began."""
+    file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    now = OmegaConf.structured(config)
+    if file.exists() and config.exp_manager.resume_if_exists:
+        before = OmegaConf.load(file)
+        for key in compose.known_keys(now):
+            old, new = OmegaConf.select(before, key), OmegaConf.select(now, key)
+            if old != new:
+                print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
+    file.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The keys of the configuration with their defaults and comments, read from the YAML files themselves.
+
+`python -m nemo_kto.launch.keys > docs/configuration.md` writes the page that a test compares with the files.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_kto.launch.compose import PACKAGE, config_path
+
+_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
+_DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")
+
+
+class Key(NamedTuple):
+    """One key: dotted name, default as written, comment."""
+
+    name: str
+    default: str
+    comment: str
+
+
+def all_keys(config_name: str = "gpt_kto") -> list[Key]:
+    """Every key of a configuration once; where the file gives a default anew, its own line counts."""
+    text = _read(config_name)
+    keys: dict[str, Key] = {}
+    for match in map(_DEFAULTS.match, text.splitlines()):
+        if match is not None and match["file"] != "base/hydra":
+            prefix = f"{match['package']}." if match["package"] else ""
+            keys.update({key.name: key for key in _keys(_read(match["file"]), prefix)})
+    keys.update({key.name: key for key in _keys(text, "")})
+    order = list(dict.fromkeys(name.split(".")[0] for name in keys))
+    return sorted(keys.values(), key=lambda key: order.index(key.name.split(".")[0]))
+
+
+def _read(name: str) -> str:
+    path = config_path()
+    folder: Any = resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
+    return str((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _keys(text: str, prefix: str) -> Iterator[Key]:
+    """The keys of one file; sections are indented by two spaces a level."""
+    above: list[str] = []
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or (not match["indent"] and match["name"] == "defaults"):
+            continue
+        above = [*above[: len(match["indent"]) // 2], match["name"]]
+        value, _, comment = match["value"].partition(" # ")
+        if value.strip():
+            yield Key(prefix + ".".join(above), value.strip(), comment.strip())
+
+
+_INTRODUCTION = """\
+# Configuration
+
+Written by `python -m nemo_kto.launch.keys` from the comments in `conf/`; edit those.
+
+Every key can be given on the command line (`nemo-kto kto model.optim.lr=1e-6 ...`), in a YAML file of your own
+(`nemo-kto kto --config-dir . --config-name mine`, where mine.yaml begins with `defaults: [gpt_kto, _self_]`), or swept
+over (`--multirun model.optim.lr=1e-6,3e-6`). `???` must be given. `hardware=cpu` and `hardware=gpu_node` set several keys
+at once. `nemo-kto kto --cfg job ...` prints what a command line amounts to. All mistakes are listed before anything starts.
+"""
+
+
+def as_markdown() -> str:
+    """The page docs/configuration.md."""
+    lines, section = [_INTRODUCTION.rstrip()], ""
+    for key in all_keys():
+        top = key.name.split(".")[0]
+        if top != section:
+            lines += ["", f"## {top}", "", "| key | default | meaning |", "|---|---|---|"]
+            section = top
+        lines.append(f"| `{key.name}` | `{key.default}` | {key.comment.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_text() -> str:
+    """The keys for the terminal."""
+    lines = []
+    for key in all_keys():
+        lines += [f"  {key.name}={key.default}", f"      {key.comment}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

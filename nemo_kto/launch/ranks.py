@@ -1,0 +1,192 @@
+"""How ranks come about: found under torchrun or srun, or started here.
+
+Torchrun is looked for before SLURM, because torchrun may itself run inside an srun step, and SLURM's variables are also set
+where nothing was started for each of them, such as in the batch script itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been listed
+_LOCAL = "127.0.0.1"  # not the host name, which need not resolve
+_STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks this process is one of.
+
+    Attributes:
+        rank: of this process.
+        size: number of ranks.
+        local_rank: of this process among those of its machine.
+        local_size: ranks on this machine; None where not known.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+
+
+def find(environ: MutableMapping[str, str] | None = None) -> World | None:
+    """The ranks that somebody started, None if this process is alone.
+
+    In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        if not _in_srun_step(environ):
+            return None
+        _from_slurm(environ)
+    local_size = environ.get("LOCAL_WORLD_SIZE")
+    return World(
+        rank=int(environ["RANK"]),
+        size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+        local_size=int(local_size) if local_size else None,
+    )
+
+
+def _in_srun_step(environ: Mapping[str, str]) -> bool:
+    """True in each of several tasks of srun; a batch script or an interactive shell has no step or a step of one task."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    return "SLURM_PROCID" in environ and step is not None and int(tasks) > 1
+
+
+def _from_slurm(environ: MutableMapping[str, str]) -> None:
+    from lightning_fabric.plugins.environments import SLURMEnvironment
+
+    slurm = SLURMEnvironment(auto_requeue=False)
+    environ["RANK"] = str(slurm.global_rank())
+    environ["WORLD_SIZE"] = str(slurm.world_size())
+    environ["LOCAL_RANK"] = str(slurm.local_rank())
+    environ.setdefault("MASTER_ADDR", str(slurm.main_address))
+    environ.setdefault("MASTER_PORT", str(slurm.main_port))
+
+
+def start(count: int, command: Sequence[str]) -> None:
+    """Start ``count`` ranks of a Python command on this machine and wait for them; nothing is restarted.
+
+    When one fails, the others are ended at once. SIGINT and SIGTERM are passed on. The processors are shared: each rank
+    gets as many threads as there are processors a rank, unless OMP_NUM_THREADS says otherwise.
+
+    Args:
+        count: number of ranks.
+        command: arguments of the Python interpreter.
+
+    Raises:
+        SystemExit: a rank failed (with its status), or a signal ended the run (128 + its number).
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    os.environ[_STARTED_BY] = str(os.getpid())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said better below
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
+    with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=f"nemo_kto_{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{_LOCAL}:0",  # any free port
+            local_addr=_LOCAL,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            sys.exit(_report(error.get_first_failure()[1], count))
+        except SignalException as error:
+            sys.exit(128 + error.sigval.value)
+        finally:
+            _end_descendants()
+
+
+def _report(failure: Any, count: int) -> int:
+    """Say which rank failed first and why; the exit status to end with."""
+    who, code = f"nemo-kto: rank {failure.local_rank} of {count}", int(failure.exitcode)
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
+        return 1
+    recorded = _recorded(failure.error_file)
+    if recorded:
+        print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
+    elif code != USAGE_ERROR:
+        print(f"{who} ended with status {code}; the other ranks were ended. Its error is above.", file=sys.stderr)
+    return code
+
+
+def _recorded(error_file: str) -> str | None:
+    try:
+        return json.loads(Path(error_file).read_text())["message"]["extraInfo"]["py_callstack"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def end_with_launcher() -> None:
+    """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then."""
+    launcher = os.environ.get(_STARTED_BY)
+    if launcher is None:
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # killed before the line above
+        os._exit(1)
+
+
+def fail(error: BaseException, *, world: World | None) -> NoReturn:
+    """End this rank because of ``error``, without waiting for ranks or threads that wait for it.
+
+    A rank started by :func:`start` leaves its traceback to the process that started it, which prints that of the rank that
+    failed first and not those of the ranks that failed because of it.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)  # type: ignore[arg-type]
+    if _STARTED_BY not in os.environ:
+        rank = f"rank {world.rank}: " if world is not None else ""
+        print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
+    if world is None:
+        sys.exit(1)
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # an orderly exit may wait for communicators that will never answer
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _end_descendants() -> None:
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -1,0 +1,215 @@
+"""The types of the configuration. Values, their meaning and their units are in conf/, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import MISSING
+
+
+@dataclass
+class LoopConfig:
+    """trainer.kto: the training loop."""
+
+    max_epochs: int
+    max_steps: int
+    val_check_interval: int | float
+    save_interval: int | float
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    gradient_clip_val: float
+
+
+@dataclass
+class MachineConfig:
+    """trainer, without the loop of one algorithm."""
+
+    num_nodes: int
+    devices: int | str
+    accelerator: str
+    precision: str
+    max_time: str | None
+    timeout_minutes: int
+
+
+@dataclass
+class KTOTrainerConfig(MachineConfig):
+    """trainer."""
+
+    kto: LoopConfig
+
+
+@dataclass
+class WandbConfig:
+    """exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
+
+    project: str
+    name: str
+    entity: str | None
+    group: str | None
+    offline: bool
+
+
+@dataclass
+class MLflowConfig:
+    """exp_manager.mlflow_logger_kwargs: arguments of Lightning's MLFlowLogger."""
+
+    experiment_name: str
+    run_name: str
+    tracking_uri: str | None
+
+
+@dataclass
+class CheckpointConfig:
+    """exp_manager.checkpoint_callback_params."""
+
+    monitor: str
+    mode: str
+    save_top_k: int
+
+
+@dataclass
+class ExpManagerConfig:
+    """exp_manager: the run folder and what is written there."""
+
+    exp_dir: str
+    name: str
+    explicit_log_dir: str
+    resume_if_exists: bool
+    create_tensorboard_logger: bool
+    create_wandb_logger: bool
+    wandb_logger_kwargs: WandbConfig
+    create_mlflow_logger: bool
+    mlflow_logger_kwargs: MLflowConfig
+    checkpoint_callback_params: CheckpointConfig
+
+
+@dataclass
+class PretrainedConfig:
+    """pretrained_checkpoint."""
+
+    restore_from_path: str
+
+
+@dataclass
+class PeftConfig:
+    """model.peft."""
+
+    peft_scheme: str
+
+
+@dataclass
+class ScheduleConfig:
+    """model.optim.sched."""
+
+    name: str
+    warmup_steps: int
+    min_lr: float
+
+
+@dataclass
+class OptimConfig:
+    """model.optim."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    betas: list[float]
+    eps: float
+    use_distributed_optimizer: bool
+    sched: ScheduleConfig
+
+
+@dataclass
+class DataConfig:
+    """model.data; data_prefix is a text, a list, or a mapping from split to either."""
+
+    data_prefix: Any
+    splits_string: str | None
+    seq_length: int
+    truncation_mode: str
+    num_workers: int
+    cache_dir: str
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+
+
+@dataclass
+class GPTConfig:
+    """model, without the block of one algorithm."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    sequence_parallel: bool
+    seed: int
+    fp8: str | None
+    activations_checkpoint_granularity: str | None
+    activations_checkpoint_method: str | None
+    activations_checkpoint_num_layers: int | None
+    logprob_chunk_size: int
+    peft: PeftConfig
+    optim: OptimConfig
+    data: DataConfig
+
+
+@dataclass
+class PolicyConfig:
+    """What model.kto shares with other algorithms."""
+
+    ref_policy_kl_penalty: float
+    preference_average_log_probs: bool
+    log_prob_forward_micro_batch_size: int
+
+
+@dataclass
+class KTOLossConfig(PolicyConfig):
+    """model.kto."""
+
+    preference_loss: str
+    desirable_loss_weight: float
+    undesirable_loss_weight: float
+
+
+@dataclass
+class KTOModelConfig(GPTConfig):
+    """model."""
+
+    kto: KTOLossConfig
+
+
+@dataclass
+class ExportConfig:
+    """export: the aligned model in Hugging Face format."""
+
+    enabled: bool
+    path: str
+    max_shard_size_gb: float
+
+
+@dataclass
+class KTOConfig:
+    """The whole configuration of `nemo-kto kto`."""
+
+    trainer: KTOTrainerConfig
+    exp_manager: ExpManagerConfig
+    pretrained_checkpoint: PretrainedConfig
+    model: KTOModelConfig
+    export: ExportConfig
+
+
+def blank(config_type: type[Any]) -> Any:
+    """An instance of a type of this module with every value missing, which the YAML files then fill.
+
+    Sections are instances too: omegaconf 2.3 cannot merge values into a missing section that has a field of two types.
+    """
+    hints = get_type_hints(config_type)
+    return config_type(
+        **{name: blank(hint) if is_dataclass(hint) and isinstance(hint, type) else MISSING for name, hint in hints.items()}
+    )
