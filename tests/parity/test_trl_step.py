@@ -1,0 +1,160 @@
+"""numerics.md, point 4: whole optimizer steps of TRL 1.5.1's KTOTrainer, from the same checkpoints and the same pairs.
+
+The reference is another model than the policy, so that loss and KL say something from the first step on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import make_rows
+from tests.distributed.ranks import RankPool
+
+pytestmark = pytest.mark.parity
+
+STEPS, BATCH, BETA, WEIGHTS = 3, 5, 0.1, (1.3, 0.8)  # an odd batch: TRL once paired the row in the middle with itself
+LEARNING_RATE, MAX_GRAD_NORM = 1e-3, 0.02  # below the gradients' norm: clipping is compared too
+COMPARED = {
+    "loss": "loss",
+    "kl": "kl",
+    "grad_norm": "grad_norm",
+    "rewards/chosen": "rewards_chosen_mean",
+    "rewards/rejected": "rewards_rejected_mean",
+    "rewards/margins": "rewards_margin",
+    "logps/chosen": "logps_chosen_mean",
+    "logps/rejected": "logps_rejected_mean",
+}
+
+
+def trl_steps(policy: Path, reference: Path, rows: list[dict[str, Any]], loss: str, out: Path) -> list[dict[str, float]]:
+    """What TRL logs at each step."""
+    experimental = pytest.importorskip("trl.experimental.kto", reason="TRL 1.5.1 is the oracle")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = experimental.KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(policy, dtype="float32"),
+        ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype="float32"),
+        args=experimental.KTOConfig(
+            output_dir=str(out),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            loss_type=loss,
+            beta=BETA,
+            desirable_weight=WEIGHTS[0],
+            undesirable_weight=WEIGHTS[1],
+            per_device_train_batch_size=BATCH,
+            max_steps=STEPS,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=MAX_GRAD_NORM,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_parallel: int) -> list[dict[str, float]]:
+    """The same on one of our ranks: the model and the optimizer as the builder puts them together."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from nemo_kto.checkpoint.huggingface import load_weights
+    from nemo_kto.data.chat import EncodedRow, RowEncoder
+    from nemo_kto.data.collate import kto_custom_collate
+    from nemo_kto.data.records import KTORow, read_kto_records
+    from nemo_kto.models.gpt import build_gpt, read_architecture
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.optimizer import build_optimizer, wrap_data_parallel
+    from nemo_kto.models.reference import SwappedReference
+    from nemo_kto.parallel import state
+
+    state.start(layout=state.Layout(tensor=tensor_parallel), seed=0)
+    architecture = read_architecture(policy, tensor_parallel=tensor_parallel)
+    chunks = wrap_data_parallel([build_gpt(architecture, params_dtype=torch.float32)], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, reference)
+    frozen = SwappedReference(chunks=chunks)
+    load_weights(chunks, architecture, policy)
+    model = MegatronGPTKTOModel(
+        chunks=chunks,
+        reference=frozen,
+        preference_loss=loss,
+        ref_policy_kl_penalty=BETA,
+        desirable_loss_weight=WEIGHTS[0],
+        undesirable_loss_weight=WEIGHTS[1],
+        vocab_size=architecture.vocab_size,
+        micro_batch_size=2,
+        forward_micro_batch_size=3,
+        average_log_probs=False,
+        logprob_chunk_size=16,
+    )
+    optimizer = build_optimizer(
+        chunks=chunks,
+        lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        clip_grad=MAX_GRAD_NORM,
+        params_dtype=torch.float32,
+        use_distributed_optimizer=False,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    records = list(read_kto_records(rows))
+    encoded = RowEncoder(tokenizer=tokenizer).encode(records)
+    tokenised = [
+        KTORow(row.prompt_ids, row.response_ids, record.desirable)
+        for record, row in zip(records, encoded, strict=True)
+        if isinstance(row, EncodedRow)
+    ]
+    logged = []
+    for start in range(0, len(tokenised), BATCH):
+        # TRL gives a row the response of the row before it, we that of the row after it
+        batch = kto_custom_collate(tokenised[start : start + BATCH][::-1], tokenizer.eos_token_id, with_kl=loss == "kto")
+        logps = model.get_ref_policy_logprobs(batch)
+        batch["ref_policy_log_probs_samples"], batch["ref_policy_log_probs_kl_samples"] = logps[:BATCH], logps[BATCH:]
+        model.prepare_for_training_step()
+        _, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+        _, grad_norm, _ = optimizer.step()
+        logged.append({**metrics, "grad_norm": float(grad_norm)})
+    return logged
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_whole_steps(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
+) -> None:
+    policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    rows = [
+        {"prompt": f"{number}: {row['prompt']}", "completion": f" {row['response']}", "label": number % 3 > 0}
+        for number, row in enumerate(make_rows(STEPS * BATCH))
+    ]
+    rows_file = tmp_path / "rows.jsonl"
+    rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    theirs = trl_steps(policy, reference, rows, loss, tmp_path / "trl")
+    ours = ranks.run(tensor_parallel, our_steps, policy, reference, rows_file, loss, tensor_parallel)
+
+    assert len(theirs) == STEPS
+    assert min(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
+    for rank in ours:
+        for our_step, their_step in zip(rank, theirs, strict=True):
+            for their_name, our_name in COMPARED.items():
+                if (loss, their_name) != ("apo_zero_unpaired", "kl"):  # where TRL logs a zero, and we nothing
+                    assert our_step[our_name] == pytest.approx(their_step[their_name], rel=1e-4, abs=1e-7), their_name
+    if loss == "kto":
+        assert max(step["kl"] for step in theirs) > 0, "a KL that is clamped everywhere says nothing"
