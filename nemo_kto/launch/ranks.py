@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,11 +118,18 @@ def start(count: int, command: Sequence[str]) -> None:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
-            sys.exit(_report(error.get_first_failure()[1], count))
+            sys.exit(_report(_first(error.failures.values()), count))
         except SignalException as error:
             sys.exit(128 + error.sigval.value)
         finally:
             _end_descendants()
+
+
+def _first(failures: Iterable[Any]) -> Any:
+    """The failure that caused the others: a rank that was killed leaves no time, and those that miss it report at once."""
+    return min(
+        failures, key=lambda failure: (failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp)
+    )
 
 
 def _report(failure: Any, count: int) -> int:

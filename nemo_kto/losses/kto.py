@@ -200,7 +200,8 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             the loss has a reference point.
 
     Returns:
-        loss (0 where no row is valid), kl (the reference point), rewards_{chosen,rejected}_mean, rewards_margin,
+        loss (0 where no row is valid), kl (the reference point), same_prompt_pairs (KL rows with a response to their own
+            prompt), rewards_{chosen,rejected}_mean, rewards_margin,
         rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no row to stand on is left
         out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one row.
     """
@@ -208,6 +209,8 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
     if "kl_rows" in sums:
         metrics["kl"] = max(0.0, sums["kl_sum"] / max(sums["kl_rows"], 1))
+    if "same_prompt_pairs" in sums:
+        metrics["same_prompt_pairs"] = sums["same_prompt_pairs"]
     for name in ("chosen", "rejected"):
         if count := sums[f"{name}_rows"]:
             metrics[f"rewards_{name}_mean"] = sums[f"rewards_{name}_sum"] / count

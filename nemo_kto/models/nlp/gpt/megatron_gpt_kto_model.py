@@ -74,26 +74,35 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         Returns:
             The loss and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
-        z0, reference_sums = self._reference_point(batch)
+        z0, batch_sums = self._reference_point(batch)
         samples = rows_of(batch, "samples")
         with self.phase("forward_backward"):
             parts = self.forward_backward(samples, partial(self._sample_sums, batch, z0), forward_only=forward_only)
         no_rows = torch.zeros(0, dtype=torch.int64)
         sums = self._sample_sums(batch, z0.cpu(), torch.zeros(0), no_rows)  # zeros: what a stage without a loss adds
         sums = {name: sum((part[name].cpu() for part in parts), start=zero) for name, zero in sums.items()}
-        metrics = Metrics(global_sums(sums) | reference_sums, kto_metrics)
+        metrics = Metrics(global_sums(sums) | batch_sums, kto_metrics)
         return metrics["loss"], metrics
 
     def _reference_point(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """z0 over the global batch (0-d), and the sums it was made of; the policy is asked forward only."""
+        """z0 over the global batch (0-d), and sums over the batch that every pipeline stage knows.
+
+        The policy is asked forward only.
+        """
+        samples = rows_of(batch, "samples")
+        sums = self.token_sums(samples)
+        if self.uses_kl_rows:
+            with self.phase("kl"):
+                kl_rows = rows_of(batch, "kl_samples")
+                log_ratios_B = self.row_logprobs(kl_rows) - batch["ref_policy_log_probs_kl_samples"]
+            sums = {name: count + self.token_sums(kl_rows)[name] for name, count in sums.items()}
+            sums |= kl_sums(log_ratios_B, valid_rows(kl_rows.labels_BS))
+            sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
+        total = sum_over_data_parallel(sums)
+        named = {name: float(value) for name, value in total.items()}
         if not self.uses_kl_rows:
-            return torch.zeros((), device=cpu.device()), {}
-        with self.phase("kl"):
-            rows = rows_of(batch, "kl_samples")
-            log_ratios_B = self.row_logprobs(rows) - batch["ref_policy_log_probs_kl_samples"]
-            sums = sum_over_data_parallel(kl_sums(log_ratios_B, valid_rows(rows.labels_BS)))
-            z0 = kl_reference_point(sums["kl_sum"], sums["kl_rows"]).float().to(cpu.device())
-        return z0, {name: float(value) for name, value in sums.items()}
+            return torch.zeros((), device=cpu.device()), named
+        return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
     def _sample_sums(
         self, batch: Batch, z0: torch.Tensor, logps_b: torch.Tensor, rows_b: torch.Tensor

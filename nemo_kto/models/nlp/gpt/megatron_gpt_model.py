@@ -153,6 +153,12 @@ class MegatronGPTModel(ABC):
     def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
         """Reference log-probs of the batch's rows, one number a row, on the CPU."""
 
+    def token_sums(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """``tokens`` of the rows, and the ``positions`` that their micro-batches carry, padding included."""
+        micro_batches = rows.micro_batches(self.micro_batch_size, multiple=self._width_multiple)
+        positions = sum(micro_batch.tokens_bs.numel() for micro_batch in micro_batches)
+        return {"tokens": rows.lengths_B.sum(), "positions": torch.tensor(positions)}
+
     def prepare_for_training_step(self) -> None:
         """Forget the gradients of the step before."""
         for chunk in self.chunks:
