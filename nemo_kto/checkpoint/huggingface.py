@@ -37,7 +37,7 @@ _COMPANIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Copy:
     """Values to read: the slice ``where`` of the weight ``name`` belongs into ``place``, a view of a parameter."""
 
@@ -133,7 +133,7 @@ def _copies(weight: Weight, architecture: Architecture) -> Iterator[_Copy]:
     values = weight.parameter.data
     dimension = split_dimension(weight.row)
     if dimension is None:
-        yield _Copy(weight.sources[0], (slice(None),), values)
+        yield _Copy(name=weight.sources[0], where=(slice(None),), place=values)
         return
     length = values.size(dimension)
     start = parallel_state.get_tensor_model_parallel_rank() * length
@@ -143,7 +143,7 @@ def _copies(weight: Weight, architecture: Architecture) -> Iterator[_Copy]:
             place.zero_()
         else:
             where = (slice(None),) * dimension + (slice(part.start, part.start + part.length),)
-            yield _Copy(weight.sources[part.source], where, place)
+            yield _Copy(name=weight.sources[part.source], where=where, place=place)
 
 
 def _gather(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

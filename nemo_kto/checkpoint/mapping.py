@@ -24,7 +24,7 @@ _ENGINE_NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """``length`` rows (or columns), from ``start`` of the row's weight number ``source``; zeros where that is None."""
 
@@ -70,24 +70,14 @@ def segments(row: Row, architecture: Architecture) -> list[Segment]:
     if row.split is Split.HEADS:
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
     if row.split is Split.COLUMNS:
-        return [Segment(0, 0, sizes["ffn"])]
+        return _padded(sizes["ffn"], sizes["ffn"])
     if row.split is Split.GATED:
         part = sizes["ffn"] // architecture.tensor_parallel
-        return [Segment(source, rank * part, part) for rank in range(architecture.tensor_parallel) for source in (0, 1)]
+        ranks = range(architecture.tensor_parallel)
+        return [Segment(source=source, start=rank * part, length=part) for rank in ranks for source in (0, 1)]
     if row.split is Split.QKV:
-        per_group = architecture.num_attention_heads // architecture.num_query_groups * head
-        parts = [
-            segment
-            for group in range(architecture.num_query_groups)
-            for segment in (
-                Segment(0, group * per_group, per_group),
-                Segment(1, group * head, head),
-                Segment(2, group * head, head),
-            )
-        ]
-        padding = (architecture.padded_query_groups - architecture.num_query_groups) * (per_group + 2 * head)
-        return parts + ([Segment(None, 0, padding)] if padding else [])
-    raise ValueError(f"{row.ours} is not split, so it has no segments")
+        return _query_key_value(architecture)
+    raise ValueError(f"a row must be split to have segments, got {row.ours}, of which every rank holds all")
 
 
 def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:
@@ -96,8 +86,27 @@ def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[
     for part in parts:
         first, last = max(start, position), min(start + length, position + part.length)
         if first < last:
-            yield first - start, Segment(part.source, part.start + first - position, last - first)
+            yield first - start, Segment(source=part.source, start=part.start + first - position, length=last - first)
         position += part.length
+
+
+def _query_key_value(architecture: Architecture) -> list[Segment]:
+    head = architecture.head_dim
+    query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
+    parts = []
+    for group in range(architecture.num_query_groups):
+        parts.append(Segment(source=0, start=group * query, length=query))
+        parts.append(Segment(source=1, start=group * head, length=head))
+        parts.append(Segment(source=2, start=group * head, length=head))
+    groups_of_zeros = architecture.padded_query_groups - architecture.num_query_groups
+    if groups_of_zeros:
+        parts.append(Segment(source=None, start=0, length=groups_of_zeros * (query + 2 * head)))
+    return parts
+
+
+def _padded(size: int, padded: int) -> list[Segment]:
+    parts = [Segment(source=0, start=0, length=size)]
+    return [*parts, Segment(source=None, start=0, length=padded - size)] if padded > size else parts
 
 
 def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -143,7 +152,3 @@ def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Ite
             if name not in rows:
                 raise KeyError(f"the table of {architecture.family.name} has no row for the parameter {name}")
             yield Weight(parameter=parameter, row=rows[name], layer=layer)
-
-
-def _padded(size: int, padded: int) -> list[Segment]:
-    return [Segment(0, 0, size)] + ([Segment(None, 0, padded - size)] if padded > size else [])

@@ -1,0 +1,105 @@
+"""Segments: at any tensor-parallel size every value of the file has one place in our parameters, and every place one value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_kto.checkpoint.mapping import Segment, cut, segments, split_dimension, wanted_weights
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import FAMILIES
+from nemo_kto.models.rope import Rope
+
+
+def architecture(
+    family: str = "Qwen3ForCausalLM", *, tensor_parallel: int = 1, heads: int = 6, groups: int = 3
+) -> Architecture:
+    return Architecture(
+        family=FAMILIES[family],
+        tensor_parallel=tensor_parallel,
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=2,
+        ffn_hidden_size=24,
+        vocab_size=11,
+        max_position_embeddings=16,
+        norm_epsilon=1e-6,
+        rope=Rope(theta=1e4),
+        windows=(None, None),
+        tied=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+    )
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(6, 3), (8, 2), (5, 1), (9, 9)])
+@pytest.mark.parametrize("row", FAMILIES["Qwen3ForCausalLM"].rows, ids=lambda row: row.ours)
+def test_every_value_has_one_place(row, tensor_parallel: int, heads: int, groups: int) -> None:
+    model = architecture(tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+    dimension = split_dimension(row)
+    if dimension is None:
+        return
+    parts = segments(row, model)
+    total = sum(part.length for part in parts)
+    assert total % tensor_parallel == 0
+    counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in row.theirs.values()]
+    length = total // tensor_parallel
+    for rank in range(tensor_parallel):
+        covered = 0
+        for offset, part in cut(parts, start=rank * length, length=length):
+            assert offset == covered
+            covered += part.length
+            if part.source is not None:
+                counts[part.source][part.start : part.start + part.length] += 1
+        assert covered == length
+    assert all((count == 1).all() for count in counts)
+
+
+def test_query_heads_lie_beside_their_key_and_value() -> None:
+    row = next(row for row in FAMILIES["LlamaForCausalLM"].rows if row.ours.endswith("linear_qkv.weight"))
+    found = segments(row, architecture("LlamaForCausalLM", tensor_parallel=2))
+    # three groups of two query heads of two channels, and a fourth of zeros
+    expected = [
+        Segment(source=s, start=a, length=n) for g in range(3) for s, a, n in ((0, 4 * g, 4), (1, 2 * g, 2), (2, 2 * g, 2))
+    ]
+    assert found == [*expected, Segment(source=None, start=0, length=8)]
+
+
+def test_gate_and_up_lie_together_on_each_rank() -> None:
+    row = next(row for row in FAMILIES["LlamaForCausalLM"].rows if row.ours.endswith("fc1.weight"))
+    found = segments(row, architecture("LlamaForCausalLM", tensor_parallel=2))
+    assert found == [Segment(source=s, start=a, length=12) for a in (0, 12) for s in (0, 1)]
+
+
+def test_a_cut_may_begin_and_end_within_segments() -> None:
+    parts = [Segment(source=0, start=5, length=4), Segment(source=1, start=0, length=4)]
+    assert list(cut(parts, start=2, length=4)) == [
+        (0, Segment(source=0, start=7, length=2)),
+        (2, Segment(source=1, start=0, length=2)),
+    ]
+
+
+def test_wanted_weights_follow_the_flags() -> None:
+    full = wanted_weights(architecture())
+    assert full["model.layers.1.self_attn.q_norm.weight"] == (2,)
+    assert full["model.layers.0.self_attn.k_proj.bias"] == (6,)
+    assert full["model.layers.1.self_attn.o_proj.weight"] == (8, 12)
+    assert full["lm_head.weight"] == (11, 8)
+    plain = replace(architecture("LlamaForCausalLM"), tied=True, qkv_bias=False, output_bias=False, mlp_bias=False)
+    assert set(wanted_weights(plain)) == {"model.embed_tokens.weight", "model.norm.weight"} | {
+        f"model.layers.{layer}.{name}.weight"
+        for layer in (0, 1)
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(f"self_attn.{kind}_proj" for kind in "qkvo"),
+            *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
+        )
+    }

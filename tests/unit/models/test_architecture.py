@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.families import FAMILIES
+from nemo_kto.models.rope import Rope
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 259,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, **changes}))
+    return tmp_path
+
+
+def of(architecture: str) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+
+
+def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path), tensor_parallel=1)
+    assert read.family is FAMILIES["LlamaForCausalLM"]
+    assert (read.num_layers, read.hidden_size, read.num_attention_heads, read.num_query_groups) == (3, 64, 8, 8)
+    assert (read.head_dim, read.ffn_hidden_size, read.vocab_size, read.max_position_embeddings) == (8, 96, 259, 2048)
+    assert (read.norm_epsilon, read.rope, read.tied) == (1e-5, Rope(theta=5e5), False)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == (False, False, False, False)
+    assert read.windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "flags"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("MistralForCausalLM", {}, (False, False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False, True)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    read = read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
+
+
+def test_head_size_of_its_own(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("Qwen3ForCausalLM"), head_dim=32), tensor_parallel=1)
+    assert read.head_dim == 32
+    assert read.sizes["query"] == 256
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
+        ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
+    ],
+)
+def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tensor_parallel", "padded"),
+    [
+        (8, 8, 2, (8, 8)),
+        (8, 2, 2, (8, 2)),
+        (8, 2, 4, (8, 2)),  # two ranks share a key-value head
+        (9, 3, 1, (9, 3)),
+        (9, 3, 2, (12, 4)),
+        (9, 3, 4, (12, 4)),
+        (9, 9, 2, (10, 10)),
+        (6, 1, 4, (24, 4)),  # six query heads cannot be shared out over four ranks
+    ],
+)
+def test_heads_are_padded_only_where_ranks_cannot_share_them_out(
+    tmp_path: Path, heads: int, groups: int, tensor_parallel: int, padded: tuple[int, int]
+) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 8}
+    read = read_architecture(folder(tmp_path, **changes, hidden_size=8 * heads), tensor_parallel=tensor_parallel)
+    assert (read.padded_attention_heads, read.padded_query_groups) == padded
+
+
+@pytest.mark.parametrize(("tensor_parallel", "padded"), [(1, 259), (2, 260), (4, 260), (8, 264)])
+def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: int, padded: int) -> None:
+    assert read_architecture(folder(tmp_path), tensor_parallel=tensor_parallel).padded_vocab_size == padded
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            "must be one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, got 'GPT2LMHeadModel'",
+        ),
+        ({"architectures": None}, "must be one of .* got ''"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear, llama3, got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"intermediate_size": 97}, "intermediate_size must be divisible by the tensor-parallel size, got 97 and 2"),
+        ({"mlp_bias": True}, "mlp_bias=true with attention_bias=false is not supported"),
+        (
+            {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "got chunked_attention",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"must be a Hugging Face model folder, but it has no config\.json"):
+        read_architecture(tmp_path, tensor_parallel=1)

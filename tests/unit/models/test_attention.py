@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_kto.models.attention import TorchAttention
+from nemo_kto.parallel import cpu
+
+S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
+
+
+def attention(
+    *, kind: AttnMaskType = AttnMaskType.causal, layer: int = 1, scale: float | None = None, **settings: Any
+) -> TorchAttention:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * D,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=D,
+        **{"attention_dropout": 0.0, **settings},
+    )
+    return TorchAttention(
+        config=config,
+        layer_number=layer,
+        attn_mask_type=kind,
+        attention_type="self",
+        cp_comm_type=None,
+        softmax_scale=scale,
+        pg_collection=None,
+    )
+
+
+def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(S, B, number, D, generator=draw) for number in (HEADS, GROUPS, GROUPS))  # type: ignore[return-value]
+
+
+def reference(seen: torch.Tensor, scale: float = 1 / math.sqrt(D)) -> torch.Tensor:
+    """Attention written out: head h uses key-value head h // (HEADS / GROUPS)."""
+    query, key, value = heads()
+    out = torch.zeros(S, B, HEADS, D)
+    for batch in range(B):
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            scores = query[:, batch, head] @ key[:, batch, group].T * scale
+            scores = scores.masked_fill(~seen.expand(B, 1, S, S)[batch, 0], float("-inf"))
+            out[:, batch, head] = scores.softmax(-1) @ value[:, batch, group]
+    return out.reshape(S, B, HEADS * D)
+
+
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def test_causal_with_grouped_heads() -> None:
+    torch.testing.assert_close(attention()(*heads(), None), reference(CAUSAL))
+
+
+def test_a_mask_is_not_read_where_the_type_is_causal() -> None:
+    torch.testing.assert_close(attention()(*heads(), torch.ones(1, 1, S, S, dtype=torch.bool)), reference(CAUSAL))
+
+
+def test_arbitrary_mask() -> None:
+    masked = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.4
+    masked |= torch.eye(S, dtype=torch.bool).logical_not() & ~CAUSAL
+    masked &= ~torch.eye(S, dtype=torch.bool)
+    found = attention(kind=AttnMaskType.arbitrary)(*heads(), masked, attn_mask_type=AttnMaskType.arbitrary)
+    torch.testing.assert_close(found, reference(~masked))
+
+
+def test_arbitrary_without_a_mask_is_causal() -> None:
+    torch.testing.assert_close(attention(kind=AttnMaskType.arbitrary)(*heads(), None), reference(CAUSAL))
+
+
+def test_softmax_scale() -> None:
+    torch.testing.assert_close(attention(scale=0.9)(*heads(), None), reference(CAUSAL, 0.9))
+
+
+def test_window_counts_the_token_itself() -> None:
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    found = attention(window_size=(2, 0))(*heads(), None)
+    torch.testing.assert_close(found, reference(CAUSAL & (distance < 3)))
+
+
+def test_window_of_some_layers() -> None:
+    found = attention(window_size=(2, 0), window_attn_skip_freq=[1, 0], layer=2)(*heads(), None)
+    torch.testing.assert_close(found, reference(CAUSAL))
+
+
+def test_window_and_mask_together() -> None:
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    other = torch.arange(S)[:, None] // 5 != torch.arange(S)[None, :] // 5  # two documents of five tokens
+    masked = (other | ~CAUSAL)[None, None]
+    found = attention(kind=AttnMaskType.arbitrary, window_size=(2, 0))(*heads(), masked)
+    torch.testing.assert_close(found, reference(~masked & (distance < 3)))
+
+
+@pytest.fixture
+def generators() -> Iterator[Any]:
+    cpu.enter()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    yield tracker
+    tracker.reset()
+
+
+def test_dropout_draws_from_the_model_parallel_generator(generators: Any) -> None:
+    layer = attention(attention_dropout=0.5).train()
+    outside = torch.get_rng_state()
+    first, second = layer(*heads(), None), layer(*heads(), None)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert not torch.equal(first, second)
+    generators.reset()
+    generators.add("model-parallel-rng", 7)
+    assert torch.equal(layer(*heads(), None), first)
+    torch.testing.assert_close(layer.eval()(*heads(), None), reference(CAUSAL))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params must be None"),
+        ({"attention_bias": torch.zeros(1)}, "attention_bias must be None"),
+        ({"attn_mask_type": AttnMaskType.padding}, "attn_mask_type must be causal or arbitrary, got padding"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention()(*heads(), None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size must be 1"),
+        ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling must be False"),
+        ({"softmax_type": "off-by-one"}, "softmax_type must be 'vanilla'.* got 'off-by-one'"),
+    ],
+)
+def test_configurations_it_would_ignore_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(**settings)
