@@ -104,7 +104,7 @@ def main_kto(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     ranks.end_with_launcher()
     world = ranks.find()
-    flags = get_args_parser().parse_args(argv)
+    flags = get_args_parser().parse_intermixed_args(argv)  # flags may stand among the overrides
     if flags.help:
         from nemo_kto.launch.keys import as_text
 
@@ -115,7 +115,8 @@ def main_kto(argv: Sequence[str] | None = None) -> None:
     if not (flags.hydra_help or flags.info or flags.shell_completion):
         _check(flags, source, world)
     compose.register()
-    sys.argv = [sys.argv[0], *argv]  # where Hydra looks
+    # Hydra reads the command line itself, and only understands flags before overrides.
+    sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     job = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name="gpt_kto")
     job(lambda config: _run(config, source=source, world=world))()
@@ -126,7 +127,7 @@ def _check(flags: argparse.Namespace, source: compose.Source, world: ranks.World
     try:
         config, mistakes = compose.check_overrides(flags.overrides, source=source, sweep=flags.multirun)
     except (HydraException, OmegaConfBaseException) as error:
-        _refuse([Problem(f"{source.config_name}.yaml", f"does not compose: {error}")], world)
+        _refuse([Problem(f"{source.config_name}.yaml", f"does not compose: {compose.reason(error)}")], world)
     if not (flags.multirun or flags.cfg):
         wrong = {mistake.key for mistake in mistakes}
         further = _problems(config, world)[1]
@@ -205,6 +206,8 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
 
     try:
         train_kto(typed)
+    except KeyboardInterrupt:
+        ranks.end(ranks.INTERRUPTED, world=world)
     except Exception as error:
         ranks.fail(error, world=world)
 

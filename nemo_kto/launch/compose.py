@@ -12,7 +12,10 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -69,24 +72,26 @@ DEFAULT_SOURCE = Source()
 
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[None]:
+    """Let ``hydra.compose`` find what hydra.main would find; its public ways know of one place only."""
     register()
+    version.setbase("1.3")
     path = source.config_path or config_path()
-    if path.startswith("pkg://"):
-        opened: Any = initialize_config_module(path.removeprefix("pkg://"), version_base="1.3")
-    else:
-        opened = initialize_config_dir(os.path.abspath(path), version_base="1.3")
-    with opened:
+    places = create_config_search_path(path if path.startswith("pkg://") else os.path.abspath(path))
+    if source.config_dir is not None:
+        found = SearchPathQuery(provider="schema")
+        places.prepend(provider="command-line", path=f"file://{os.path.abspath(source.config_dir)}", anchor=found)
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2(task_name="nemo-kto", config_search_path=places)
+    try:
         yield
-
-
-def _search(source: Source) -> list[str]:
-    return [f"hydra.searchpath=['file://{os.path.abspath(source.config_dir)}']"] if source.config_dir else []
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
     """The configuration as Hydra composes it, nothing resolved or checked beyond types."""
     with _opened(source):
-        return compose(source.config_name, overrides=[*_search(source), *overrides])
+        return compose(source.config_name, overrides=list(overrides))
 
 
 def check_overrides(
@@ -102,14 +107,14 @@ def check_overrides(
     Raises:
         HydraException: the configuration itself does not compose.
     """
-    search = _search(source)
     with _opened(source):
-        basis = compose(source.config_name, overrides=search)
-        good, problems = list(search), []
+        basis = compose(source.config_name, overrides=[])
+        good: list[str] = []
+        problems: list[Problem] = []
         forms = [_read(text, basis, sweep) for text in overrides]
         if not any(problem or len(values) > 1 for problem, values in forms):  # most often all is well
             with contextlib.suppress(HydraException, OmegaConfBaseException):
-                return compose(source.config_name, overrides=[*search, *overrides]), []
+                return compose(source.config_name, overrides=list(overrides)), []
         for problem, values in forms:
             found = [problem] if problem else [wrong for value in values if (wrong := _try(value, source))]
             problems.extend(found)
@@ -117,7 +122,7 @@ def check_overrides(
         try:
             return compose(source.config_name, overrides=good), problems
         except (HydraException, OmegaConfBaseException) as error:  # right one by one, wrong together
-            return basis, [*problems, Problem("The overrides", f"do not go together: {_reason(error)}")]
+            return basis, [*problems, Problem("The overrides", f"do not go together: {reason(error)}")]
 
 
 def _read(text: str, basis: DictConfig, sweep: bool) -> tuple[Problem | None, list[str]]:
@@ -148,7 +153,7 @@ def _try(text: str, source: Source) -> Problem | None:
     """What is wrong with the value of an override."""
     override = _parse(text)
     try:
-        compose(source.config_name, overrides=[*_search(source), text])
+        compose(source.config_name, overrides=[text])
     except MissingConfigException:
         options = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
         return Problem(override.key_or_group, f"must be one of {', '.join(options)}, got {override.value()}")
@@ -203,7 +208,7 @@ def _wrong_value(text: str, override: Override, error: Exception) -> Problem:
     if override.is_delete():
         return Problem(key, f"cannot be deleted, got {text}; set it to another value")
     if expected is None:
-        return Problem(key, f"cannot be set, got {text}: {_reason(error)}")
+        return Problem(key, f"cannot be set, got {text}: {reason(error)}")
     value = override.value()
     if isinstance(value, str | QuotedString):
         return Problem(key, f"must be {expected}, got '{getattr(value, 'text', value)}'")
@@ -213,9 +218,13 @@ def _wrong_value(text: str, override: Override, error: Exception) -> Problem:
     return Problem(key, f"must be {expected}, got {got}")
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why something does not compose or resolve, in one line and without Hydra's search paths."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    return " ".join(str(cause).split("\n    full_key")[0].split())
+    text = str(cause).split("\n\nConfig search path")[0]
+    text, _, where = text.partition("\n    full_key: ")
+    text = " ".join(text.split()).rpartition("raised while composing config: ")[2].rstrip(".")
+    return f"{text} ({where.splitlines()[0]})" if where else text
 
 
 def _hint(key: str) -> Any:
@@ -257,7 +266,7 @@ def to_config(config: DictConfig) -> tuple[KTOConfig | None, list[Problem]]:
         try:
             value = OmegaConf.select(config, key, throw_on_missing=True)
         except Exception as error:  # a resolver may raise anything
-            problems.append(Problem(key, f"does not resolve: {_reason(error)}"))
+            problems.append(Problem(key, f"does not resolve: {reason(error)}"))
             continue
         if key in _PATHS:
             OmegaConf.update(config, key, os.path.expanduser(value))

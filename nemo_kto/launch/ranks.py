@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been listed
+INTERRUPTED = 128 + signal.SIGINT
 _LOCAL = "127.0.0.1"  # not the host name, which need not resolve
 _STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -100,7 +101,9 @@ def start(count: int, command: Sequence[str]) -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ[_STARTED_BY] = str(os.getpid())
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said better below
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # said better below
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
     with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:
         config = LaunchConfig(
@@ -165,7 +168,7 @@ def end_with_launcher() -> None:
 
 
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
-    """End this rank because of ``error``, without waiting for ranks or threads that wait for it.
+    """End this process because of ``error``.
 
     A rank started by :func:`start` leaves its traceback to the process that started it, which prints that of the rank that
     failed first and not those of the ranks that failed because of it.
@@ -177,13 +180,18 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
     if _STARTED_BY not in os.environ:
         rank = f"rank {world.rank}: " if world is not None else ""
         print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
+    end(1, world=world)
+
+
+def end(status: int, *, world: World | None) -> NoReturn:
+    """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
     if world is None:
-        sys.exit(1)
+        sys.exit(status)
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # an orderly exit may wait for communicators that will never answer
+    os._exit(status)
 
 
 def _prctl(option: int, value: int) -> None:
