@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.enums import AttnMaskType
 
+from nemo_kto.checkpoint import huggingface, safetensors_files
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.checkpoint.mapping import cut, rank_weights, segments, split_dimension
 from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
@@ -140,3 +142,144 @@ def _paddings(chunks: list[Any], architecture: Architecture) -> Any:
             for offset, part in cut(segments(weight.row, architecture), start=start, length=length):
                 if part.source is None:
                     yield weight.parameter.data.narrow(dimension, offset, part.length)
+
+
+def message_of(action: Any) -> str:
+    """The error that ``action`` raises, as "Type: text"; empty if it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def load_only(layout: Layout, folder: Path) -> str:
+    """Load; returns the error."""
+    state.start(layout=layout, seed=3)
+    model, architecture = build(folder, layout)
+    return message_of(lambda: load_weights([model], architecture, folder))
+
+
+def export_only(layout: Layout, folder: Path, out: Path, source: Path | None = None) -> str:
+    """Load and export; returns the error."""
+    state.start(layout=layout, seed=3)
+    model, architecture = build(folder, layout)
+    load_weights([model], architecture, folder)
+    return message_of(lambda: export([model], architecture, source=source or folder, out=out, max_shard_bytes=40_000))
+
+
+def export_to_broken_disk(layout: Layout, folder: Path, out: Path) -> str:
+    """The same on a disk that takes one file of weights and no more."""
+    save, saved = safetensors_files.save_file, []
+
+    def save_one(*arguments: Any, **settings: Any) -> None:
+        if saved:
+            raise OSError("No space left on device")
+        saved.append(save(*arguments, **settings))
+
+    safetensors_files.save_file = save_one
+    try:
+        return export_only(layout, folder, out)
+    finally:
+        safetensors_files.save_file = save
+
+
+def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
+    """Bytes that loading reads in all, at most at once, and bytes of this rank's parameters."""
+    state.start(layout=layout, seed=3)
+    model, architecture = build(folder, layout)
+    sizes: list[int] = []
+    original = huggingface.safe_open
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getitem__(self, where: Any) -> torch.Tensor:
+            values = self.inner[where]
+            sizes.append(values.numel() * values.element_size())
+            return values
+
+    class Opened:
+        """Only slices may be had: whole tensors and keys are missing on purpose."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self.context = original(*arguments, **settings)
+
+        def __enter__(self) -> Opened:
+            self.inner = self.context.__enter__()
+            return self
+
+        def __exit__(self, *arguments: Any) -> None:
+            self.context.__exit__(*arguments)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.inner.get_slice(name))
+
+    try:
+        huggingface.safe_open = Opened
+        load_weights([model], architecture, folder)
+    finally:
+        huggingface.safe_open = original
+    return sum(sizes), max(sizes), sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def convert_type(layout: Layout, folder: Path, out: Path) -> str:
+    """Load in bf16 and export; returns the dtype of the parameters."""
+    state.start(layout=layout, seed=3)
+    model, architecture = build(folder, layout, params_dtype=torch.bfloat16)
+    load_weights([model], architecture, folder)
+    export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
+    return ", ".join({str(parameter.dtype) for parameter in model.parameters()})
+
+
+def virtual_pipeline(folder: Path, out: Path) -> None:
+    """Load and export two stages of two chunks each."""
+    state.start(layout=Layout(pipeline=2), seed=3)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    chunks = [
+        build_gpt(
+            architecture,
+            params_dtype=torch.float32,
+            pipeline_parallel=2,
+            virtual_pipeline=2,
+            vp_stage=stage,
+            pre_process=stage == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0,
+            post_process=stage == 1 and parallel_state.get_pipeline_model_parallel_rank() == 1,
+        )
+        for stage in range(2)
+    ]
+    load_weights(chunks, architecture, folder)
+    export(chunks, architecture, source=folder, out=out, max_shard_bytes=10**9)
+
+
+def arbitrary_mask(folder: Path) -> Any:
+    """Logits of two texts in one row that do not see each other, and of the same texts by themselves."""
+    state.start(layout=Layout(), seed=3)
+    model, architecture = build(folder, Layout(), attn_mask_type=AttnMaskType.arbitrary)
+    load_weights([model], architecture, folder)
+    model.eval()
+    text = torch.arange(hf_models.SEQUENCE) // 10
+    seen = (text[:, None] == text[None, :]) & torch.ones(hf_models.SEQUENCE, hf_models.SEQUENCE, dtype=torch.bool).tril()
+    tokens = hf_models.tokens()
+    with torch.no_grad():
+        together = logits(model, architecture, tokens, ~seen[None, None])
+        alone = [logits(model, architecture, tokens[:, first : first + 10]) for first in (0, 10, 20)]
+    return together.numpy(), torch.cat(alone, dim=1).numpy()
+
+
+def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:
+    """Load and save with megatron-core's distributed checkpointing."""
+    state.start(layout=layout, seed=3)
+    model, architecture = build(folder, layout)
+    load_weights([model], architecture, folder)
+    dist_checkpointing.save(model.sharded_state_dict(), str(checkpoint))
+
+
+def load_sharded(layout: Layout, folder: Path, checkpoint: Path, out: Path) -> float:
+    """Load a distributed checkpoint and export it; returns the largest padded value."""
+    state.start(layout=layout, seed=4)
+    model, architecture = build(folder, layout)
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(checkpoint)))
+    export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
+    return max([0.0, *(padding.abs().max().item() for padding in _paddings([model], architecture))])

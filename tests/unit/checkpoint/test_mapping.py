@@ -1,4 +1,4 @@
-"""Segments: at any tensor-parallel size every value of the file has one place in our parameters, and every place one value."""
+"""Segments: at any tensor-parallel size a value of the file has one place in our parameters, and a place has one value."""
 
 from __future__ import annotations
 

@@ -1,0 +1,199 @@
+"""Folders that do not fit, disks that fail, dtypes, and the layouts that need padding in a distributed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter
+from nemo_kto.parallel.state import Layout
+from tests.parity import hf_jobs, hf_models
+from tests.parity.test_huggingface import weights
+
+TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied llama with heads that two ranks cannot share out, in several files."""
+    folder = tmp_path_factory.mktemp("model")
+    hf_models.write_model("llama-odd-heads", folder)
+    return folder
+
+
+@pytest.fixture
+def model(sharded_model: Path, tmp_path: Path) -> Path:
+    """A copy to break, in a single file."""
+    shutil.copytree(sharded_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    save_file(weights(sharded_model), tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model"
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_all_differences_are_in_one_error_on_every_rank(ranks: Any, model: Path) -> None:
+    rewrite(
+        model,
+        **{
+            "model.layers.0.mlp.up_proj.weight": None,
+            "model.norm.weight": None,
+            "model.layers.9.mlp.up_proj.weight": torch.zeros(2),
+            "model.layers.3.self_attn.k_proj.weight": torch.zeros(4, 36),
+        },
+    )
+    for message in ranks.run(2, hf_jobs.load_only, PP2, model):
+        assert message.startswith(
+            f"ValueError: {model}: the weights must be those that config.json (LlamaForCausalLM) asks for"
+        )
+        assert "got 4 differences" in message
+        for line in (
+            "missing: model.layers.0.mlp.up_proj.weight",
+            "missing: model.norm.weight",
+            "unexpected: model.layers.9.mlp.up_proj.weight",
+            "model.layers.3.self_attn.k_proj.weight: expected shape [12, 36], got [4, 36]",
+        ):
+            assert f"\n  {line}" in message
+
+
+def test_what_old_files_hold_besides_is_left_alone(ranks: Any, model: Path) -> None:
+    extra = {"lm_head.weight": torch.zeros(259, 36), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    rewrite(model, **extra)
+    assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
+
+
+def test_an_untied_model_must_have_its_output_weight(ranks: Any, model: Path) -> None:
+    hf_models.edit_config(model, tie_word_embeddings=False)
+    (message,) = ranks.run(1, hf_jobs.load_only, Layout(), model)
+    assert message.endswith("got 1 differences:\n  missing: lm_head.weight")
+
+
+def test_no_safetensors(ranks: Any, model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    (message,) = ranks.run(1, hf_jobs.load_only, Layout(), model)
+    assert "must hold its weights as safetensors, but model.safetensors is not there" in message
+    assert "save_pretrained" in message
+
+
+def test_a_file_of_the_index_is_absent(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(sharded_model, tmp_path / "model")
+    file = max((tmp_path / "model").glob("model-*.safetensors"))
+    file.unlink()
+    (message,) = ranks.run(1, hf_jobs.load_only, Layout(), tmp_path / "model")
+    assert message.startswith("FileNotFoundError")
+    assert file.name in message
+
+
+def test_layers_that_the_pipeline_cannot_share_out(ranks: Any, model: Path) -> None:
+    hf_models.edit_config(model, num_hidden_layers=3)
+    with pytest.raises(RuntimeError, match=r"divisible by pipeline stages x chunks a stage, got 3 layers and 2 x 1"):
+        ranks.run(2, hf_jobs.load_only, PP2, model)
+
+
+def test_a_rank_reads_its_own_slices_and_nothing_twice(ranks: Any, sharded_model: Path) -> None:
+    whole = sum(tensor.numel() * 4 for tensor in weights(sharded_model).values())
+    results = ranks.run(2, hf_jobs.bytes_read, TP2, sharded_model)
+    for read, most, held in results:
+        assert read <= held
+        assert most <= 130 * 36 * 4  # half of the embedding, the largest weight
+    replicated = (4 * 2 + 1) * 36 * 4  # the norms, which both ranks hold
+    assert sum(read for read, _, _ in results) == whole + replicated
+
+
+def test_types_are_converted_and_written_as_they_are(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
+    assert ranks.run(2, hf_jobs.convert_type, TP2, sharded_model, tmp_path / "out") == ["torch.bfloat16"] * 2
+    before, after = weights(sharded_model), weights(tmp_path / "out")
+    assert all(torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in before.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-odd-heads"])
+def test_chunks_of_a_virtual_pipeline(ranks: Any, tmp_path: Path, name: str) -> None:
+    hf_models.write_model(name, tmp_path / "model")
+    ranks.run(2, hf_jobs.virtual_pipeline, tmp_path / "model", tmp_path / "out")
+    before, after = weights(tmp_path / "model"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[weight], tensor) for weight, tensor in before.items())
+
+
+def test_arbitrary_mask_keeps_texts_apart(ranks: Any, sharded_model: Path) -> None:
+    ((together, alone),) = ranks.run(1, hf_jobs.arbitrary_mask, sharded_model)
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-4)
+
+
+def test_export_replaces_an_earlier_export_and_what_an_interrupted_one_left(ranks: Any, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "part-0").write_text("half")
+    assert ranks.run(1, hf_jobs.export_only, Layout(), model, tmp_path / "out") == [""]
+    (tmp_path / "out" / "old").write_text("of the first export")
+    rewrite(model, **{"model.norm.weight": torch.full((36,), 7.0)})
+    assert ranks.run(2, hf_jobs.export_only, TP2, model, tmp_path / "out") == ["", ""]
+    assert torch.equal(weights(tmp_path / "out")["model.norm.weight"], torch.full((36,), 7.0))
+    assert not (tmp_path / "out" / "old").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
+
+
+def test_export_does_not_touch_a_folder_that_is_not_its_own(ranks: Any, model: Path, tmp_path: Path) -> None:
+    before = (model / "model.safetensors").read_bytes()
+    for message in ranks.run(2, hf_jobs.export_only, TP2, model, model):
+        assert message == f"RuntimeError: export to Hugging Face failed: {model} exists and is no earlier export; " + (
+            "remove it or export to another folder"
+        )
+    assert (model / "model.safetensors").read_bytes() == before
+
+
+def test_source_of_an_export_must_be_a_model(ranks: Any, model: Path, tmp_path: Path) -> None:
+    for message in ranks.run(2, hf_jobs.export_only, PP2, model, tmp_path / "out", tmp_path / "nothing"):
+        assert f"but {tmp_path / 'nothing'} has no config.json" in message
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, Layout(tensor=2, pipeline=2)])
+def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_no_folder(
+    ranks: Any, sharded_model: Path, tmp_path: Path, layout: Layout
+) -> None:
+    job = hf_jobs.export_to_broken_disk
+    for message in ranks.run(layout.model_ranks, job, layout, sharded_model, tmp_path / "out"):
+        assert message == "RuntimeError: export to Hugging Face failed: OSError: No space left on device"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP2, Layout()), (Layout(), TP2), (TP2, Layout(tensor=4)), (Layout(tensor=2, pipeline=2), PP2)]
+)
+def test_padding_differs_between_layouts_in_a_distributed_checkpoint(
+    ranks: Any, sharded_model: Path, tmp_path: Path, saved: Layout, loaded: Layout
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    ranks.run(saved.model_ranks, hf_jobs.save_sharded, saved, sharded_model, tmp_path / "checkpoint")
+    job = hf_jobs.load_sharded
+    padding = ranks.run(loaded.model_ranks, job, loaded, sharded_model, tmp_path / "checkpoint", tmp_path / "out")
+    assert set(padding) == {0.0}
+    before, after = weights(sharded_model), weights(tmp_path / "out")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_shards_are_no_larger_than_asked_unless_one_weight_is(tmp_path: Path) -> None:
+    writer = ShardWriter(folder=tmp_path, max_shard_bytes=100)
+    sizes = {"a": 10, "b": 15, "c": 1, "d": 40, "e": 3}  # of four bytes
+    for name, size in sizes.items():
+        writer.add(name, torch.full((size,), float(size)))
+    writer.close(mark="test")
+    index = json.loads((tmp_path / INDEX).read_text())
+    first, second, third, fourth = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4))
+    assert index["weight_map"] == {"a": first, "b": first, "c": second, "d": third, "e": fourth}
+    assert index["metadata"] == {"total_size": 4 * sum(sizes.values()), "written_by": "test"}
+    assert {path.name for path in tmp_path.iterdir()} == {INDEX, first, second, third, fourth}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], torch.full((sizes[name],), float(sizes[name])))
