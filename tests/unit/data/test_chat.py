@@ -127,8 +127,9 @@ def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
 
     tokenizer = chatml_tokenizer()
     before = fingerprint(tokenizer)
+    encoder = RowEncoder(tokenizer=tokenizer)
     tokenizer("what is a good film?", truncation=True, max_length=4)  # leaves a setting behind in the tokenizer
-    assert fingerprint(tokenizer) == before
+    assert encoder.fingerprint() == before
     tokenizer.save_pretrained(tmp_path)
     assert fingerprint(load_tokenizer(tmp_path)) == fingerprint(load_tokenizer(tmp_path))
     assert fingerprint(chatml_tokenizer(CHATML + " ")) != before

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.collate import kl_partners, kto_custom_collate, same_prompt_pairs
@@ -28,7 +28,6 @@ def test_distinct_prompts_pair_with_the_next_row(count: int) -> None:
     assert kl_partners(list(range(count))) == [(k + 1) % count for k in range(count)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=6))
 def test_pairs_against_all_permutations(prompts: list[str]) -> None:
     partners = kl_partners(prompts)
