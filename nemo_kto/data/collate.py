@@ -99,18 +99,29 @@ def kto_custom_collate(
     if with_kl:
         tensors["kl_same_prompt"] = torch.tensor([int(same[row]) for row in kept], dtype=torch.int64)
     for prefix, half in halves.items():
-        tokens, labels, lengths = _padded(half, width, eos_id)
-        # [B, S]: the number of documents that ended before a token; padding ends none.
-        ends = (tokens == eos_id) & (np.arange(width) < lengths[:, None])
-        documents = np.cumsum(ends, axis=1) - ends
-        if eod_mask_loss:
-            labels[:, 1:][ends[:, :-1]] = IGNORED
-        positions = _positions(documents, reset=reset_position_ids)
-        mask = _masked(documents) if reset_attention_mask else np.arange(width) < lengths[:, None]
-        named = {"samples": tokens, "sample_labels": labels, "sample_lengths": lengths}
-        named |= {"position_ids": positions, "attention_mask": mask}
+        named = _named_arrays(half, width, eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss)
         tensors |= {prefix + name: torch.from_numpy(array) for name, array in named.items()}
     return tensors
+
+
+def _named_arrays(
+    rows: list, width: int, eos_id: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> dict[str, np.ndarray]:
+    """The arrays of the samples, or of the KL rows, all padded to ``width``."""
+    tokens, labels, lengths = _padded(rows, width, eos_id)
+    is_token = np.arange(width) < lengths[:, None]
+    # [B, S]: the number of documents that ended before a token; padding ends none.
+    ends = (tokens == eos_id) & is_token
+    documents = np.cumsum(ends, axis=1) - ends
+    if eod_mask_loss:
+        labels[:, 1:][ends[:, :-1]] = IGNORED
+    return {
+        "samples": tokens,
+        "sample_labels": labels,
+        "sample_lengths": lengths,
+        "position_ids": _positions(documents, reset=reset_position_ids),
+        "attention_mask": _masked(documents) if reset_attention_mask else is_token,
+    }
 
 
 def _check_lengths(rows: list, seq_length: int | None) -> None:

@@ -65,7 +65,7 @@ class BrokenRows:
         raise DataError("\n  ".join([f"{head}:", *self.shown]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KTORecord:
     """One prompt with one judged answer.
 
@@ -131,10 +131,10 @@ def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
     for good, bad in _PAIR_KEYS:
         if good in row or bad in row:
             sides = zip((True, False), _pair(row, good, bad), strict=True)
-            return [KTORecord(prompt, answer, desirable, line) for desirable, (prompt, answer) in sides]
+            return [_record(side, desirable, line) for desirable, side in sides]
     desirable = _label(row)
     if "messages" in row:
-        return [KTORecord(*_conversation(row["messages"], "messages"), desirable, line)]
+        return [_record(_conversation(row["messages"], "messages"), desirable, line)]
     answer_keys = [key for key in ("response", "completion") if key in row]
     if "prompt" not in row or len(answer_keys) != 1:
         raise RowError(
@@ -142,7 +142,11 @@ def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
             f"got the keys {sorted(row)}"
         )
     key = answer_keys[0]
-    return [KTORecord(*_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
+    return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
+
+
+def _record(side: tuple[Turns, Turns], desirable: bool, line: int) -> KTORecord:
+    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line)
 
 
 def _parse(raw: bytes) -> Mapping[str, Any]:

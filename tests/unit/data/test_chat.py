@@ -15,14 +15,18 @@ USER = {"role": "user", "content": "what is a good film?"}
 ANSWER = {"role": "assistant", "content": "the film"}
 
 
+def record(prompt: Turns, response: Turns, desirable: bool, line: int) -> KTORecord:
+    return KTORecord(prompt=prompt, response=response, desirable=desirable, line=line)
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> EncodedRow:
-    (row,) = RowEncoder(tokenizer=tokenizer).encode([KTORecord(prompt, response, True, 1)])
+    (row,) = RowEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
     assert isinstance(row, EncodedRow), row
     return row
 
 
 def problem(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> str:
-    (row,) = RowEncoder(tokenizer=tokenizer).encode([KTORecord(prompt, response, True, 1)])
+    (row,) = RowEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
     assert isinstance(row, RowError), row
     return str(row)
 
@@ -90,19 +94,19 @@ def test_prompt_tokens_never_depend_on_the_answer(prompt: str, response: str) ->
 def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
     encoder = RowEncoder(tokenizer=llama_tokenizer())
     records = [
-        KTORecord("the fi", "lm was good", True, 1),  # tokenised on its own
-        KTORecord([USER], [ANSWER], False, 2),
-        KTORecord("the film", " was good", True, 3),
-        KTORecord("good ", "film", True, 4),  # on its own again
+        record("the fi", "lm was good", True, 1),  # tokenised on its own
+        record([USER], [ANSWER], False, 2),
+        record("the film", " was good", True, 3),
+        record("good ", "film", True, 4),  # on its own again
     ]
-    assert encoder.encode(records) == [encoder.encode([record])[0] for record in records]
+    assert encoder.encode(records) == [encoder.encode([each])[0] for each in records]
 
 
 def test_a_template_that_refuses_is_a_broken_row_and_others_go_on() -> None:
     template = "{{ raise_exception('system is not supported') if messages[0]['role'] == 'system' else '' }}" + CHATML
     encoder = RowEncoder(tokenizer=chatml_tokenizer(template))
     system = {"role": "system", "content": "x"}
-    refused, fine = encoder.encode([KTORecord([system, USER], [ANSWER], True, 1), KTORecord([USER], [ANSWER], True, 2)])
+    refused, fine = encoder.encode([record([system, USER], [ANSWER], True, 1), record([USER], [ANSWER], True, 2)])
     assert isinstance(refused, RowError)
     assert "chat template refuses the messages: system is not supported" in str(refused)
     assert isinstance(fine, EncodedRow)

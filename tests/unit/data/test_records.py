@@ -103,7 +103,7 @@ def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> Non
     path.write_text("\ufeff" + row + "\n\n  \n" + pair, encoding="utf-8")
     records = list(read_kto_records(path))
     assert [record.line for record in records] == [1, 4, 4]
-    assert records[0] == KTORecord("p", "r", True, 1)
+    assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
 
 
 def test_all_broken_rows_are_counted_and_the_first_ten_shown(tmp_path: Path) -> None:
