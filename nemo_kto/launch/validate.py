@@ -18,6 +18,11 @@ from nemo_kto.telemetry.timers import parse_duration
 
 # As in nemo_kto/models/optimizer.py, which is not imported here: it takes megatron-core along, and a test compares the two.
 SCHEDULES = ("CosineAnnealing", "LinearAnnealing", "constant")
+# What nemo_kto/losses/kto.py reports (a test compares) and the training step adds; val_ or train_ stands before it.
+METRICS = (
+    "loss", "kl", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_all_mean", "rewards_all_std",
+    "logps_chosen_mean", "logps_rejected_mean",
+)  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -91,9 +96,8 @@ def _trainer(cfg: KTOConfig) -> Found:
     yield from _one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu"))
     yield from _one_of("trainer.precision", trainer.precision, ("bf16", "32"))
     if trainer.accelerator == "gpu" and not gpus:
-        yield Problem(
-            "trainer.accelerator", "=gpu needs a GPU that torch can use, got none; set trainer.accelerator=cpu or auto"
-        )
+        text = "must be cpu or auto on a machine without GPUs that torch can use, got gpu"
+        yield Problem("trainer.accelerator", text)
     if isinstance(trainer.devices, str):
         if trainer.devices != "auto":
             yield Problem("trainer.devices", f"must be a whole number or auto, got '{trainer.devices}'")
@@ -125,6 +129,13 @@ def _exp_manager(cfg: KTOConfig) -> Found:
     manager = cfg.exp_manager
     checkpoints = manager.checkpoint_callback_params
     prefix = "exp_manager.checkpoint_callback_params"
+    source, _, metric = checkpoints.monitor.partition("_")
+    if source not in ("val", "train") or metric not in METRICS:
+        text = f"must be val_ or train_ and one of {', '.join(METRICS)}, got {checkpoints.monitor}; e.g. val_loss"
+        yield Problem(f"{prefix}.monitor", text)
+    elif metric == "kl" and cfg.model.kto.preference_loss == "apo_zero_unpaired":
+        text = f"must not be kl, which apo_zero_unpaired does not have, got {checkpoints.monitor}; e.g. val_loss"
+        yield Problem(f"{prefix}.monitor", text, ("model.kto.preference_loss",))
     yield from _one_of(f"{prefix}.mode", checkpoints.mode, ("min", "max"))
     yield from _at_least(f"{prefix}.save_top_k", checkpoints.save_top_k, -1, "-1 keeps all checkpoints, 0 the last alone")
     if not manager.explicit_log_dir:
