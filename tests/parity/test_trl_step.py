@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,28 +68,22 @@ def trl_steps(policy: Path, reference: Path, rows: list[dict[str, Any]], loss: s
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_parallel: int) -> list[dict[str, float]]:
-    """The same on one of our ranks: the model and the optimizer as the builder puts them together."""
+def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) -> Any:
+    """The policy on one rank, measured against another model than itself."""
     import torch
-    from transformers import AutoTokenizer
 
     from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.data.chat import EncodedRow, RowEncoder
-    from nemo_kto.data.collate import kto_custom_collate
-    from nemo_kto.data.records import KTORow, read_kto_records
     from nemo_kto.models.gpt import build_gpt, read_architecture
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.models.optimizer import build_optimizer, wrap_data_parallel
+    from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.models.reference import SwappedReference
-    from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(tensor=tensor_parallel), seed=0)
     architecture = read_architecture(policy, tensor_parallel=tensor_parallel)
     chunks = wrap_data_parallel([build_gpt(architecture, params_dtype=torch.float32)], use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
     frozen = SwappedReference(chunks=chunks)
     load_weights(chunks, architecture, policy)
-    model = MegatronGPTKTOModel(
+    return MegatronGPTKTOModel(
         chunks=chunks,
         reference=frozen,
         preference_loss=loss,
@@ -101,37 +96,80 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
         average_log_probs=False,
         logprob_chunk_size=16,
     )
+
+
+def our_optimizer(chunks: Any) -> tuple[Any, Any]:
+    """Optimizer and schedule with the settings that TRL gets, or has by itself."""
+    import torch
+
+    from nemo_kto.models.optimizer import build_optimizer, build_scheduler
+
+    rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": 0.0}
     optimizer = build_optimizer(
         chunks=chunks,
-        lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE,
-        weight_decay=0.0,
         betas=(0.9, 0.999),
         eps=1e-8,
         clip_grad=MAX_GRAD_NORM,
         params_dtype=torch.float32,
         use_distributed_optimizer=False,
+        **rates,
     )
+    return optimizer, build_scheduler(optimizer=optimizer, name="constant", warmup_steps=0, max_steps=STEPS, **rates)
+
+
+def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, Any]]:
+    """The rows through our own data path, in an order that gives TRL's pairs."""
+    from transformers import AutoTokenizer
+
+    from nemo_kto.data.chat import RowEncoder
+    from nemo_kto.data.collate import kto_custom_collate
+    from nemo_kto.data.records import KTORow, read_kto_records
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(read_kto_records(rows))
-    encoded = RowEncoder(tokenizer=tokenizer).encode(records)
+    encoded: list[Any] = RowEncoder(tokenizer=tokenizer).encode(records)
     tokenised = [
-        KTORow(row.prompt_ids, row.response_ids, record.desirable)
-        for record, row in zip(records, encoded, strict=True)
-        if isinstance(row, EncodedRow)
+        KTORow(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
     ]
-    logged = []
-    for start in range(0, len(tokenised), BATCH):
-        # TRL gives a row the response of the row before it, we that of the row after it
-        batch = kto_custom_collate(tokenised[start : start + BATCH][::-1], tokenizer.eos_token_id, with_kl=loss == "kto")
-        logps = model.get_ref_policy_logprobs(batch)
-        batch["ref_policy_log_probs_samples"], batch["ref_policy_log_probs_kl_samples"] = logps[:BATCH], logps[BATCH:]
-        model.prepare_for_training_step()
-        _, metrics = model.get_loss_and_metrics(batch, forward_only=False)
-        _, grad_norm, _ = optimizer.step()
-        logged.append({**metrics, "grad_norm": float(grad_norm)})
-    return logged
+    # TRL gives a row the response of the row before it, we that of the row after it
+    return [
+        kto_custom_collate(tokenised[start : start + BATCH][::-1], tokenizer.eos_token_id, with_kl=with_kl)
+        for start in range(0, len(tokenised), BATCH)
+    ]
+
+
+def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_parallel: int) -> list[dict[str, float]]:
+    """What our trainer reports at each step, on one rank."""
+    from nemo_kto.algorithms.dpo import TrainerConfig
+    from nemo_kto.algorithms.kto import KTOTrainer
+    from nemo_kto.parallel import state
+    from nemo_kto.telemetry.timers import RunTimer
+
+    state.start(layout=state.Layout(tensor=tensor_parallel), seed=0)
+    model = our_model(policy, reference, loss, tensor_parallel)
+    optimizer, scheduler = our_optimizer(model.chunks)
+    batches = our_batches(policy, rows, with_kl=loss == "kto")
+    trainer = KTOTrainer(
+        cfg=TrainerConfig(
+            max_epochs=1,
+            max_steps=STEPS,
+            val_check_interval=0,
+            save_interval=0,
+            limit_train_batches=1.0,
+            limit_val_batches=0,
+            global_batch_size=BATCH,
+        ),
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train_dataloader=SimpleNamespace(batch_sampler=batches),
+        val_dataloader=None,
+        test_dataloader=None,
+        logger=None,
+        ckpt_callback=None,
+        run_timer=RunTimer(max_time=None),
+    )
+    return [trainer.train_single_step(batch) for batch in trainer.augment_dataloader(batches)]
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
