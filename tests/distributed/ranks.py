@@ -91,8 +91,11 @@ class RankPool:
             self._workers.append((process, inbox))
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker, by force where it hangs."""
+        for _, inbox in self._workers:
+            inbox.put(None)
         for process, _ in self._workers:
+            process.join(timeout=2)
             process.kill()
             process.join()
         self._workers = []

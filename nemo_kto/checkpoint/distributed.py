@@ -1,0 +1,277 @@
+"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to go on as if nothing had happened.
+
+    checkpoints/step=000100/
+      state/        weights, optimizer and schedule, loadable at any layout
+      rng/          generators of each rank, used at the same layout
+      hf/           configuration and tokenizer: the checkpoint needs no other folder
+      trainer.json  where the run stands, its metrics, the layout and the versions
+
+A checkpoint is written under another name and gets its own by one rename, when all of it is on disk: a folder with a
+checkpoint's name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+
+from nemo_kto.parallel import cpu, state
+
+_NAME = re.compile(r"step=(\d+)")
+# canonical tensors of the shapes of the weights: any layout can read them
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder, and the content of its trainer.json."""
+
+    folder: Path
+    step: int
+    info: dict[str, Any]
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The complete checkpoints of a run, oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (name := _NAME.fullmatch(path.name)) and (path / "trainer.json").is_file():
+            found.append(Checkpoint(path, int(name[1]), json.loads((path / "trainer.json").read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def hugging_face_folder(path: Path) -> Path | None:
+    """The folder with configuration and tokenizer inside one of our own checkpoints; None if ``path`` is none."""
+    return path / "hf" if (path / "trainer.json").is_file() else None
+
+
+def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else."""
+    loaded = dist_checkpointing.load(_model_state(chunks), str(path / "state"))
+    _load_model(chunks, loaded)
+
+
+class CheckpointManager:
+    """Writes the checkpoints of a run, finds the newest, and removes those that are no longer wanted."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        monitor: str,
+        mode: str,
+        save_top_k: int,
+        hugging_face_source: Path,
+    ) -> None:
+        """
+        Args:
+            folder: where the checkpoints go.
+            chunks: this rank's model chunks.
+            optimizer: megatron-core's.
+            scheduler: has ``state_dict`` and ``load_state_dict``.
+            monitor: name of the metric that ranks checkpoints.
+            mode: 'min' or 'max', whether small or large is good.
+            save_top_k: checkpoints to keep besides the last; -1 keeps all.
+            hugging_face_source: folder whose configuration and tokenizer belong to the model.
+        """
+        self.folder = folder
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.monitor = monitor
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.save_top_k = save_top_k
+        self.hugging_face_source = hugging_face_source
+        self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        # Results of a save travel within this process. The default starts a server process for them, which costs seconds
+        # and outlives a rank that is killed.
+        filesystem_async._results_queue = queue.Queue()
+        _on_rank_zero(self._clear_leftovers)
+
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
+        """Write a checkpoint; collective. The one before it is safe until this one is complete.
+
+        Raises:
+            RuntimeError: it could not be written; says why on every rank.
+        """
+        step = trainer_state["step"]
+        partial, final = self.folder / f".writing-step={step:06d}", self.folder / f"step={step:06d}"
+        if final.exists():  # the run was stopped right after it, and nothing has changed since
+            return
+        _on_rank_zero(lambda: self._begin(partial))
+        dist_checkpointing.save(
+            self._state(is_loading=False),
+            str(partial / "state"),
+            sharded_strategy=self._strategy,
+            validate_access_integrity=False,
+        )
+        torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
+        state.barrier()
+        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "layout": _layout(), "versions": _versions()}
+        _on_rank_zero(lambda: self._publish(partial, final, info))
+
+    def load_latest(self) -> dict[str, int] | None:
+        """Put everything back as the newest checkpoint has it; collective.
+
+        Generators are put back where the layout is the one that was saved.
+
+        Returns:
+            The trainer's state; None if there is no checkpoint.
+        """
+        checkpoints = find_checkpoints(self.folder)
+        if not checkpoints:
+            return None
+        newest = checkpoints[-1]
+        loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
+        _load_model(self.chunks, loaded)
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.scheduler.load_state_dict(loaded["scheduler"])
+        _set_adam_step(self.optimizer, loaded["adam_step"])
+        if newest.info["layout"] == _layout():
+            _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
+        return {name: int(value) for name, value in newest.info["trainer"].items()}
+
+    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        model = _model_state(self.chunks)
+        sharded = model if len(self.chunks) > 1 else model["model0"]
+        adam_step = _adam_step(self.optimizer)  # before the next line gives the optimizer a state to be overwritten
+        optimizer = self.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=_METADATA)
+        return {**model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "adam_step": adam_step}
+
+    def _begin(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in ("state", "rng"):
+            (partial / name).mkdir(parents=True)
+        shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
+
+    def _publish(self, partial: Path, final: Path, info: Mapping[str, Any]) -> None:
+        (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+        for file in partial.rglob("*"):
+            _flush(file)
+        partial.rename(final)
+        _flush(self.folder)
+        for checkpoint in self._unwanted():
+            doomed = checkpoint.folder.rename(self.folder / f".removing-{checkpoint.folder.name}")
+            shutil.rmtree(doomed)
+
+    def _unwanted(self) -> Iterator[Checkpoint]:
+        *older, _ = find_checkpoints(self.folder)
+        if self.save_top_k >= 0:
+            yield from sorted(older, key=self._rank)[self.save_top_k :]
+
+    def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
+        value = checkpoint.info["metrics"].get(self.monitor)
+        return (float("inf") if value is None else self.sign * value, -checkpoint.step)
+
+    def _clear_leftovers(self) -> None:
+        for pattern in (".writing-*", ".removing-*"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover)
+
+
+def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def _load_model(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
+    for number, chunk in enumerate(chunks):
+        unwrap_model(chunk).load_state_dict(loaded[f"model{number}"])
+
+
+def _torch_optimizers(optimizer: Any) -> list[Any]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def _adam_step(optimizer: Any) -> int:
+    """Steps that torch's Adam has counted; 0 where the optimizer counts in its groups, which megatron-core restores."""
+    steps = {int(kept["step"]) for inner in _torch_optimizers(optimizer) for kept in inner.state.values() if "step" in kept}
+    return max(steps, default=0)
+
+
+def _set_adam_step(optimizer: Any, step: int) -> None:
+    """Give every parameter a counter of its own: megatron-core gives all of them one, which then counts them all."""
+    for inner in _torch_optimizers(optimizer):
+        for kept in inner.state.values():
+            if "step" in kept:
+                kept["step"] = torch.tensor(float(step))
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world": state.world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+
+
+def _rng_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "device": cpu.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+    }
+
+
+def _set_rng_state(kept: Mapping[str, Any]) -> None:
+    torch.set_rng_state(kept["torch"])
+    cpu.set_rng_state(kept["device"])
+    get_cuda_rng_tracker().set_states(kept["tracker"])
+    random.setstate(kept["python"])
+    kind, keys, *rest = kept["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+
+def _is_weight(folder: str, names: list[str]) -> list[str]:
+    """What of a Hugging Face folder does not belong into every checkpoint."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+    return [name for name in names if name.endswith(suffixes) or (Path(folder) / name).is_dir()]
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _on_rank_zero(action: Callable[[], None]) -> None:
+    """Do it on rank 0; all ranks go on together, or fail together with its message."""
+    message = [""]
+    if state.is_rank_zero():
+        try:
+            action()
+        except OSError as error:
+            message = [f"{type(error).__name__}: {error}"]
+    torch.distributed.broadcast_object_list(message, src=0)
+    if message[0]:
+        raise RuntimeError(f"the checkpoint could not be written: {message[0]}; earlier checkpoints are untouched")

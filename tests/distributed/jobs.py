@@ -1,0 +1,35 @@
+"""Whole jobs for the ranks of a test: what the command line runs, without its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]) -> None:
+    """Ten KTO steps in fp32 with a validation every fifth, logged to ``folder``/metrics.jsonl."""
+    from nemo_kto.launch import build, compose
+
+    defaults = [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix={{train: {rows}, validation: {rows}}}",
+        f"model.data.cache_dir={rows.parent / 'cache'}",
+        f"exp_manager.explicit_log_dir={folder}",
+        f"trainer.devices={world_size}",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32",
+        "trainer.kto.max_epochs=2",
+        "trainer.kto.max_steps=10",
+        "trainer.kto.val_check_interval=5",
+        "trainer.kto.save_interval=0",
+        "model.global_batch_size=16",
+        "model.micro_batch_size=1",
+        "model.data.seq_length=64",
+        "model.optim.lr=2e-3",
+        "model.optim.sched.name=constant",
+        "model.optim.sched.warmup_steps=2",
+        "exp_manager.create_tensorboard_logger=false",
+        "export.enabled=false",
+    ]
+    cfg, problems = compose.to_config(compose.load([*defaults, *overrides]))
+    assert cfg is not None, problems
+    build.train_kto(cfg)
