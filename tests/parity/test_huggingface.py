@@ -91,7 +91,7 @@ def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], ex
     assert not any(file.name.startswith("part-") for file in folder.iterdir())
 
 
-@pytest.fixture(scope="module", params=["tp1", "tp2", "pp2", "tp2-pp2", "tp2-sp", "tp4"])
+@pytest.fixture(scope="module", params=["tp1", "tp2-pp2", "tp2-sp", "tp4"])
 def gradients(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
 ) -> tuple[list[Any], Path]:
