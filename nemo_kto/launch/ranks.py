@@ -25,6 +25,7 @@ USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been
 INTERRUPTED = 128 + signal.SIGINT
 _LOCAL = "127.0.0.1"  # not the host name, which need not resolve
 _STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+_LIKELY_CAUSE = {-signal.SIGTERM: 2}  # after other signals (0) and after errors (1)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -74,6 +75,8 @@ def _in_srun_step(environ: Mapping[str, str]) -> bool:
 def _from_slurm(environ: MutableMapping[str, str]) -> None:
     from lightning_fabric.plugins.environments import SLURMEnvironment
 
+    # Lightning insists on --ntasks-per-node, for the sake of its own trainer; the ranks are there either way.
+    environ.setdefault("SLURM_NTASKS_PER_NODE", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))
     slurm = SLURMEnvironment(auto_requeue=False)
     environ["RANK"] = str(slurm.global_rank())
     environ["WORLD_SIZE"] = str(slurm.world_size())
@@ -129,10 +132,11 @@ def start(count: int, command: Sequence[str]) -> None:
 
 
 def _first(failures: Iterable[Any]) -> Any:
-    """The failure that caused the others: a rank that was killed leaves no time, and those that miss it report at once."""
-    return min(
-        failures, key=lambda failure: (failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp)
-    )
+    """The failure that caused the others.
+
+    A rank that was killed is noticed late, after those that missed it; one that was ended by SIGTERM was not the cause.
+    """
+    return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), failure.timestamp))
 
 
 def _report(failure: Any, count: int) -> int:

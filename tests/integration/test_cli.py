@@ -1,0 +1,153 @@
+"""How ranks come about and end, what a run folder holds, and the flags that Hydra answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+import nemo_kto
+from nemo_kto.launch import keys
+from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
+
+TELL = """
+names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
+told = {"rank": rank, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir, "export": cfg.export.path}
+open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(told | {n: os.environ.get(n) for n in names}))
+"""
+MEET = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+
+
+def ended(process_id: int) -> bool:
+    """True if the process is gone, or only waits for someone to ask how it ended."""
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path) -> None:
+    env = pretend(tmp_path, TELL)
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in ("0", "1"):
+        assert json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) == {
+            "rank": rank,
+            "lr": 3e-6,
+            "run": "results/gpt_kto",
+            "export": "results/gpt_kto/hf",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": threads,
+            "NEMO_KTO_FORCE_CPU": "1",
+        }
+    saved = yaml.safe_load((tmp_path / "results/gpt_kto/config.yaml").read_text())
+    assert saved["model"]["optim"]["lr"] == 3e-6
+    assert saved["export"]["path"] == "results/gpt_kto/hf"  # resolved
+    assert saved["model"]["data"]["data_prefix"] == "rows.jsonl"
+    # Hydra leaves nothing behind.
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("modules", "model", "rows.jsonl")) == [
+        "rank0-1234.json",
+        "rank1-1234.json",
+        "results",
+    ]
+
+
+def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "print('rank', rank)")
+    script = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py"), *GOOD]
+    assert run(script, cwd=tmp_path, env=env).stdout == "rank None\n"
+    again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
+    assert again.stderr == "nemo-kto: model.seed was 1234 when this was last started, and is 7\n"
+
+
+def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    env = pretend(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[0] == "nemo-kto: rank 1 of 2 failed; the other ranks were ended. Its error:"
+    assert lines[-1] == "RuntimeError: enough"
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Path) -> None:
+    leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
+    leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
+    env = pretend(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
+    # run() returns only when nothing holds the output any more, which the manager would.
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == (
+        "nemo-kto: rank 0 of 2 was killed by SIGKILL (out of memory?); the other ranks were ended"
+    )
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    env = pretend(tmp_path, "open(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(300)")
+    command = [*CLI, "kto", *GOOD, "trainer.devices=2"]
+    # A shell in the background hands SIGINT down as ignored; here it is as on a terminal.
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (status, "")
+    for file in files:
+        assert ended(int(file.read_text()))
+
+
+def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path) -> None:
+    env = pretend(tmp_path, TELL)
+    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    for number, seed in enumerate((1, 2)):
+        told = json.loads((tmp_path / f"rank1-{seed}.json").read_text())
+        folder = str(tmp_path / "results" / "gpt_kto" / str(number))
+        assert (told["run"], told["export"]) == (folder, f"{folder}/hf")
+        assert yaml.safe_load((Path(folder) / "config.yaml").read_text())["model"]["seed"] == seed
+
+
+def test_flags_that_only_show(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    shown = run(
+        [*CLI, "kto", "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
+    )
+    assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
+    helped = run([*CLI, "kto", "--help"], cwd=tmp_path, env=env).stdout
+    for key in keys.all_keys():
+        assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
+    assert not (tmp_path / "results").exists()
+
+
+def test_version_help_and_export(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "pass")
+    assert run([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
+    assert "nemo-kto export CHECKPOINT OUT" in run(CLI, cwd=tmp_path, env=env).stdout
+    (tmp_path / "results").mkdir()
+    assert run([*CLI, "export", "results", "out"], cwd=tmp_path, env=env).stdout == "export results out\n"

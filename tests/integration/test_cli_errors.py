@@ -1,0 +1,95 @@
+"""A wrong command line: everything that is wrong, once, status 2, and nothing was started or written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
+
+WRONG = [
+    "pretrained_checkpoint.restore_from_path=nowhere",
+    "model.data.data_prefix=rows.jsonl",
+    "trainer.accelerator=cpu",
+    "trainer.devices=3",
+    "model.tensor_model_parallel_size=2",
+    "model.micro_batchsize=2",
+    "model.global_batch_size=many",
+    "model.peft.peft_scheme=lora",
+    "trainer.max_time=5h",
+    "model.optim.betas=[0.9,1.5]",
+    "model.sequence_parallel=perhaps",
+]
+SAID = """\
+nemo-kto: 9 mistakes in the configuration, nothing was started
+  model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; did you mean model.micro_batch_size?
+  model.global_batch_size must be a whole number, got 'many'
+  model.sequence_parallel must be true or false, got 'perhaps'
+  trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got '5h'; e.g. trainer.max_time=00:03:45:00
+  pretrained_checkpoint.restore_from_path must be a folder that exists, got nowhere; download it or correct the path
+  model.peft.peft_scheme must be none, got lora: adapters are not supported in this version
+  model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.5]; e.g. model.optim.betas=[0.9,0.98]
+  model.tensor_model_parallel_size * pipeline_model_parallel_size = 2 * 1 = 2 must divide the number of ranks, got 3; \
+use a multiple of 2 ranks (trainer.devices) or smaller sizes
+"""
+SAID = SAID.replace("9 mistakes", "8 mistakes")
+
+
+def test_all_mistakes_at_once(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    before = sorted(tmp_path.iterdir())
+    script = str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")
+    for command in ([sys.executable, script], [*CLI, "kto"]):
+        done = run([*command, *WRONG], cwd=tmp_path, env=env)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", SAID)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_printed_once_and_not_once_a_rank(tmp_path: Path) -> None:
+    env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", "kto"]
+    done = run([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
+    assert done.returncode != 0
+    assert done.stderr.count("nothing was started") == 1
+    assert (
+        "nemo-kto: 2 mistakes in the configuration, nothing was started\n"
+        "  model.seeds is not a key of the configuration, got model.seeds=1; did you mean model.seed?\n"
+        "  trainer.devices must fit the ranks that were started (trainer.num_nodes * trainer.devices = 1 * 4 = 4), got 2; "
+        "start 4 ranks or set trainer.num_nodes and trainer.devices to what you started\n"
+    ) in done.stderr
+
+
+def test_what_must_be_given_and_machines_that_are_not_there(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    done = run([*CLI, "kto", "hardware=cpu", "trainer.num_nodes=2"], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nemo-kto: 3 mistakes in the configuration, nothing was started\n"
+        "  trainer.num_nodes must be 1 where no ranks were started for it, got 2; "
+        "start the ranks with torchrun or srun, see examples/slurm\n"
+        "  pretrained_checkpoint.restore_from_path must be given, got nothing; name the folder of a Hugging Face model\n"
+        "  model.data.data_prefix must be given, got nothing; name a jsonl file, a folder or a list of them\n"
+    )
+
+
+def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  optim:\n    learning_rate: 1\n")
+    done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nemo-kto: 1 mistake in the configuration, nothing was started\n"
+        "  mine.yaml does not compose: Key 'learning_rate' not in 'OptimConfig' (model.optim.learning_rate)\n"
+    )
+
+
+def test_an_unknown_command(tmp_path: Path) -> None:
+    done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("nemo-kto: the command must be kto or export, got ktoo\n")
+
+
+def test_export_of_nothing(tmp_path: Path) -> None:
+    done = run([*CLI, "export", "nowhere", "out"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
+    assert done.returncode == 2
+    assert done.stderr.endswith("nemo-kto export: error: CHECKPOINT must be a folder that exists, got nowhere\n")
