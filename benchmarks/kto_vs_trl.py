@@ -1,0 +1,281 @@
+"""One KTO step against TRL 1.5.1's KTOTrainer: seconds, memory, and the proof that both did the same.
+
+    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--threads 2]
+
+MODEL is a Hugging Face folder. Both train it in fp32 on the CPU, in one process with the same number of threads, on the
+same 8 rows of up to 384 tokens with the same KL pairs, constant learning rate, Adam and clipping; each trainer in a
+process of its own, one after the other. The first step is not counted. Loss and KL of the last step stand in the table:
+where they agree, both have computed the same steps.
+
+ROWS.jsonl holds {"prompt": str, "completion": str, "label": bool}; without it rows of random words are made, the same
+every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+NUM_ROWS, MAX_TOKENS = 8, 384
+PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
+OPTIMIZER = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+BETA = 0.1
+RUNS = {
+    "TRL, gradient checkpointing (its default)": ("trl", True),
+    "TRL, no gradient checkpointing": ("trl", False),
+    "nemo_kto": ("ours", False),
+}
+
+
+@dataclass
+class Clock:
+    """Wall and CPU seconds of each step, and what the steps reported."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def start(self) -> None:
+        """The first step starts."""
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def lap(self) -> None:
+        """A step ends, and the next starts."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.seconds.append(wall - self._wall)
+        self.cpu_seconds.append(cpu - self._cpu)
+        self._wall, self._cpu = wall, cpu
+
+    def stop(self) -> None:
+        """The last step has ended; note the process's peak memory."""
+        self.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of random words whose lengths are spread over the allowed range, the longest row as long as allowed."""
+    draw = random.Random(seed)
+    words = "time people water light house story river garden letter music winter summer morning paper stone bridge".split()
+
+    def text(tokens: int) -> str:
+        ids = tokenizer(" ".join(draw.choices(words, k=2 * tokens)))["input_ids"]
+        return tokenizer.decode(ids[:tokens]).strip()
+
+    def length(bounds: tuple[int, int], index: int) -> int:
+        return bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)
+
+    rows = [
+        # one token of the response is left for the end of the text
+        {
+            "prompt": text(length(PROMPT_TOKENS, i)),
+            "completion": " " + text(length(RESPONSE_TOKENS, i) - 1),
+            "label": i % 2 == 0,
+        }
+        for i in range(NUM_ROWS)
+    ]
+    draw.shuffle(rows)
+    return rows
+
+
+def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_checkpointing: bool, folder: str) -> Clock:
+    """Train with TRL's KTOTrainer; settings that are not named are its own."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.experimental.kto import KTOConfig, KTOTrainer
+
+    clock = Clock()
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.lap()
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "kl" in logs:
+                clock.losses.append(logs["loss"])
+                clock.kls.append(logs["kl"])
+
+    trainer = KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        args=KTOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=NUM_ROWS,
+            max_steps=steps,
+            max_length=MAX_TOKENS,
+            gradient_checkpointing=gradient_checkpointing,
+            beta=BETA,
+            learning_rate=OPTIMIZER["learning_rate"],
+            adam_beta1=OPTIMIZER["betas"][0],
+            adam_beta2=OPTIMIZER["betas"][1],
+            adam_epsilon=OPTIMIZER["eps"],
+            weight_decay=OPTIMIZER["weight_decay"],
+            max_grad_norm=OPTIMIZER["max_grad_norm"],
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=Dataset.from_list(rows * steps),
+        callbacks=[Watch()],
+    )
+    trainer.train()
+    clock.stop()
+    return clock
+
+
+def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, folder: str) -> Clock:
+    """Train with nemo_kto's KTOTrainer on one rank; settings that are not named are those of conf/gpt_kto.yaml."""
+    from nemo_kto.data.records import KTORow
+    from nemo_kto.launch import build, compose
+    from nemo_kto.parallel import state
+
+    # TRL pairs a row with the response of the row before it, we with that of the row after it
+    rows_file = Path(folder) / "rows.jsonl"
+    rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    cfg, problems = compose.to_config(compose.load(our_overrides(model, rows_file, steps=steps, folder=folder)))
+    assert cfg is not None, problems
+    state.start(layout=state.Layout(), seed=cfg.model.seed)
+    trainer = build.build_kto_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
+    loader = trainer.train_dataloader
+    dataset: list[KTORow] = [loader.dataset[index] for index in range(NUM_ROWS)]
+    in_order = loader.collate_fn(dataset)  # the loader shuffles, and other neighbours are other pairs
+
+    clock = Clock()
+    clock.start()
+    for batch in trainer.augment_dataloader(in_order for _ in range(steps)):
+        metrics = trainer.train_single_step(batch)
+        clock.lap()
+        clock.losses.append(metrics["loss"])
+        clock.kls.append(metrics["kl"])
+    clock.stop()
+    return clock
+
+
+def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[str]:
+    """The command line that gives TRL's settings."""
+    lr = OPTIMIZER["learning_rate"]
+    return [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix={rows}",
+        "model.data.splits_string=null",
+        f"model.data.seq_length={MAX_TOKENS}",
+        f"model.data.cache_dir={folder}/cache",
+        f"exp_manager.explicit_log_dir={folder}/run",
+        "exp_manager.create_tensorboard_logger=false",
+        "trainer.precision=32",
+        f"trainer.kto.max_epochs={steps}",
+        f"trainer.kto.gradient_clip_val={OPTIMIZER['max_grad_norm']}",
+        f"model.global_batch_size={NUM_ROWS}",
+        f"model.kto.ref_policy_kl_penalty={BETA}",
+        f"model.optim.lr={lr}",
+        f"model.optim.betas=[{OPTIMIZER['betas'][0]},{OPTIMIZER['betas'][1]}]",
+        f"model.optim.eps={OPTIMIZER['eps']}",
+        f"model.optim.weight_decay={OPTIMIZER['weight_decay']}",
+        "model.optim.sched.name=constant",
+        "model.optim.sched.warmup_steps=0",
+        f"model.optim.sched.min_lr={lr}",
+    ]
+
+
+def rows_to_use(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The first rows of the file, or rows of random words."""
+    if arguments.rows is not None:
+        lines = arguments.rows.read_text().splitlines()
+        if len(lines) < NUM_ROWS:
+            raise SystemExit(f"{arguments.rows} must hold at least {NUM_ROWS} rows, got {len(lines)}")
+        return [json.loads(line) for line in lines[:NUM_ROWS]]
+    from transformers import AutoTokenizer
+
+    return make_rows(AutoTokenizer.from_pretrained(arguments.model))
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What the process of one trainer does."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    rows = rows_to_use(arguments)
+    trainer, checkpointing = RUNS[arguments.work]
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"steps": arguments.steps + 1, "folder": folder}
+        if trainer == "trl":
+            clock = run_trl(arguments.model, rows, gradient_checkpointing=checkpointing, **options)
+        else:
+            clock = run_ours(arguments.model, rows, **options)
+    arguments.result.write_text(json.dumps(asdict(clock)))
+
+
+def table(results: dict[str, Clock]) -> str:
+    """The results in Markdown; ratios are TRL's default over each."""
+    first = next(iter(results.values()))
+    lines = [
+        "| trainer | s / step | CPU s / step | times TRL's speed | peak memory | of TRL's | loss | KL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, clock in results.items():
+        seconds, base = statistics.median(clock.seconds[1:]), statistics.median(first.seconds[1:])
+        lines.append(
+            f"| {name} | {seconds:.2f} | {statistics.median(clock.cpu_seconds[1:]):.2f} | {base / seconds:.2f} "
+            f"| {clock.peak_bytes / 1e9:.2f} GB | {clock.peak_bytes / first.peak_bytes:.2f} "
+            f"| {clock.losses[-1]:.6f} | {clock.kls[-1]:.6f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run each trainer in a process of its own and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--steps", type=int, default=3, help="steps that are counted, after one that is not")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=RUNS, action="append", help="run this one; may be given more than once")
+    parser.add_argument("--work", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        return work(arguments)
+
+    results = {}
+    quiet = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        rows_file = Path(folder) / "rows.jsonl"
+        rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows_to_use(arguments)))
+        for name in arguments.only or RUNS:
+            result = Path(folder) / "result.json"
+            options = {
+                "rows": rows_file,
+                "steps": arguments.steps,
+                "threads": arguments.threads,
+                "work": name,
+                "result": result,
+            }
+            flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+            subprocess.run([sys.executable, "-W", "ignore", __file__, str(arguments.model), *flags], check=True, env=quiet)
+            results[name] = Clock(**json.loads(result.read_text()))
+    print(f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads, {arguments.steps} steps\n")
+    print(table(results))
+    return None
+
+
+if __name__ == "__main__":
+    main()
