@@ -24,7 +24,7 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
         "model.global_batch_size=16",
         "model.micro_batch_size=1",
         "model.data.seq_length=64",
-        "model.optim.lr=2e-3",
+        "model.optim.lr=5e-4",
         "model.optim.sched.name=constant",
         "model.optim.sched.warmup_steps=2",
         "exp_manager.create_tensorboard_logger=false",

@@ -81,7 +81,7 @@ def one_rank(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_factory
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
     assert steps[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert all("val/loss" in step for step in steps[4::5])
-    assert abs(steps[-1]["train/loss"] - 0.5) > 0.01, "the policy must move, or equality proves nothing"
+    assert steps[-1]["val/rewards_margin"] > 0.1, "the policy must move, or equality proves nothing"
     return steps
 
 
