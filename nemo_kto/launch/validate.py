@@ -154,8 +154,9 @@ def _paths(cfg: KTOConfig) -> Found:
     key, folder = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
     if not folder:
         yield Problem(key, "must be given, got nothing; name the folder of a Hugging Face model")
-    elif not os.path.isdir(folder):
-        yield Problem(key, f"must be a folder that exists, got {folder}; download it or correct the path", (), True)
+    elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "trainer.json")):
+        form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
+        yield Problem(key, f"{form}, got {folder}; download it or correct the path", (), True)
     key, prefix = "model.data.data_prefix", cfg.model.data.data_prefix
     if not prefix:
         yield Problem(key, "must be given, got nothing; name a jsonl file, a folder or a list of them")
@@ -245,17 +246,8 @@ def _model(cfg: KTOConfig) -> Found:
         text = f"must be none, got {model.peft.peft_scheme}: adapters are not supported in this version"
         yield Problem("model.peft.peft_scheme", text)
     if model.fp8 is not None:
-        yield from _one_of("model.fp8", model.fp8, ("null", "e4m3", "hybrid"))
-        absent = [
-            what
-            for what, here in (("GPUs", cpu.on_gpu()), ("Transformer Engine", installed("transformer_engine")))
-            if not here
-        ]
-        if absent:
-            remedy = "set model.fp8=null, or install nemo-kto[gpu] on a machine with GPUs"
-            yield Problem(
-                "model.fp8", f"needs GPUs and Transformer Engine, got {model.fp8} without {' and '.join(absent)}; {remedy}"
-            )
+        text = f"must be null, got {model.fp8}: fp8 needs Transformer Engine and is not supported in this version"
+        yield Problem("model.fp8", text)
 
 
 def _recompute(cfg: KTOConfig) -> Found:

@@ -37,6 +37,7 @@ def pretend(folder: Path, body: str) -> dict[str, str]:
         f"import os, sys, time\n\ndef run(cfg):\n    rank = os.environ.get('RANK')\n{indented}\n"
     )
     (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
     return environment(modules)
 

@@ -21,18 +21,18 @@ WRONG = [
     "model.sequence_parallel=perhaps",
 ]
 SAID = """\
-nemo-kto: 9 mistakes in the configuration, nothing was started
+nemo-kto: 8 mistakes in the configuration, nothing was started
   model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; did you mean model.micro_batch_size?
   model.global_batch_size must be a whole number, got 'many'
   model.sequence_parallel must be true or false, got 'perhaps'
   trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got '5h'; e.g. trainer.max_time=00:03:45:00
-  pretrained_checkpoint.restore_from_path must be a folder that exists, got nowhere; download it or correct the path
+  pretrained_checkpoint.restore_from_path must be a Hugging Face folder (with config.json) or one of our checkpoints (with \
+trainer.json), got nowhere; download it or correct the path
   model.peft.peft_scheme must be none, got lora: adapters are not supported in this version
   model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.5]; e.g. model.optim.betas=[0.9,0.98]
   model.tensor_model_parallel_size * pipeline_model_parallel_size = 2 * 1 = 2 must divide the number of ranks, got 3; \
 use a multiple of 2 ranks (trainer.devices) or smaller sizes
 """
-SAID = SAID.replace("9 mistakes", "8 mistakes")
 
 
 def test_all_mistakes_at_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from nemo_kto.launch.schema import KTOConfig
 def good(tmp_path: Path) -> list[str]:
     """Overrides that name a model folder and a data file that exist."""
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
     return [
         f"pretrained_checkpoint.restore_from_path={tmp_path}/model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_type_hints
 
@@ -45,6 +46,28 @@ def test_a_default_is_what_hydra_makes_of_it() -> None:
 def test_the_page_in_docs_is_up_to_date() -> None:
     page = REPOSITORY / "docs" / "configuration.md"
     assert page.read_text() == keys.as_markdown(), "python -m nemo_kto.launch.keys > docs/configuration.md"
+
+
+def test_every_key_is_read_by_something() -> None:
+    """A key that is accepted and changes nothing would be a lie."""
+    launch = REPOSITORY / "nemo_kto" / "launch"
+    code = "".join((launch / name).read_text() for name in ("build.py", "cli.py", "ranks.py"))
+    handed_on_whole = ("exp_manager.wandb_logger_kwargs.", "exp_manager.mlflow_logger_kwargs.")
+    only_one_value = {  # validate.py refuses all others
+        "model.virtual_pipeline_model_parallel_size",
+        "model.context_parallel_size",
+        "model.expert_model_parallel_size",
+        "model.fp8",
+        "model.peft.peft_scheme",
+        "model.optim.name",
+    }
+    within_yaml = {"exp_manager.exp_dir", "exp_manager.name"}  # explicit_log_dir is made of them
+    unread = [
+        key.name
+        for key in keys.all_keys()
+        if not re.search(rf"\.{key.name.rsplit('.', 1)[-1]}\b", code) and not key.name.startswith(handed_on_whole)
+    ]
+    assert sorted(unread) == sorted((only_one_value | within_yaml) & set(unread))
 
 
 def test_kto_adds_to_the_shared_files_and_repeats_nothing() -> None:
