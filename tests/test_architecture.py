@@ -46,7 +46,7 @@ ROOMS = {
         own=names("losses"),
         outside=names("torch numpy"),
         never=names("torch.distributed torch.cuda"),
-        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("dataset.py"))),
+        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("cache.py dataset.py"))),
     ),
     "parallel": Room(outside=names("torch numpy megatron.core")),
     "models": Room(
@@ -66,7 +66,7 @@ ROOMS = {
     "algorithms": Room(own=names("data telemetry"), outside=names("torch"), never=names("torch.distributed torch.cuda")),
     "launch": Room(
         own=names("losses data parallel models checkpoint telemetry algorithms"),
-        outside=names("torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric"),
+        outside=names("torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric psutil"),
     ),
 }
 # The one file that may name torch.cuda.

@@ -135,18 +135,22 @@ class DPOTrainer:
         self.step = 0
         self.skipped_steps = 0
         self.monitored: dict[str, float] = {}
-        self.steps_per_epoch = cfg.steps_per_epoch(len(train_dataloader.batch_sampler))
-        self.max_steps = cfg.total_steps(len(train_dataloader.batch_sampler))
+        self._step_sums: Mapping[str, float] = {}
+        self._set_lengths(len(train_dataloader.batch_sampler))
+
+    def _set_lengths(self, batches: int) -> None:
+        self.steps_per_epoch = self.cfg.steps_per_epoch(batches)
+        self.max_steps = self.cfg.total_steps(batches)
         if self.max_steps < 1:
             raise ValueError(
                 f"the run must have at least one step, got {self.max_steps}; "
                 "raise max_epochs, max_steps or limit_train_batches"
             )
-        self.val_interval = interval_steps(cfg.val_check_interval, self.steps_per_epoch)
-        self.save_interval = interval_steps(cfg.save_interval, self.steps_per_epoch)
+        self.val_interval = interval_steps(self.cfg.val_check_interval, self.steps_per_epoch)
+        self.save_interval = interval_steps(self.cfg.save_interval, self.steps_per_epoch)
         self.val_batches = 0
-        if val_dataloader is not None:
-            self.val_batches = limited(len(val_dataloader.batch_sampler), cfg.limit_val_batches)
+        if self.val_dataloader is not None:
+            self.val_batches = limited(len(self.val_dataloader.batch_sampler), self.cfg.limit_val_batches)
 
     @property
     def epoch(self) -> int:
@@ -203,8 +207,8 @@ class DPOTrainer:
             success, grad_norm, _ = self.optimizer.step()
         self.step += 1
         self.skipped_steps += not success
+        self._step_sums = metrics.sums
         self._must_be_finite("gradient norm", float(grad_norm))
-        self._count_tokens = dict(metrics.sums)
         return dict(metrics) | {
             "grad_norm": float(grad_norm),
             "lr": self.optimizer.param_groups[0]["lr"],
@@ -285,7 +289,7 @@ class DPOTrainer:
         report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
         report["timing/step_time"] = seconds
         if self.throughput is not None:
-            tokens, positions = (int(self._count_tokens[name]) for name in ("tokens", "positions"))
+            tokens, positions = (int(self._step_sums[name]) for name in ("tokens", "positions"))
             self.throughput.update(seconds=seconds, tokens=tokens, positions=positions)
             report |= {f"perf/{name}": value for name, value in self.throughput.report_and_reset().items()}
         self.monitored |= {f"train_{name}": value for name, value in metrics.items()}

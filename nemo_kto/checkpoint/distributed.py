@@ -62,6 +62,12 @@ def hugging_face_folder(path: Path) -> Path | None:
     return path / "hf" if (path / "trainer.json").is_file() else None
 
 
+def checkpoint_dtype(path: Path) -> torch.dtype:
+    """The dtype of the weights in a checkpoint."""
+    info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
+
+
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Load the weights of a checkpoint, at whatever layout it was written, and nothing else."""
     loaded = dist_checkpointing.load(_model_state(chunks), str(path / "state"))
@@ -127,7 +133,9 @@ class CheckpointManager:
         )
         torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
         state.barrier()
-        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "layout": _layout(), "versions": _versions()}
+        dtype = str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
+        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": dtype}
+        info |= {"layout": _layout(), "versions": _versions()}
         _on_rank_zero(lambda: self._publish(partial, final, info))
 
     def load_latest(self) -> dict[str, int] | None:
@@ -231,13 +239,14 @@ def _versions() -> dict[str, str]:
 
 
 def _rng_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kept = np.random.get_state(legacy=False)
+    assert isinstance(kept, dict)
     return {
         "torch": torch.get_rng_state(),
         "device": cpu.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "numpy": json.dumps(kept, default=np.ndarray.tolist),
     }
 
 
@@ -246,8 +255,7 @@ def _set_rng_state(kept: Mapping[str, Any]) -> None:
     cpu.set_rng_state(kept["device"])
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
-    kind, keys, *rest = kept["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(json.loads(kept["numpy"]))
 
 
 def _is_weight(folder: str, names: list[str]) -> list[str]:

@@ -15,14 +15,23 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.dpo import TrainerConfig
 from nemo_kto.algorithms.kto import KTOTrainer
-from nemo_kto.checkpoint.distributed import CheckpointManager, hugging_face_folder, load_weights_only
+from nemo_kto.checkpoint.distributed import (
+    CheckpointManager,
+    checkpoint_dtype,
+    find_checkpoints,
+    hugging_face_folder,
+    load_weights_only,
+)
 from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.data.dataset import build_kto_splits
+from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.data.dataset import KTODataset, build_kto_splits
 from nemo_kto.data.loader import build_kto_dataloader
+from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.schema import GPTConfig, KTOConfig
 from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
@@ -74,8 +83,7 @@ def train_kto(cfg: KTOConfig) -> None:
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     """The model at ``source`` (a Hugging Face folder or one of our checkpoints), on this rank's share of the layout."""
-    own = hugging_face_folder(source)
-    folder = own or source
+    folder = hugging_face_folder(source) or source
     architecture = read_architecture(folder, tensor_parallel=cfg.tensor_model_parallel_size)
     gpt = build_gpt(
         architecture,
@@ -90,21 +98,43 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
     )
     chunks = wrap_data_parallel([gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer)
-    if own is not None:
-        load_weights_only(source, chunks)
-    else:
+    if folder == source:
         load_weights(chunks, architecture, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Policy(folder=folder, architecture=architecture, tokenizer=tokenizer, chunks=chunks)
+    else:
+        load_weights_only(source, chunks)
+    return Policy(folder=folder, architecture=architecture, tokenizer=load_tokenizer(folder), chunks=chunks)
 
 
 def export_policy(policy: Policy, out: Path, *, max_shard_size_gb: float) -> None:
     """Write the model in Hugging Face format; every rank takes part."""
-    export(
-        policy.chunks, policy.architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9)
-    )
+    export(policy.chunks, policy.architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
     if state.is_rank_zero():
         print(f"aligned model in Hugging Face format: {out}", flush=True)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, max_shard_size_gb: float = 5.0) -> None:
+    """Write one of our own checkpoints in Hugging Face format, on this one process.
+
+    Args:
+        checkpoint: a checkpoint, or a run folder, whose newest one is taken.
+        out: folder to write to.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+    """
+    if hugging_face_folder(checkpoint) is None:
+        complete = find_checkpoints(checkpoint / "checkpoints")
+        if not complete:
+            raise FileNotFoundError(f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none")
+        checkpoint = complete[-1].folder
+    state.start(layout=state.Layout(), seed=0)
+    folder = checkpoint / "hf"
+    architecture = read_architecture(folder, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint))
+    load_weights_only(checkpoint, [gpt])
+    policy = Policy(folder=folder, architecture=architecture, tokenizer=load_tokenizer(folder), chunks=[gpt])
+    export_policy(policy, out, max_shard_size_gb=max_shard_size_gb)
+    state.stop()
 
 
 def build_kto_trainer(cfg: KTOConfig, policy: Policy) -> KTOTrainer:
@@ -203,9 +233,10 @@ def build_kto_dataloaders(cfg: KTOConfig, tokenizer: PreTrainedTokenizerBase, *,
             seed=cfg.model.seed,
         )
 
-    def loader(dataset: Any, *, training: bool) -> Any:
-        if dataset is None:
-            return None
+    if splits.train is None:
+        raise DataError(f"model.data.data_prefix must give training rows, got none for splits_string={data.splits_string!r}")
+
+    def loader(dataset: KTODataset, *, training: bool) -> DataLoader[dict[str, torch.Tensor]]:
         sampler = GlobalBatchSampler(
             num_rows=len(dataset),
             global_batch_size=cfg.model.global_batch_size,
@@ -229,7 +260,8 @@ def build_kto_dataloaders(cfg: KTOConfig, tokenizer: PreTrainedTokenizerBase, *,
             pin_memory=cpu.on_gpu(),
         )
 
-    return loader(splits.train, training=True), loader(splits.validation, training=False)
+    validation = None if splits.validation is None else loader(splits.validation, training=False)
+    return loader(splits.train, training=True), validation
 
 
 def build_checkpoint_manager(cfg: KTOConfig, policy: Policy, optimizer: Any, scheduler: Any) -> CheckpointManager:

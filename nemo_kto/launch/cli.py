@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import nemo_kto
+from nemo_kto import __version__
 from nemo_kto.launch import compose, ranks
 from nemo_kto.launch.schema import KTOConfig, KTOTrainerConfig
 from nemo_kto.launch.validate import Problem, find_problems
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command == "export":
         _export(arguments[1:])
     elif command == "--version":
-        print(f"nemo-kto {nemo_kto.__version__}")
+        print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
         print(_USAGE, end="")
     else:

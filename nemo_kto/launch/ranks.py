@@ -29,7 +29,7 @@ _LIKELY_CAUSE = {-signal.SIGTERM: 2}  # after other signals (0) and after errors
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The ranks this process is one of.
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoopConfig:
     """trainer.kto: the training loop."""
 
@@ -22,7 +22,7 @@ class LoopConfig:
     gradient_clip_val: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MachineConfig:
     """trainer, without the loop of one algorithm."""
 
@@ -34,14 +34,14 @@ class MachineConfig:
     timeout_minutes: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class KTOTrainerConfig(MachineConfig):
     """trainer."""
 
     kto: LoopConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WandbConfig:
     """exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
 
@@ -52,7 +52,7 @@ class WandbConfig:
     offline: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MLflowConfig:
     """exp_manager.mlflow_logger_kwargs: arguments of Lightning's MLFlowLogger."""
 
@@ -61,7 +61,7 @@ class MLflowConfig:
     tracking_uri: str | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CheckpointConfig:
     """exp_manager.checkpoint_callback_params."""
 
@@ -70,7 +70,7 @@ class CheckpointConfig:
     save_top_k: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ExpManagerConfig:
     """exp_manager: the run folder and what is written there."""
 
@@ -86,21 +86,21 @@ class ExpManagerConfig:
     checkpoint_callback_params: CheckpointConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PretrainedConfig:
     """pretrained_checkpoint."""
 
     restore_from_path: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PeftConfig:
     """model.peft."""
 
     peft_scheme: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScheduleConfig:
     """model.optim.sched."""
 
@@ -109,7 +109,7 @@ class ScheduleConfig:
     min_lr: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OptimConfig:
     """model.optim."""
 
@@ -122,7 +122,7 @@ class OptimConfig:
     sched: ScheduleConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataConfig:
     """model.data; data_prefix is a text, a list, or a mapping from split to either."""
 
@@ -137,7 +137,7 @@ class DataConfig:
     eod_mask_loss: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GPTConfig:
     """model, without the block of one algorithm."""
 
@@ -160,7 +160,7 @@ class GPTConfig:
     data: DataConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PolicyConfig:
     """What model.kto shares with other algorithms."""
 
@@ -169,7 +169,7 @@ class PolicyConfig:
     log_prob_forward_micro_batch_size: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class KTOLossConfig(PolicyConfig):
     """model.kto."""
 
@@ -178,14 +178,14 @@ class KTOLossConfig(PolicyConfig):
     undesirable_loss_weight: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class KTOModelConfig(GPTConfig):
     """model."""
 
     kto: KTOLossConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ExportConfig:
     """export: the aligned model in Hugging Face format."""
 
@@ -194,7 +194,7 @@ class ExportConfig:
     max_shard_size_gb: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class KTOConfig:
     """The whole configuration of `nemo-kto kto`."""
 

@@ -223,7 +223,8 @@ def _answer_rng_calls() -> None:
 
 
 def _is_cuda(where: Any) -> bool:
-    return (isinstance(where, str) and where.startswith("cuda")) or (isinstance(where, torch.device) and where.type == "cuda")
+    name = where.type if isinstance(where, torch.device) else where
+    return isinstance(name, str) and name.startswith("cuda")
 
 
 def _map_cuda_literals() -> None:

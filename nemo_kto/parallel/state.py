@@ -66,10 +66,11 @@ def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=3
     """
     cpu.enter()
     if not dist.is_initialized():
+        backend = cpu.communication_backend()
         if "RANK" not in os.environ:  # one process by itself needs no rendezvous
-            dist.init_process_group(cpu.communication_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(cpu.communication_backend(), timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout)
     layout.data(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -31,7 +31,9 @@ def make_batch() -> dict[str, torch.Tensor]:
     return batch
 
 
-def kto_step(policy: Path, reference: Path, out: Path, layout: dict[str, Any], micro_batch_size: int) -> tuple[float, dict[str, float]]:
+def kto_step(
+    policy: Path, reference: Path, out: Path, layout: dict[str, Any], micro_batch_size: int
+) -> tuple[float, dict[str, float]]:
     """On a rank: one step without the optimizer; the gradients are exported as if they were weights."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -88,7 +90,9 @@ def kto_step(policy: Path, reference: Path, out: Path, layout: dict[str, Any], m
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, float], Any]:
+def oracle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, dict[str, float], Any]:
     """Policy, reference, and what transformers and autograd say of the step between them."""
     from transformers import AutoModelForCausalLM
 
@@ -137,7 +141,9 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_gradient(case: str, oracle: tuple[Path, Path, dict[str, float], Any], ranks: RankPool, tmp_path: Path) -> None:
+def test_every_gradient(
+    case: str, oracle: tuple[Path, Path, dict[str, float], Any], ranks: RankPool, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
     policy, reference, expected, gradients = oracle

@@ -73,7 +73,9 @@ def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def one_rank(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
     folder = tmp_path_factory.mktemp("one_rank")
     ranks.run(1, train, tiny_llama, kto_rows, folder, 1, [])
     steps = trajectory(folder)

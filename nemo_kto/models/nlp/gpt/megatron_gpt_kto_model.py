@@ -10,7 +10,7 @@ import torch
 from nemo_kto.losses.kto import LOSSES, kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.sequence import valid_rows
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import Batch, MegatronGPTModel, Rows, rows_of
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import Batch, MegatronGPTModel, rows_of
 from nemo_kto.models.reference import SwappedReference
 from nemo_kto.parallel import cpu
 from nemo_kto.parallel.reduce import global_sums, sum_over_data_parallel

@@ -59,11 +59,21 @@ class Rows:
         The sum over rows does not care for their order, and padding is work for nothing. Widths are multiples of
         ``multiple`` (sequence parallelism shards them).
         """
+        return [self._micro_batch(rows_b, multiple) for rows_b in self._by_length(size)]
+
+    def positions(self, size: int, *, multiple: int) -> int:
+        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
+        return sum(len(rows_b) * self._width(rows_b, multiple) for rows_b in self._by_length(size))
+
+    def _by_length(self, size: int) -> Sequence[torch.Tensor]:
         order = torch.argsort(self.lengths_B, descending=True, stable=True)
-        return [self._micro_batch(rows, multiple) for rows in order.split(size)] if len(self) else []
+        return order.split(size) if len(self) else []
+
+    def _width(self, rows_b: torch.Tensor, multiple: int) -> int:
+        return -(-int(self.lengths_B[rows_b].max()) // multiple) * multiple
 
     def _micro_batch(self, rows_b: torch.Tensor, multiple: int) -> MicroBatch:
-        width = -(-int(self.lengths_B[rows_b].max()) // multiple) * multiple
+        width = self._width(rows_b, multiple)
         there = cpu.device()
 
         def cut(values_BS: torch.Tensor) -> torch.Tensor:
@@ -143,6 +153,7 @@ class MegatronGPTModel(ABC):
         self.phase = phase
         self.config = get_model_config(self.chunks[0])
         self.config.finalize_model_grads_func = finalize_model_grads
+        self._last_gpt: Any = unwrap_model(self.chunks[-1])
         self._width_multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
     @abstractmethod
@@ -155,8 +166,7 @@ class MegatronGPTModel(ABC):
 
     def token_sums(self, rows: Rows) -> dict[str, torch.Tensor]:
         """``tokens`` of the rows, and the ``positions`` that their micro-batches carry, padding included."""
-        micro_batches = rows.micro_batches(self.micro_batch_size, multiple=self._width_multiple)
-        positions = sum(micro_batch.tokens_bs.numel() for micro_batch in micro_batches)
+        positions = rows.positions(self.micro_batch_size, multiple=self._width_multiple)
         return {"tokens": rows.lengths_B.sum(), "positions": torch.tensor(positions)}
 
     def prepare_for_training_step(self) -> None:
@@ -240,7 +250,7 @@ class MegatronGPTModel(ABC):
         row_T, position_T, target_T = response_positions(micro_batch.labels_bs)
         logps_T = vocab_parallel_logprobs(
             hidden_sbh.flatten(0, 1)[position_T * num_rows + row_T],
-            unwrap_model(self.chunks[-1]).output_weight(),
+            self._last_gpt.output_weight(),
             target_T,
             vocab_size=self.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
