@@ -65,7 +65,7 @@ class Clock:
 
 
 def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of random words whose lengths are spread over the allowed range, the longest row as long as allowed."""
+    """Rows of random words whose lengths are spread evenly over the allowed range."""
     draw = random.Random(seed)
     words = "time people water light house story river garden letter music winter summer morning paper stone bridge".split()
 
@@ -77,13 +77,13 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
         return bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)
 
     rows = [
-        # one token of the response is left for the end of the text
         {
-            "prompt": text(length(PROMPT_TOKENS, i)),
-            "completion": " " + text(length(RESPONSE_TOKENS, i) - 1),
-            "label": i % 2 == 0,
+            "prompt": text(length(PROMPT_TOKENS, index)),
+            # two tokens are left for the space, which may be one, and for the end of the text
+            "completion": " " + text(length(RESPONSE_TOKENS, index) - 2),
+            "label": index % 2 == 0,
         }
-        for i in range(NUM_ROWS)
+        for index in range(NUM_ROWS)
     ]
     draw.shuffle(rows)
     return rows
