@@ -24,6 +24,10 @@ from nemo_kto.launch import compose
             "trainer.max_epochs is not a key of the configuration, got trainer.max_epochs=3; "
             "did you mean trainer.kto.max_epochs?",
         ),
+        (
+            "optim.name=sgd",
+            "optim.name is not a key of the configuration, got optim.name=sgd; did you mean model.optim.name?",
+        ),
         ("warmup=3", "warmup is not a key of the configuration, got warmup=3; `nemo-kto kto --help` lists all keys"),
         (
             "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads

@@ -11,12 +11,12 @@ from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 def test_figures_over_two_steps() -> None:
     meter = ThroughputMeter(world_size=4, peak_memory=lambda: 9_500_000_000, peak_flops=1000.0)
     meter.update(seconds=1.5, tokens=300, positions=400, flops=4000.0)
-    meter.update(seconds=0.5, tokens=100, positions=400, flops=2000.0)
+    meter.update(seconds=0.5, tokens=100, positions=600, flops=2000.0)
     assert meter.report_and_reset() == pytest.approx(
         {
             "tokens_per_sec": 200.0,
             "tokens_per_sec_per_rank": 50.0,
-            "padding_share": 0.5,
+            "padding_share": 0.6,
             "peak_memory_gb": 9.5,
             "mfu": 6000.0 / 2.0 / 4000.0,
         }
