@@ -1,6 +1,6 @@
 """Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to go on as if nothing had happened.
 
-    checkpoints/step=000100/
+    checkpoints/step_000100/
       state/        weights, optimizer and schedule, loadable at any layout
       rng/          generators of each rank, used at the same layout
       hf/           configuration and tokenizer: the checkpoint needs no other folder
@@ -32,11 +32,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from nemo_kto.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from nemo_kto.parallel import cpu, state
 
-_NAME = re.compile(r"step=(\d+)")
-# canonical tensors of the shapes of the weights: any layout can read them
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+_NAME = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class CheckpointManager:
             RuntimeError: it could not be written; says why on every rank.
         """
         step = trainer_state["step"]
-        partial, final = self.folder / f".writing-step={step:06d}", self.folder / f"step={step:06d}"
+        partial, final = self.folder / f".writing-step_{step:06d}", self.folder / f"step_{step:06d}"
         if final.exists():  # the run was stopped right after it, and nothing has changed since
             return
         _on_rank_zero(lambda: self._begin(partial))
@@ -152,9 +151,8 @@ class CheckpointManager:
         newest = checkpoints[-1]
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         _load_model(self.chunks, loaded)
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
-        _set_adam_step(self.optimizer, loaded["adam_step"])
         if newest.info["layout"] == _layout():
             _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
         return {name: int(value) for name, value in newest.info["trainer"].items()}
@@ -162,9 +160,8 @@ class CheckpointManager:
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         model = _model_state(self.chunks)
         sharded = model if len(self.chunks) > 1 else model["model0"]
-        adam_step = _adam_step(self.optimizer)  # before the next line gives the optimizer a state to be overwritten
-        optimizer = self.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=_METADATA)
-        return {**model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "adam_step": adam_step}
+        optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
+        return {**model, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _begin(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -205,25 +202,6 @@ def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def _load_model(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
     for number, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{number}"])
-
-
-def _torch_optimizers(optimizer: Any) -> list[Any]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None]
-
-
-def _adam_step(optimizer: Any) -> int:
-    """Steps that torch's Adam has counted; 0 where the optimizer counts in its groups, which megatron-core restores."""
-    steps = {int(kept["step"]) for inner in _torch_optimizers(optimizer) for kept in inner.state.values() if "step" in kept}
-    return max(steps, default=0)
-
-
-def _set_adam_step(optimizer: Any, step: int) -> None:
-    """Give every parameter a counter of its own: megatron-core gives all of them one, which then counts them all."""
-    for inner in _torch_optimizers(optimizer):
-        for kept in inner.state.values():
-            if "step" in kept:
-                kept["step"] = torch.tensor(float(step))
 
 
 def _layout() -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""One KTO step against plain autograd over transformers: loss, z0 and the gradient of every single parameter, at every layout."""
+"""One KTO step against plain autograd over transformers: loss, z0 and the gradient of every single parameter, at
+every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -143,7 +143,7 @@ class MegatronGPTModel(ABC):
             logprob_chunk_size: tokens whose logits exist at the same time.
             phase: names the phases of a step to a timer.
         """
-        self.chunks = list(chunks)
+        self.chunks: list[Any] = list(chunks)
         self.reference = reference
         self.vocab_size = vocab_size
         self.micro_batch_size = micro_batch_size
@@ -153,7 +153,7 @@ class MegatronGPTModel(ABC):
         self.phase = phase
         self.config = get_model_config(self.chunks[0])
         self.config.finalize_model_grads_func = finalize_model_grads
-        self._last_gpt: Any = unwrap_model(self.chunks[-1])
+        self._last_gpt: Any = unwrap_model(self.chunks[-1])  # on the last stage it has the output weight
         self._width_multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
     @abstractmethod

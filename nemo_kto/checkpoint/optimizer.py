@@ -1,0 +1,64 @@
+"""The optimizer's state in and out of a checkpoint, where megatron-core needs help with torch's Adam.
+
+Without Transformer Engine and apex the optimizer is torch's AdamW, which counts its steps in a tensor a parameter. Those
+counters are not weights and go their own way here: one number, saved and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# canonical tensors, in the shapes of the weights: any layout can read them
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def optimizer_state(optimizer: Any, model_state: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    """The optimizer's sharded state: what to save, or the form to load into.
+
+    Args:
+        optimizer: megatron-core's.
+        model_state: sharded state of the model.
+        is_loading: give the optimizer a state first, if it has none, for the load to overwrite.
+    """
+    step = _adam_step(optimizer)
+    if is_loading:
+        for part in _parts(optimizer):
+            if hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
+                part._init_optimizer_states_with_dummy_values()
+    sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+    return {"optimizer": sharded, "adam_step": step}
+
+
+def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
+    """Put back what :func:`optimizer_state` saved."""
+    parts = _parts(optimizer)
+    states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
+    for part, its_state in zip(parts, states, strict=True):
+        # megatron-core would look for Adam's counters among the saved tensors, so these are loaded without them
+        tensors = its_state.pop("param_state", None)
+        part.load_state_dict(its_state)
+        if tensors is not None:
+            for kept in part.optimizer.state.values():
+                kept.pop("step", None)
+            part.load_parameter_state_from_fully_reshardable(tensors)
+        if _is_torch_adam(part.optimizer):
+            for kept in part.optimizer.state.values():
+                # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
+                kept["step"] = torch.tensor(float(loaded["adam_step"]))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Adam)  # AdamW is one too
+
+
+def _adam_step(optimizer: Any) -> int:
+    """Steps that torch's Adam has counted; 0 for others, which count in their groups, and megatron-core restores those."""
+    inner = [part.optimizer for part in _parts(optimizer) if _is_torch_adam(part.optimizer)]
+    return max((int(kept["step"]) for one in inner for kept in one.state.values() if "step" in kept), default=0)
