@@ -68,15 +68,19 @@ class TrainerConfig:
 def limited(batches: int, limit: int | float) -> int:
     """How many of ``batches`` a limit lets through: a float is a fraction of them, never less than one unless it is 0."""
     if isinstance(limit, float):
-        return min(batches, max(1, int(batches * limit))) if limit > 0 else 0
+        return min(batches, max(1, _part(batches, limit))) if limit > 0 else 0
     return min(batches, limit)
 
 
 def interval_steps(interval: int | float, steps_per_epoch: int) -> int:
     """Steps between two events; a float is a fraction of an epoch, never less than one step; 0 is never."""
     if isinstance(interval, float):
-        return max(1, int(interval * steps_per_epoch)) if interval > 0 else 0
+        return max(1, _part(steps_per_epoch, interval)) if interval > 0 else 0
     return interval
+
+
+def _part(whole: int, fraction: float) -> int:
+    return int(whole * fraction + 1e-9)  # 0.29 of 100 is 28.999999999999996 in floating point
 
 
 class DPOTrainer:
@@ -204,20 +208,27 @@ class DPOTrainer:
         self._must_be_finite("loss", loss)
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
-            success, grad_norm, _ = self.optimizer.step()
+            updated, grad_norm, _ = self.optimizer.step()
+        report = dict(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]}
+        if updated and grad_norm is not None:  # a step that was skipped, or is not clipped, may have none
+            self._must_be_finite("gradient norm", float(grad_norm))
+            report["grad_norm"] = float(grad_norm)
         self.step += 1
-        self.skipped_steps += not success
+        self.skipped_steps += not updated
         self._step_sums = metrics.sums
-        self._must_be_finite("gradient norm", float(grad_norm))
-        return dict(metrics) | {
-            "grad_norm": float(grad_norm),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "skipped_steps": self.skipped_steps,
-        }
+        return report | {"skipped_steps": self.skipped_steps}
 
     @torch.no_grad()
     def run_validation(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over the validation rows, each row weighing the same."""
+        """Loss and metrics over the validation rows, each row weighing the same.
+
+        Raises:
+            ValueError: there are no validation rows.
+        """
+        if not self.val_batches:
+            raise ValueError(
+                "validation must have at least one batch, got none; give val_dataloader or raise limit_val_batches"
+            )
         batches = zip(range(self.val_batches), self.augment_dataloader(self.val_dataloader), strict=False)
         total = functools.reduce(
             operator.add, (self.model.get_loss_and_metrics(batch, forward_only=True)[1] for _, batch in batches)
@@ -243,13 +254,20 @@ class DPOTrainer:
 
     def state_dict(self) -> dict[str, int]:
         """Where the run stands, in whole numbers."""
-        return {"step": self.step, "epoch": self.epoch, "consumed_samples": self.consumed_samples}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "steps_per_epoch": self.steps_per_epoch,
+            "skipped_steps": self.skipped_steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from :meth:`state_dict`.
 
         Raises:
-            ValueError: the run it comes from had another global batch size.
+            ValueError: the run it comes from had another global batch size or epochs of another length, so that rows would
+                be used twice or never.
         """
         step, consumed = int(state["step"]), int(state["consumed_samples"])
         if consumed != step * self.cfg.global_batch_size:
@@ -257,7 +275,14 @@ class DPOTrainer:
                 f"global_batch_size must stay {consumed // max(step, 1)} in a run that goes on, got "
                 f"{self.cfg.global_batch_size}; start a new run in another folder"
             )
+        length = int(state.get("steps_per_epoch", self.steps_per_epoch))
+        if length != self.steps_per_epoch:
+            raise ValueError(
+                f"an epoch must stay {length} steps long in a run that goes on, got {self.steps_per_epoch}; take the same "
+                "training rows and limit_train_batches, or start a new run in another folder"
+            )
         self.step = step
+        self.skipped_steps = int(state.get("skipped_steps", 0))
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
         done = self.step % self.steps_per_epoch

@@ -1,0 +1,176 @@
+"""A least-squares model behind the trainers' real loop: its steps have a closed form, and it remembers the rows it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
+from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+
+LEARNING_RATE = 0.25
+
+
+def mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
+    return {"loss": sums["loss"] / sums["rows"], "rows": sums["rows"]}
+
+
+class Mean:
+    """Learns the mean of its rows: loss (w - x)^2 / 2 a row, so a step is w - lr (w - mean of the batch)."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        self.trained_on: list[list[float]] = []
+        self.validated_on: list[list[float]] = []
+        self.reference_passes = 0
+        self.prepared = 0
+        self.spoil: Callable[[int], float] = lambda step: 0.0
+
+    def get_loss_and_metrics(self, batch: dict[str, torch.Tensor], forward_only: bool) -> tuple[float, Metrics]:
+        rows = batch["x"]
+        (self.validated_on if forward_only else self.trained_on).append(rows.tolist())
+        losses = (self.weight - rows) ** 2 / 2 + self.spoil(len(self.trained_on))
+        if not forward_only:
+            losses.mean().backward()
+        metrics = Metrics({"loss": float(losses.sum().detach()), "rows": len(rows)}, mean_loss)
+        return metrics["loss"], metrics
+
+    def get_ref_policy_logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.reference_passes += 1
+        return torch.arange(2 * len(batch["x"]), dtype=torch.float32)
+
+    def prepare_for_training_step(self) -> None:
+        self.prepared += 1
+
+
+class Descent:
+    """Gradient descent with the answers of megatron-core's optimizers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.param_groups = [{"lr": 0.0}]
+        self.skip: set[int] = set()
+        self.calls = 0
+
+    def zero_grad(self) -> None:
+        self.weight.grad = None
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        self.calls += 1
+        if self.calls in self.skip:
+            return False, None, None
+        assert self.weight.grad is not None
+        norm = float(self.weight.grad.abs())
+        with torch.no_grad():
+            self.weight -= self.param_groups[0]["lr"] * self.weight.grad
+        return True, norm, None
+
+
+class Schedule:
+    """The full learning rate from the first step on; nothing before it."""
+
+    def __init__(self, optimizer: Descent) -> None:
+        self.optimizer = optimizer
+
+    def step(self, increment: int) -> None:
+        assert increment == 1
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE
+
+
+class Notebook:
+    """Logger and checkpoint callback in one: writes down what the trainer says."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.saved: list[tuple[dict[str, int], dict[str, float]]] = []
+        self.ended: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def finalize(self, status: str) -> None:
+        self.ended.append(status)
+
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
+        self.saved.append((dict(trainer_state), dict(metrics)))
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric."""
+        return [(step, metrics[name]) for step, metrics in self.logged if name in metrics]
+
+    def steps_with(self, name: str) -> list[int]:
+        return [step for step, _ in self.series(name)]
+
+    @property
+    def saved_steps(self) -> list[int]:
+        return [trainer_state["step"] for trainer_state, _ in self.saved]
+
+
+def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> DataLoader[Any]:
+    """Rows 0.0, 1.0, ... in global batches."""
+    sampler = GlobalBatchSampler(
+        num_rows=rows, global_batch_size=batch, seed=5, shuffle=training, drop_last=training, with_pairs=False
+    )
+    data = torch.arange(rows, dtype=torch.float64)
+    return DataLoader(
+        data.tolist(),  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=as_batch,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def as_batch(rows: list[float]) -> dict[str, torch.Tensor]:
+    return {"x": torch.tensor(rows, dtype=torch.float64)}
+
+
+class Run:
+    """A trainer and all its parts."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 20,
+        batch: int = 2,
+        val_rows: int | None = 5,
+        max_time: str | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        workers: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.model = Mean()
+        self.optimizer = Descent(self.model.weight)
+        self.notes = Notebook()
+        defaults: dict[str, Any] = {
+            "max_epochs": 1,
+            "max_steps": -1,
+            "val_check_interval": 0,
+            "save_interval": 0,
+            "limit_train_batches": 1.0,
+            "limit_val_batches": 1.0,
+            "global_batch_size": batch,
+        }
+        self.trainer = DPOTrainer(
+            cfg=TrainerConfig(**{**defaults, **settings}),
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=Schedule(self.optimizer),
+            train_dataloader=loader(rows, batch=batch, training=True, workers=workers),
+            val_dataloader=None if val_rows is None else loader(val_rows, batch=batch, training=False),
+            test_dataloader=None,
+            collate_fn=lambda raw: raw,
+            logger=self.notes,
+            ckpt_callback=self.notes,
+            run_timer=RunTimer(max_time=max_time, clock=clock),
+            timers=PhaseTimers(),
+        )
+
+    def fit(self) -> Run:
+        self.trainer.fit()
+        return self

@@ -1,0 +1,288 @@
+"""The loop of DPOTrainer over a model whose every step is known in closed form."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, interval_steps, limited
+from tests.unit.algorithms.parts import LEARNING_RATE, Run
+
+
+def closed_form(batches: list[list[float]]) -> float:
+    """The weight after steps on these batches."""
+    weight = 0.0
+    for batch in batches:
+        weight -= LEARNING_RATE * (weight - sum(batch) / len(batch))
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [
+        (0.1, list(range(1, 11))),
+        (0.01, list(range(1, 11))),  # never less than one step
+        (0.25, [2, 4, 6, 8, 10]),
+        (0.29, [2, 4, 6, 8, 10]),
+        (0.3, [3, 6, 9, 10]),
+        (1.0, [10]),
+        (1, list(range(1, 11))),
+        (4, [4, 8, 10]),
+        (99, [10]),
+        (0, [10]),  # never, but for the end
+        (0.0, [10]),
+    ],
+)
+def test_validations_and_checkpoints_fall_due_independently(interval: float, steps: list[int]) -> None:
+    validates = Run(val_check_interval=interval).fit().notes
+    assert (validates.steps_with("val/loss"), validates.saved_steps) == (steps, [10])
+    saves = Run(save_interval=interval).fit().notes
+    assert (saves.steps_with("val/loss"), saves.saved_steps) == ([10], steps)
+
+
+def test_fractions_are_exact() -> None:
+    assert interval_steps(0.29, 100) == limited(100, 0.29) == 29  # int(0.29 * 100) is 28
+    assert (limited(100, 0.001), limited(100, 0.0), limited(100, 7), limited(5, 7), limited(5, 2.0)) == (1, 0, 7, 5, 5)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(1.0, 10), (0.5, 5), (0.01, 1), (3, 3), (1, 1), (99, 10)])
+def test_limit_of_the_training_batches_shortens_every_epoch(limit: float, steps: int) -> None:
+    run = Run(limit_train_batches=limit, max_epochs=2).fit()
+    assert run.trainer.step == len(run.model.trained_on) == 2 * steps
+    assert run.trainer.epoch == 2
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, 3), (0.5, 1), (2, 2), (99, 3), (0, 0), (0.0, 0)])
+def test_limit_of_the_validation_batches(limit: float, batches: int) -> None:
+    run = Run(limit_val_batches=limit).fit()
+    assert len(run.model.validated_on) == batches
+    assert run.notes.steps_with("val/loss") == ([10] if batches else [])
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "steps"), [(1, -1, 10), (3, -1, 30), (3, 14, 14), (1, 99, 10), (2, 1, 1)]
+)
+def test_ends_at_whichever_comes_first(max_epochs: int, max_steps: int, steps: int) -> None:
+    run = Run(max_epochs=max_epochs, max_steps=max_steps).fit()
+    assert run.notes.steps_with("train/loss") == list(range(1, steps + 1))
+    assert run.notes.saved_steps == [steps]
+
+
+def test_every_row_once_an_epoch_and_another_order_each_time() -> None:
+    run = Run(max_epochs=3).fit()
+    epochs = [list(itertools.chain(*run.model.trained_on[10 * epoch : 10 * epoch + 10])) for epoch in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [[float(row) for row in range(20)]] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_steps_are_those_of_gradient_descent() -> None:
+    run = Run(max_epochs=2).fit()
+    assert float(run.model.weight) == pytest.approx(closed_form(run.model.trained_on), rel=1e-12)
+    first = run.model.trained_on[0]
+    losses, norms = run.notes.series("train/loss"), run.notes.series("train/grad_norm")
+    assert losses[0] == (1, sum(row**2 / 2 for row in first) / 2)
+    assert norms[0] == (1, sum(first) / 2), "the first step of the schedule already learns"
+    assert run.notes.series("train/lr")[0] == (1, LEARNING_RATE)
+    assert run.model.prepared == 20
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [1, 9, 10, 11, 19])
+def test_goes_on_in_the_middle_of_an_epoch_as_if_nothing_had_happened(stop: int, workers: int) -> None:
+    whole = Run(max_epochs=2).fit()
+    first = Run(max_epochs=2, max_steps=stop, workers=workers).fit()
+    state, _ = first.notes.saved[-1]
+    second = Run(max_epochs=2, workers=workers)
+    with torch.no_grad():
+        second.model.weight.copy_(first.model.weight)  # the part of the checkpoint that is not the trainer's
+    second.trainer.load_state_dict(state)
+    second.fit()
+    assert first.model.trained_on + second.model.trained_on == whole.model.trained_on
+    assert first.notes.series("train/loss") + second.notes.series("train/loss") == whole.notes.series("train/loss")
+    assert float(second.model.weight) == float(whole.model.weight)
+    assert second.notes.series("train/consumed_samples")[-1] == (20, 40)
+
+
+def test_a_run_that_is_done_does_nothing_more() -> None:
+    run = Run()
+    run.trainer.load_state_dict({"step": 10, "epoch": 1, "consumed_samples": 20})
+    run.fit()
+    assert (run.model.trained_on, run.notes.saved, run.notes.logged, run.notes.ended) == ([], [], [], ["success"])
+
+
+def test_state_is_whole_numbers() -> None:
+    run = Run(max_epochs=2, max_steps=13).fit()
+    expected = {"step": 13, "epoch": 1, "consumed_samples": 26, "steps_per_epoch": 10, "skipped_steps": 0}
+    assert run.trainer.state_dict() == expected == run.notes.saved[-1][0]
+    assert all(type(value) is int for value in expected.values())
+    big = 2**53 + 1  # a float would lose the last one
+    run.trainer.load_state_dict({"step": big, "epoch": 0, "consumed_samples": 2 * big})
+    assert run.trainer.state_dict()["consumed_samples"] == 2 * big
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"step": 5, "epoch": 0, "consumed_samples": 20}, "global_batch_size must stay 4 in a run that goes on, got 2"),
+        (
+            {"step": 5, "epoch": 0, "consumed_samples": 10, "steps_per_epoch": 8},
+            "an epoch must stay 8 steps long in a run that goes on, got 10",
+        ),
+    ],
+)
+def test_refuses_to_go_on_where_rows_would_be_used_twice_or_never(state: dict[str, int], message: str) -> None:
+    run = Run()
+    with pytest.raises(ValueError, match=message):
+        run.trainer.load_state_dict(state)
+    assert run.trainer.step == 0
+
+
+def test_validation_weighs_every_row_the_same_up_to_the_incomplete_batch() -> None:
+    run = Run(val_rows=5)
+    loss, metrics = run.trainer.run_validation()
+    assert [len(rows) for rows in run.model.validated_on] == [2, 2, 1]
+    assert loss == metrics["loss"] == sum(row**2 / 2 for row in range(5)) / 5  # a mean of means would be 3.583
+    assert metrics["rows"] == 5
+    assert run.model.weight.grad is None
+    assert run.model.trained_on == []
+
+
+def test_without_validation_rows() -> None:
+    run = Run(val_rows=None, val_check_interval=1).fit()
+    assert run.notes.steps_with("val/loss") == []
+    assert run.notes.saved_steps == [10]
+    with pytest.raises(ValueError, match="validation must have at least one batch, got none"):
+        run.trainer.run_validation()
+
+
+def test_validation_before_the_first_step_and_not_again_when_the_run_goes_on() -> None:
+    run = Run(val_at_start=True).fit()
+    assert run.notes.series("val/loss")[0] == (0, sum(row**2 / 2 for row in range(5)) / 5)
+    resumed = Run(val_at_start=True)
+    resumed.trainer.load_state_dict({"step": 4, "epoch": 0, "consumed_samples": 8})
+    assert resumed.fit().notes.steps_with("val/loss") == [10]
+
+
+def test_the_time_is_up() -> None:
+    run = Run(max_epochs=9, max_time="00:00:01:00")
+    run.trainer.run_timer._clock = lambda: 25.0 * len(run.model.trained_on)
+    run.fit()
+    assert run.notes.steps_with("train/loss") == [1, 2, 3]  # 75 seconds: the step that goes over is finished
+    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
+    assert run.notes.ended == ["success"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_does_harm(value: float) -> None:
+    run = Run(save_interval=1)
+    run.model.spoil = lambda step: value if step == 3 else 0.0
+    with pytest.raises(FloatingPointError, match=rf"the loss must be finite, got {value} at step 3; lower the"):
+        run.fit()
+    assert float(run.model.weight) == closed_form(run.model.trained_on[:2])
+    assert run.optimizer.calls == 2
+    assert run.notes.saved_steps == [1, 2]
+    assert run.notes.ended == ["failed"]
+
+
+def test_a_gradient_norm_that_is_not_finite_stops_the_run_with_the_number_of_its_step() -> None:
+    run = Run()
+    step = run.optimizer.step
+    run.optimizer.step = lambda: (True, math.inf if run.optimizer.calls == 2 else step()[1], None)  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match="the gradient norm must be finite, got inf at step 3"):
+        run.fit()
+    assert run.notes.saved == []
+
+
+def test_skipped_steps_are_counted_and_survive_a_restart() -> None:
+    run = Run()
+    run.optimizer.skip = {2, 5}
+    run.fit()
+    assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert 2 not in run.notes.steps_with("train/grad_norm")
+    again = Run(max_epochs=2)
+    again.trainer.load_state_dict(run.notes.saved[-1][0])
+    assert again.trainer.skipped_steps == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a disk is full")])
+def test_the_logger_is_finalized_on_every_way_out(error: BaseException) -> None:
+    run = Run(save_interval=3)
+
+    def save(*arguments: object) -> None:
+        raise error
+
+    run.trainer.ckpt_callback.save = save
+    with pytest.raises(type(error)):
+        run.fit()
+    assert run.notes.ended == ["failed"]
+    assert run.trainer.step == 3
+
+
+def test_what_is_logged() -> None:
+    run = Run(val_check_interval=5, save_interval=5).fit()
+    by_step: dict[int, set[str]] = {}
+    for step, metrics in run.notes.logged:
+        by_step.setdefault(step, set()).update(metrics)
+    every_step = {
+        f"train/{name}" for name in ("loss", "rows", "lr", "grad_norm", "skipped_steps", "epoch", "consumed_samples")
+    }
+    every_step |= {"timing/data", "timing/optimizer", "timing/step_time"}
+    assert by_step[1] == every_step
+    assert by_step[5] == every_step | {"val/loss", "val/rows", "timing/validation", "timing/checkpoint"}
+    assert [value for _, value in run.notes.series("train/epoch")] == [0] * 9 + [1]
+
+
+def test_the_monitor_finds_the_validation_loss_under_val_loss() -> None:
+    run = Run(val_check_interval=4, save_interval=6).fit()
+    losses = dict(run.notes.series("val/loss"))
+    assert [metrics["val_loss"] for _, metrics in run.notes.saved] == [losses[4], losses[10]]
+    assert run.notes.saved[0][1]["train_loss"] == dict(run.notes.series("train/loss"))[6]
+
+
+def test_step_time_includes_the_reference_pass() -> None:
+    run = Run(max_steps=1, val_rows=None)
+    reference = run.model.get_ref_policy_logprobs
+
+    def slow(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with run.trainer.timers.phase("reference"):
+            torch.randn(300, 300).matmul(torch.randn(300, 300))
+            return reference(batch)
+
+    run.model.get_ref_policy_logprobs = slow  # type: ignore[method-assign]
+    ((_, metrics), *_) = run.fit().notes.logged
+    parts = sum(metrics[f"timing/{name}"] for name in ("data", "reference", "optimizer"))
+    assert metrics["timing/reference"] > 0
+    assert metrics["timing/step_time"] >= parts
+
+
+def test_reference_log_probs_of_pairs() -> None:
+    run = Run()
+    run.trainer.collate_fn = lambda raw: {"x": raw["x"] + 100}
+    batch = next(run.trainer.augment_dataloader(run.trainer.val_dataloader))
+    assert batch["x"].tolist() == [100.0, 101.0], "collated before the reference sees it"
+    assert batch["ref_policy_log_probs_chosen"].tolist() == [0.0, 1.0]
+    assert batch["ref_policy_log_probs_rejected"].tolist() == [2.0, 3.0]
+
+
+def test_no_batch_is_fetched_that_is_not_used() -> None:
+    run = Run(max_epochs=2, max_steps=13, val_rows=None).fit()
+    assert run.model.reference_passes == 13
+
+
+def test_a_run_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="the run must have at least one step, got 0"):
+        Run(max_steps=0)
+
+
+def test_the_loop_stays_readable() -> None:
+    def lines(function: object) -> int:
+        return len(inspect.getsource(function).splitlines())  # type: ignore[arg-type]
+
+    assert lines(DPOTrainer.fit) + lines(DPOTrainer._fit) <= 45
+    assert lines(DPOTrainer.train_single_step) <= 25
+    assert "kto" not in inspect.getsource(inspect.getmodule(DPOTrainer)).lower().replace("nemo_kto", "")  # type: ignore[arg-type]
+    assert TrainerConfig.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""What KTOTrainer adds to the loop: the reference log-probs of samples and KL rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.algorithms import kto
+from nemo_kto.algorithms.kto import KTOTrainer
+from nemo_kto.data import collate
+from tests.unit.algorithms.parts import Run
+
+
+class Reference:
+    """Answers with one number a row: samples first, then KL rows."""
+
+    def get_ref_policy_logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = len(batch["preference"])
+        return -torch.arange(1.0, (2 if "kl_samples" in batch else 1) * rows + 1)
+
+
+def trainer(**changes: Any) -> KTOTrainer:
+    run = Run()
+    arguments = {
+        name: getattr(run.trainer, name)
+        for name in (
+            "cfg", "model", "optimizer", "scheduler", "train_dataloader", "val_dataloader", "test_dataloader", "logger",
+            "ckpt_callback", "run_timer",
+        )
+    }  # fmt: skip
+    return KTOTrainer(**{**arguments, "model": Reference(), **changes})
+
+
+def test_halves_of_the_reference_log_probs() -> None:
+    batch = {"preference": torch.tensor([1, 0, 1]), "kl_samples": torch.zeros(3, 4, dtype=torch.int64)}
+    (augmented,) = trainer().augment_dataloader([batch])
+    assert augmented["ref_policy_log_probs_samples"].tolist() == [-1.0, -2.0, -3.0]
+    assert augmented["ref_policy_log_probs_kl_samples"].tolist() == [-4.0, -5.0, -6.0]
+    assert sorted(batch) == ["kl_samples", "preference"], "the loader's own batch is left alone"
+
+
+def test_no_kl_rows() -> None:
+    (augmented,) = trainer().augment_dataloader([{"preference": torch.tensor([1, 0])}])
+    assert augmented["ref_policy_log_probs_samples"].tolist() == [-1.0, -2.0]
+    assert "ref_policy_log_probs_kl_samples" not in augmented
+
+
+def test_a_rank_without_rows_in_the_last_batch() -> None:
+    batch = {"preference": torch.zeros(0, dtype=torch.int64), "kl_samples": torch.zeros(0, 4, dtype=torch.int64)}
+    (augmented,) = trainer().augment_dataloader([batch])
+    assert augmented["ref_policy_log_probs_samples"].shape == augmented["ref_policy_log_probs_kl_samples"].shape == (0,)
+
+
+def test_takes_no_collate_fn_and_no_argument_by_position() -> None:
+    with pytest.raises(TypeError, match="collate_fn"):
+        trainer(collate_fn=lambda raw: raw)
+    with pytest.raises(TypeError, match="positional"):
+        KTOTrainer(None)  # type: ignore[misc]
+
+
+def test_aligners_import_path_of_the_collate_function() -> None:
+    assert kto.__all__ == ["KTOTrainer", "kto_custom_collate"]
+    assert kto.kto_custom_collate is collate.kto_custom_collate
