@@ -270,7 +270,12 @@ def main() -> None:
                 "result": result,
             }
             flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
-            subprocess.run([sys.executable, "-W", "ignore", __file__, str(arguments.model), *flags], check=True, env=quiet)
+            subprocess.run(
+                [sys.executable, "-W", "ignore", __file__, str(arguments.model), *flags],
+                check=True,
+                env=quiet,
+                stdout=sys.stderr,
+            )
             results[name] = Clock(**json.loads(result.read_text()))
     print(f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads, {arguments.steps} steps\n")
     print(table(results))
