@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_kto import __version__
+from nemo_kto.data.records import DataError
 from nemo_kto.launch import compose, ranks
 from nemo_kto.launch.schema import KTOConfig, KTOTrainerConfig
 from nemo_kto.launch.validate import Problem, find_problems
@@ -92,7 +93,10 @@ def _export(argv: Sequence[str]) -> None:
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     from nemo_kto.launch.build import export_checkpoint
 
-    export_checkpoint(arguments.checkpoint, arguments.out)
+    try:
+        export_checkpoint(arguments.checkpoint, arguments.out)
+    except FileNotFoundError as error:
+        parser.error(str(error))
 
 
 def main_kto(argv: Sequence[str] | None = None) -> None:
@@ -208,6 +212,9 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
         train_kto(typed)
     except KeyboardInterrupt:
         ranks.end(ranks.INTERRUPTED, world=world)
+    except DataError as error:  # says which rows; where in the program they were read helps nobody
+        print(f"nemo-kto: {error}", file=sys.stderr)
+        ranks.end(ranks.USAGE_ERROR, world=world)
     except Exception as error:
         ranks.fail(error, world=world)
 

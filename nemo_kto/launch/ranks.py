@@ -25,7 +25,7 @@ USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been
 INTERRUPTED = 128 + signal.SIGINT
 _LOCAL = "127.0.0.1"  # not the host name, which need not resolve
 _STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
-_LIKELY_CAUSE = {-signal.SIGTERM: 2}  # after other signals (0) and after errors (1)
+_LIKELY_CAUSE = {-signal.SIGTERM: 2, USAGE_ERROR: 0}  # other signals are 0 as well, errors 1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -136,7 +136,15 @@ def _first(failures: Iterable[Any]) -> Any:
 
     A rank that was killed is noticed late, after those that missed it; one that was ended by SIGTERM was not the cause.
     """
-    return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), failure.timestamp))
+    return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), _when(failure)))
+
+
+def _when(failure: Any) -> int:
+    """Nanoseconds; the time within the error file has whole seconds, and ranks fail within milliseconds of each other."""
+    try:
+        return os.stat(failure.error_file).st_mtime_ns
+    except OSError:
+        return int(failure.timestamp) * 10**9
 
 
 def _report(failure: Any, count: int) -> int:

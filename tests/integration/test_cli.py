@@ -31,11 +31,16 @@ dist.barrier()
 
 
 def ended(process_id: int) -> bool:
-    """True if the process is gone, or only waits for someone to ask how it ended."""
-    try:
-        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    """True if the process is gone within seconds, or only waits for someone to ask how it ended."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path) -> None:
@@ -83,6 +88,13 @@ def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_sh
     assert lines[0] == "nemo-kto: rank 1 of 2 failed; the other ranks were ended. Its error:"
     assert lines[-1] == "RuntimeError: enough"
     assert done.stderr.count("Traceback") == 1
+
+
+def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path) -> None:
+    body = "from nemo_kto.data.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
+    env = pretend(tmp_path, body + "time.sleep(300)")
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
 
 
 def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Path) -> None:

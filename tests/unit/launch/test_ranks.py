@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -81,11 +82,22 @@ class Failure:
     [
         ([Failure(0, 1, 20), Failure(1, 1, 10)], 1),  # who came first
         ([Failure(0, 1, 10), Failure(1, -9, 30)], 1),  # who was killed is noticed late
+        ([Failure(0, 1, 10), Failure(1, 2, 30)], 1),  # who has said what is wrong
         ([Failure(0, -15, 5), Failure(1, 1, 30)], 1),  # who was ended because of another
     ],
 )
 def test_the_failure_that_caused_the_others(failures: list[Failure], rank: int) -> None:
     assert ranks._first(failures).local_rank == rank
+
+
+def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    failures = [Failure(0, 1, 10), Failure(1, 1, 10)]
+    for failure, moment in zip(failures, (10.9, 10.8), strict=True):
+        file = tmp_path / str(failure.local_rank)
+        file.touch()
+        os.utime(file, (moment, moment))
+        failure.error_file = str(file)
+    assert ranks._first(failures).local_rank == 1
 
 
 @pytest.mark.parametrize(
