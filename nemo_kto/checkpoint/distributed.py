@@ -13,6 +13,7 @@ checkpoint's name is complete.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import random
@@ -31,11 +32,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
-from nemo_kto.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.parallel import cpu, state
 
 _NAME = re.compile(r"step_(\d+)")
+_NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,28 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints of a run, oldest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if (name := _NAME.fullmatch(path.name)) and (path / "trainer.json").is_file():
-            found.append(Checkpoint(path, int(name[1]), json.loads((path / "trainer.json").read_text(encoding="utf-8"))))
+        if name := _NAME.fullmatch(path.name):
+            if (info := _whole(path)) is not None:
+                found.append(Checkpoint(path, int(name[1]), info))
+            else:
+                logging.getLogger(__name__).warning("%s is damaged and not used: files are missing or cut short", path)
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _whole(path: Path) -> dict[str, Any] | None:
+    """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
+    try:
+        info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+        intact = all((path / name).stat().st_size == size for name, size in info["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return info if intact else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes of each file without which a checkpoint cannot be loaded."""
+    files = [file for part in ("state", "rng") for file in sorted((path / part).rglob("*")) if file.is_file()]
+    return {str(file.relative_to(path)): file.stat().st_size for file in files}
 
 
 def hugging_face_folder(path: Path) -> Path | None:
@@ -121,20 +143,21 @@ class CheckpointManager:
         """
         step = trainer_state["step"]
         partial, final = self.folder / f".writing-step_{step:06d}", self.folder / f"step_{step:06d}"
-        if final.exists():  # the run was stopped right after it, and nothing has changed since
-            return
         _on_rank_zero(lambda: self._begin(partial))
-        dist_checkpointing.save(
-            self._state(is_loading=False),
-            str(partial / "state"),
-            sharded_strategy=self._strategy,
-            validate_access_integrity=False,
-        )
-        torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
+        try:
+            dist_checkpointing.save(
+                self._state(is_loading=False),
+                str(partial / "state"),
+                sharded_strategy=self._strategy,
+                validate_access_integrity=False,
+            )
+            torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
+        except (Exception, CheckpointException) as error:  # torch's own is no Exception
+            raise RuntimeError(_NOT_WRITTEN.format(error)) from error
         state.barrier()
         dtype = str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
         info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": dtype}
-        info |= {"layout": _layout(), "versions": _versions()}
+        info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
         _on_rank_zero(lambda: self._publish(partial, final, info))
 
     def load_latest(self) -> dict[str, int] | None:
@@ -144,11 +167,19 @@ class CheckpointManager:
 
         Returns:
             The trainer's state; None if there is no checkpoint.
+
+        Raises:
+            ValueError: it holds the state of the other kind of optimizer.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
             return None
         newest = checkpoints[-1]
+        if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
+            raise ValueError(
+                f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
+                "change it back, or start a new run in another folder"
+            )
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         _load_model(self.chunks, loaded)
         load_optimizer_state(self.optimizer, loaded)
@@ -156,6 +187,19 @@ class CheckpointManager:
         if newest.info["layout"] == _layout():
             _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
         return {name: int(value) for name, value in newest.info["trainer"].items()}
+
+    def refuse_to_mix(self) -> None:
+        """Make sure that a run which starts anew has no checkpoints of another run beside its own.
+
+        Raises:
+            FileExistsError: it would have.
+        """
+        if checkpoints := find_checkpoints(self.folder):
+            raise FileExistsError(
+                f"a run that starts anew must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
+                f"the last of step {checkpoints[-1].step}; go on from it with exp_manager.resume_if_exists=true, or choose "
+                "another exp_manager.name"
+            )
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         model = _model_state(self.chunks)
@@ -171,14 +215,19 @@ class CheckpointManager:
         shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
 
     def _publish(self, partial: Path, final: Path, info: Mapping[str, Any]) -> None:
+        info = {**info, "files": _sizes(partial)}
         (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
         for file in partial.rglob("*"):
             _flush(file)
+        if final.exists():  # damaged, or it would have been gone on from
+            self._remove(final)
         partial.rename(final)
         _flush(self.folder)
         for checkpoint in self._unwanted():
-            doomed = checkpoint.folder.rename(self.folder / f".removing-{checkpoint.folder.name}")
-            shutil.rmtree(doomed)
+            self._remove(checkpoint.folder)
+
+    def _remove(self, checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint.rename(self.folder / f".removing-{checkpoint.name}"))
 
     def _unwanted(self) -> Iterator[Checkpoint]:
         *older, _ = find_checkpoints(self.folder)
@@ -260,4 +309,4 @@ def _on_rank_zero(action: Callable[[], None]) -> None:
             message = [f"{type(error).__name__}: {error}"]
     torch.distributed.broadcast_object_list(message, src=0)
     if message[0]:
-        raise RuntimeError(f"the checkpoint could not be written: {message[0]}; earlier checkpoints are untouched")
+        raise RuntimeError(_NOT_WRITTEN.format(message[0]))

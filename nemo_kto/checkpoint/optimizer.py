@@ -50,6 +50,11 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
 
 
+def is_distributed(optimizer: Any) -> bool:
+    """True if the state is spread over the data-parallel ranks: it is then stored in another form."""
+    return any(hasattr(part, "load_parameter_state_from_fully_reshardable") for part in _parts(optimizer))
+
+
 def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 

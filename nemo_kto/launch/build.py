@@ -166,7 +166,9 @@ def build_kto_trainer(cfg: KTOConfig, policy: Policy) -> KTOTrainer:
         weight_decay=optim.weight_decay,
     )
     checkpoints = build_checkpoint_manager(cfg, policy, optimizer, scheduler)
-    resumed = checkpoints.load_latest() if cfg.exp_manager.resume_if_exists else None
+    if not cfg.exp_manager.resume_if_exists:
+        checkpoints.refuse_to_mix()
+    resumed = checkpoints.load_latest()
     trainer = KTOTrainer(
         cfg=trainer_cfg,
         model=model,

@@ -29,10 +29,12 @@ class Mean:
         self.validated_on: list[list[float]] = []
         self.reference_passes = 0
         self.prepared = 0
+        self.graphs_kept = 0
         self.spoil: Callable[[int], float] = lambda step: 0.0
 
     def get_loss_and_metrics(self, batch: dict[str, torch.Tensor], forward_only: bool) -> tuple[float, Metrics]:
         rows = batch["x"]
+        self.graphs_kept += forward_only and torch.is_grad_enabled()
         (self.validated_on if forward_only else self.trained_on).append(rows.tolist())
         losses = (self.weight - rows) ** 2 / 2 + self.spoil(len(self.trained_on))
         if not forward_only:

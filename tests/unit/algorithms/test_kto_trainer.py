@@ -57,7 +57,7 @@ def test_takes_no_collate_fn_and_no_argument_by_position() -> None:
     with pytest.raises(TypeError, match="collate_fn"):
         trainer(collate_fn=lambda raw: raw)
     with pytest.raises(TypeError, match="positional"):
-        KTOTrainer(None)  # type: ignore[misc]
+        KTOTrainer(None)  # type: ignore[call-arg, misc]
 
 
 def test_aligners_import_path_of_the_collate_function() -> None:

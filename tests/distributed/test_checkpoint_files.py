@@ -1,0 +1,124 @@
+"""Which checkpoints are used, and what is left when a disk fails during a save."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from nemo_kto.checkpoint.distributed import CheckpointManager, find_checkpoints
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def run_folder(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on one rank, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("files") / "run"
+    ranks.run(1, train, tiny_llama, kto_rows, folder, 1, ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1"])
+    return folder
+
+
+def cut_short(checkpoint: Path) -> None:
+    shard = next((checkpoint / "state").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a shard is cut short": cut_short,
+    "a shard is missing": lambda checkpoint: next((checkpoint / "state").glob("*.distcp")).unlink(),
+    "generators are missing": lambda checkpoint: shutil.rmtree(checkpoint / "rng"),
+    "no trainer.json": lambda checkpoint: (checkpoint / "trainer.json").unlink(),
+    "half a trainer.json": lambda checkpoint: (checkpoint / "trainer.json").write_text('{"trainer": {"st'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_never_chosen(damage: str, run_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder / "checkpoints", tmp_path, dirs_exist_ok=True)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1, 2]
+    DAMAGES[damage](tmp_path / "step_000002")
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
+
+
+def test_goes_on_from_the_one_before_and_replaces_the_damaged_one(
+    run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
+    cut_short(tmp_path / "checkpoints" / "step_000002")
+    ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, ["trainer.kto.max_steps=2"])
+    before, after = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (run_folder, tmp_path))
+    last = [[row for row in map(json.loads, lines) if "train/loss" in row][-1] for lines in (before, after)]
+    assert last[0]["step"] == last[1]["step"] == 2
+    assert last[0]["train/loss"] == last[1]["train/loss"]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+def what_stops(*arguments: object) -> str:
+    """The error of a job, as text."""
+    try:
+        train(*arguments)  # type: ignore[arg-type]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "exp_manager.resume_if_exists=false",
+            "FileExistsError: a run that starts anew must have a folder without",
+        ),
+        (
+            "model.optim.use_distributed_optimizer=false",
+            "ValueError: use_distributed_optimizer must stay True in a run",
+        ),
+        ("model.global_batch_size=8", "ValueError: global_batch_size must stay 16 in a run that goes on, got 8"),
+        ("trainer.kto.limit_train_batches=2", "ValueError: an epoch must stay 6 steps long in a run that goes on, got 2"),
+    ],
+)
+def test_what_a_run_cannot_go_on_with(
+    override: str, message: str, run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
+    (told,) = ranks.run(1, what_stops, tiny_llama, kto_rows, tmp_path, 1, [override])
+    assert told.startswith(message)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1, 2]
+
+
+def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
+    """A job whose disk takes no file of more than 50 kB from the second save on; the error it ends with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = CheckpointManager.save
+
+    def limited(self: CheckpointManager, trainer_state: dict[str, int], metrics: dict[str, float]) -> None:
+        if trainer_state["step"] > 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        save(self, trainer_state, metrics)
+
+    overrides = ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1", "model.tensor_model_parallel_size=2"]
+    try:
+        with mock.patch.object(CheckpointManager, "save", limited):
+            return what_stops(model, rows, folder, 2, overrides)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_stops_every_rank_and_costs_no_earlier_checkpoint(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    told = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)
+    for message in told:
+        assert message.startswith("RuntimeError: the checkpoint could not be written")
+        assert message.endswith("earlier checkpoints are untouched")
+    assert "File too large" in told[0]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1]
+    ranks.run(2, train, tiny_llama, kto_rows, tmp_path, 2, ["trainer.kto.max_steps=2", "model.tensor_model_parallel_size=2"])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
