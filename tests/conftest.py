@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import importlib.util
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -164,6 +165,7 @@ def load_script(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
 
