@@ -66,7 +66,9 @@ ROOMS = {
     "algorithms": Room(own=names("data telemetry"), outside=names("torch"), never=names("torch.distributed torch.cuda")),
     "launch": Room(
         own=names("losses data parallel models checkpoint telemetry algorithms"),
-        outside=names("torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric psutil"),
+        outside=names(
+            "torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric psutil"
+        ),
     ),
 }
 # The one file that may name torch.cuda.

@@ -132,7 +132,6 @@ class DataConfig:
     truncation_mode: str
     num_workers: int
     cache_dir: str
-    reset_position_ids: bool
     reset_attention_mask: bool
     eod_mask_loss: bool
 

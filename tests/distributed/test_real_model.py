@@ -29,5 +29,11 @@ def test_ten_steps_agree(ranks: RankPool, smollm2: Path, kto_rows: Path, tmp_pat
     assert len(one) == len(four) == 10
     assert one[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
     assert abs(one[-1]["train/loss"] - 0.5) > 0.01, "the policy must move, or equality proves nothing"
-    assert max(abs(ours["train/loss"] - theirs["train/loss"]) / theirs["train/loss"] for ours, theirs in zip(four, one, strict=True)) < 1e-4
+    assert (
+        max(
+            abs(ours["train/loss"] - theirs["train/loss"]) / theirs["train/loss"]
+            for ours, theirs in zip(four, one, strict=True)
+        )
+        < 1e-4
+    )
     assert max(difference(ours, theirs) for ours, theirs in zip(four, one, strict=True)) < 1e-3

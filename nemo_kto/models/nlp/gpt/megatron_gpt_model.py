@@ -173,6 +173,8 @@ class MegatronGPTModel(ABC):
         """Forget the gradients of the step before."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
 
     @torch.no_grad()
     def row_logprobs(self, rows: Rows) -> torch.Tensor:
