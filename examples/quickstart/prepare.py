@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FEWEST_TOKENS, MOST_TOKENS = 5, 40  # of a review
+FEWEST_TOKENS, MOST_TOKENS = 5, 28  # of a review
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ _WHENS = (
     "yesterday", "last night", "last week", "on Monday", "on Tuesday", "on Wednesday", "on Thursday", "on Friday",
     "on Saturday", "on Sunday", "this morning", "this afternoon", "at a festival", "in spring", "last summer", "at Easter",
 )  # fmt: skip
+SYSTEM = {"role": "system", "content": "You review films."}
 PROMPTS = tuple(ask.format(when) for when in _WHENS for ask in _ASKS)
 
 
@@ -160,6 +161,7 @@ def _write(file: Path, reviews: list[tuple[str, bool]], draw: random.Random) -> 
     with file.open("w", encoding="utf-8") as sink:
         for number, (review, good) in enumerate(reviews):
             turns = [
+                SYSTEM,
                 {"role": "user", "content": prompts[number % len(prompts)]},
                 {"role": "assistant", "content": review},
             ]

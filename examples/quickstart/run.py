@@ -1,0 +1,113 @@
+"""The whole job on a small real model: align it with KTO, export it, and see on held-out rows that it learned.
+
+    make quickstart         or, where nemo_kto[quickstart] is installed:  python examples/quickstart/run.py [OVERRIDES]
+
+What follows the command goes to `nemo-kto kto` as it is, after the recipe below, e.g. trainer.kto.max_steps=40.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import prepare
+import score
+
+from nemo_kto.parallel import cpu
+
+TRAIN_ROWS, HELD_OUT_ROWS, SEED, BETA = 1024, 256, 1234, 0.1
+
+
+def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str]:
+    """The overrides of this run: two ranks that share every layer (fewer where there is but one GPU)."""
+    ranks = min(2, cpu.device_count() or 2)
+    return [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix={{train:['{train}'],validation:['{validation}']}}",
+        f"exp_manager.explicit_log_dir={folder}",
+        f"trainer.devices={ranks}",
+        "trainer.precision=bf16",
+        f"model.tensor_model_parallel_size={ranks}",
+        "model.global_batch_size=32",
+        "model.micro_batch_size=8",
+        "model.kto.log_prob_forward_micro_batch_size=16",
+        f"model.kto.ref_policy_kl_penalty={BETA}",
+        "model.optim.lr=2e-5",
+        "model.optim.weight_decay=0",
+        "model.optim.sched.name=LinearAnnealing",
+        "model.optim.sched.warmup_steps=2",
+        "model.optim.sched.min_lr=2e-6",
+        "trainer.kto.max_steps=24",
+        "trainer.kto.val_check_interval=24",
+        "trainer.kto.limit_val_batches=2",
+        "trainer.kto.save_interval=0",
+        "exp_manager.checkpoint_callback_params.save_top_k=0",
+    ]
+
+
+def train(overrides: list[str]) -> None:
+    """Run the public command, as a user would type it."""
+    command = [str(Path(sys.executable).with_name("nemo-kto")), "kto", *overrides]
+    print("$ nemo-kto kto \\\n    " + " \\\n    ".join(overrides), flush=True)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+
+def measure(reference: Path, aligned: Path, validation: Path) -> dict[str, float]:
+    """Implied rewards, beta * (log-prob of the model - log-prob of the reference), of the held-out rows before and after."""
+    conversations, labels = score.read_rows(validation)
+    start = score.answer_logps(reference, conversations)
+    end = score.answer_logps(aligned, conversations)
+    before, after = BETA * (start - start), BETA * (end - start)
+    return {
+        "rows": len(labels),
+        "margin_before": score.margin(before, labels),
+        "margin_after": score.margin(after, labels),
+        "auc_before": score.auc(before, labels),
+        "auc_after": score.auc(after, labels),
+    }
+
+
+def show(figures: dict[str, float], reference: Path, aligned: Path, folder: Path) -> None:
+    prompts = [[prepare.SYSTEM, {"role": "user", "content": prepare.PROMPTS[number]}] for number in (0, 20)]
+    print("\nSample texts (the same seed for both models)")
+    old, new = score.sample(reference, prompts, seed=SEED), score.sample(aligned, prompts, seed=SEED)
+    for prompt, before, after in zip(prompts, old, new, strict=True):
+        print(f"  {prompt[-1]['content']}\n    before: {before!r}\n    after:  {after!r}")
+    print(f"\nHeld-out rows: {figures['rows']:.0f}, half of them good reviews       before    after")
+    for title, name in (
+        ("reward margin, good minus bad reviews              ", "margin"),
+        ("AUC: a good review is rewarded above a bad one     ", "auc"),
+    ):
+        print(f"  {title} {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
+    print(f"\n  aligned model, for transformers   {aligned}")
+    print(f"  the model it started from         {reference}")
+    print(f"  metrics, config, TensorBoard      {folder}")
+
+
+def main() -> None:
+    cache = prepare.default_cache()
+    print(f"Model and reviews: {cache}", flush=True)
+    reference = prepare.prepare_model(cache)
+    rows = prepare.prepare_rows(cache, reference, train=TRAIN_ROWS, validation=HELD_OUT_ROWS, seed=SEED)
+    folder = Path("runs/quickstart").resolve()
+    shutil.rmtree(folder, ignore_errors=True)  # each time from the start, so that before is before
+
+    started = time.monotonic()
+    train([*recipe(reference, *rows, folder), *sys.argv[1:]])
+    trained = time.monotonic()
+    figures = measure(reference, folder / "hf", rows[1])
+    figures["training_seconds"] = round(trained - started, 1)
+    (folder / "quickstart.json").write_text(json.dumps(figures, indent=2) + "\n")
+    show(figures, reference, folder / "hf", folder)
+    print(f"\nTraining and export took {trained - started:.0f} s, measuring {time.monotonic() - trained:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
