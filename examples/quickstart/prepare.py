@@ -172,7 +172,7 @@ def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed:
     """Write ``train`` and ``validation`` rows, half of each positive, none in both; the same seed gives the same files.
 
     Args:
-        cache: where to; the files lie in a folder named after the other arguments.
+        cache: where to; the files lie in a folder named after what they are made of.
         model: folder whose tokenizer measures the reviews.
         train: number of rows to learn from, even.
         validation: number of held-out rows, even.
@@ -187,7 +187,8 @@ def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed:
     """
     if train % 2 or validation % 2:
         raise ValueError(f"the numbers of rows must be even (half are positive), got {train} and {validation}")
-    folder = cache / f"reviews-{train}-{validation}-seed{seed}"
+    made_of = repr((REVIEWS, SYSTEM, PROMPTS, FEWEST_TOKENS, MOST_TOKENS, train, validation, seed))
+    folder = cache / f"reviews-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     files = (folder / "train.jsonl", folder / "validation.jsonl")
     if folder.exists():
         return files

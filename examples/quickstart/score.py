@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prepare import SYSTEM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,9 +91,8 @@ def sample(folder: Path, prompts: list[str], *, seed: int, new_tokens: int = 40)
     answers = []
     for prompt in prompts:
         torch.manual_seed(seed)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
+        messages = [SYSTEM, {"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
         output = model.generate(
             **encoded,
