@@ -45,6 +45,7 @@ def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str
         "model.optim.sched.warmup_steps=2",
         "model.optim.sched.min_lr=2e-6",
         "trainer.kto.max_steps=24",
+        "trainer.kto.val_before_training=true",
         "trainer.kto.val_check_interval=24",
         "trainer.kto.limit_val_batches=2",
         "trainer.kto.save_interval=0",

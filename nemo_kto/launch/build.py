@@ -199,6 +199,7 @@ def build_trainer_config(cfg: KTOConfig) -> TrainerConfig:
         limit_train_batches=loop.limit_train_batches,
         limit_val_batches=loop.limit_val_batches,
         global_batch_size=cfg.model.global_batch_size,
+        val_at_start=loop.val_before_training,
     )
 
 

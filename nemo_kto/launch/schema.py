@@ -15,6 +15,7 @@ class LoopConfig:
     max_epochs: int
     max_steps: int
     val_check_interval: int | float
+    val_before_training: bool
     val_at_start: bool
     save_interval: int | float
     limit_train_batches: int | float
