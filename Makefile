@@ -71,6 +71,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py
 
 wheel: $(VENV)/.made
+	rm -rf build  # setuptools would ship what an earlier build left there
 	$(BIN)/python -m pip wheel $(PIP_FLAGS) --no-deps --wheel-dir dist .
 
 clean:

@@ -1,0 +1,104 @@
+"""The documents name what exists: files, links, commands, keys. They speak of the project and of nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.launch import compose
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`\n]+)`")
+KEY = re.compile(r"(?<![\w./])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])")
+# What has no place in a public document: paths of somebody's machine, and work that was left over.
+OUT_OF_PLACE = re.compile(r"(?<![\w.])/(?:root|home|work|tmp)/|\b(?:TODO|FIXME|XXX)\b")
+
+
+def text_of(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def commands(document: Path) -> list[str]:
+    """Lines of the code blocks (indented by four), with continued lines joined and comments cut off."""
+    block = [line[4:] for line in text_of(document).splitlines() if line.startswith("    ")]
+    joined = "\n".join(block).replace("\\\n", " ")
+    return [line.split(" #")[0].strip() for line in joined.splitlines()]
+
+
+def names(document: Path) -> str:
+    return document.relative_to(REPOSITORY).as_posix()
+
+
+def known_keys() -> set[str]:
+    return set(compose.known_keys(compose.load(), sections=True))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = [link.split("#")[0] for link in LINK.findall(text_of(document)) if not link.startswith(("http", "#"))]
+    broken = [link for link in links if not (document.parent / link).exists()]
+    assert not broken, f"{names(document)}: {broken}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_keys_exist(document: Path) -> None:
+    used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml"))}
+    unknown = used - known_keys()
+    assert not unknown, f"{names(document)}: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_commands_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
+    unknown = []
+    for command in commands(document):
+        words = command.split()
+        if words[:1] == ["make"]:
+            unknown += [command for target in words[1:2] if target not in targets]
+        elif words[:1] == ["nemo-kto"]:
+            unknown += [command for subcommand in words[1:2] if subcommand not in ("kto", "export", "--version", "--help")]
+        elif words[:1] in (["python"], ["sbatch"]):
+            unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
+    assert not unknown, f"{names(document)}: {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_nothing_out_of_place(document: Path) -> None:
+    assert not OUT_OF_PLACE.findall(text_of(document))
+
+
+def test_the_map_names_functions_that_exist() -> None:
+    rows = re.findall(r"^\|.*\]\((nemo_kto/[\w/]+\.py)\), `(\w+)`", text_of(REPOSITORY / "README.md"), re.MULTILINE)
+    assert len(rows) >= 3, "the loss, the step and the loop"
+    missing = [f"{file}: {name}" for file, name in rows if f"def {name}(" not in text_of(REPOSITORY / file)]
+    assert not missing
+
+
+def test_the_two_commands_come_first() -> None:
+    first = [command for command in commands(REPOSITORY / "README.md") if command][:2]
+    assert first == ["make quickstart", "make test"]
+
+
+def test_the_command_lines_of_the_readme_compose() -> None:
+    lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
+    assert lines, "the README shows how one's own model is trained"
+    for words in lines:
+        config, mistakes = compose.check_overrides(words[2:])
+        assert not mistakes
+        assert config.model.data.data_prefix == "rows.jsonl"
+
+
+def test_files_named_in_the_design_exist() -> None:
+    rooms = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
+    assert {room for room, _ in rooms} == {path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")}
+    missing = [
+        f"{room}/{name}"
+        for room, content in rooms
+        for name in SPAN.findall(content)
+        if name.endswith((".py", "/")) and not (REPOSITORY / "nemo_kto" / room / name).exists()
+    ]
+    assert not missing
