@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 
-
 # What the Dockerfile copies, too. A copy, because setuptools builds in the folder and reuses what an earlier build left.
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "nemo_kto", "conf")
 
