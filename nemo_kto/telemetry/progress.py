@@ -56,7 +56,8 @@ class Progress:
 
     def _train(self, metrics: Mapping[str, float], step: int) -> None:
         now = self._clock()
-        seconds = (now - self._last) / max(1, step - self._step)
+        # the step alone where it was measured, else with what came between: a validation, a checkpoint
+        seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
         left = (now - self._began) / max(1, step - self._first) * max(0, self._total - step)
         self._last, self._step = now, step
         parts = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
