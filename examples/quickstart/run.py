@@ -22,7 +22,7 @@ import score
 
 from nemo_kto.parallel import cpu
 
-TRAIN_ROWS, HELD_OUT_ROWS, SEED, BETA = 1024, 256, 1234, 0.1
+TRAIN_ROWS, HELD_OUT_ROWS, SEED, BETA = 960, 256, 1234, 0.1
 
 
 def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str]:
@@ -36,18 +36,18 @@ def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str
         "trainer.precision=bf16",
         f"model.tensor_model_parallel_size={ranks}",
         "model.global_batch_size=32",
-        "model.micro_batch_size=8",
-        "model.kto.log_prob_forward_micro_batch_size=16",
+        "model.micro_batch_size=16",
+        "model.kto.log_prob_forward_micro_batch_size=32",
         f"model.kto.ref_policy_kl_penalty={BETA}",
         "model.optim.lr=2e-5",
         "model.optim.weight_decay=0",
         "model.optim.sched.name=LinearAnnealing",
         "model.optim.sched.warmup_steps=2",
-        "model.optim.sched.min_lr=2e-6",
-        "trainer.kto.max_steps=24",
+        "model.optim.sched.min_lr=0",
+        "trainer.kto.max_steps=28",
         "trainer.kto.val_before_training=true",
-        "trainer.kto.val_check_interval=24",
-        "trainer.kto.limit_val_batches=2",
+        "trainer.kto.val_check_interval=0",
+        "trainer.kto.limit_val_batches=1",
         "trainer.kto.save_interval=0",
         "exp_manager.checkpoint_callback_params.save_top_k=0",
     ]
@@ -55,9 +55,10 @@ def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str
 
 def train(overrides: list[str]) -> None:
     """Run the public command, as a user would type it."""
-    command = [str(Path(sys.executable).with_name("nemo-kto")), "kto", *overrides]
+    installed = Path(sys.executable).with_name("nemo-kto")
+    program = [str(installed)] if installed.exists() else [sys.executable, "-m", "nemo_kto.launch.cli"]
     print("$ nemo-kto kto \\\n    " + " \\\n    ".join(overrides), flush=True)
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    subprocess.run([*program, "kto", *overrides], check=True, stdin=subprocess.DEVNULL)
 
 
 def measure(reference: Path, aligned: Path, validation: Path) -> dict[str, float]:
