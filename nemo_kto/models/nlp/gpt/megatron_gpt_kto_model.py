@@ -97,7 +97,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
                 log_ratios_B = self.row_logprobs(kl_rows) - batch["ref_policy_log_probs_kl_samples"]
             sums = {name: count + self.token_sums(kl_rows)[name] for name, count in sums.items()}
             sums |= kl_sums(log_ratios_B, valid_rows(kl_rows.labels_BS))
-            sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
+            if "kl_same_prompt" in batch:
+                sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
         total = sum_over_data_parallel(sums)
         named = {name: float(value) for name, value in total.items()}
         if not self.uses_kl_rows:
