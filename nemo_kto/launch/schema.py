@@ -16,7 +16,6 @@ class LoopConfig:
     max_steps: int
     val_check_interval: int | float
     val_before_training: bool
-    val_at_start: bool
     save_interval: int | float
     limit_train_batches: int | float
     limit_val_batches: int | float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import lightning_fabric.utilities.rank_zero  # noqa: F401  (looks for the rank when imported: before a test pretends one)
 import pytest
 
 from nemo_kto.launch import ranks
