@@ -39,12 +39,12 @@ def recipe(model: Path, train: Path, validation: Path, folder: Path) -> list[str
         "model.micro_batch_size=16",
         "model.kto.log_prob_forward_micro_batch_size=32",
         f"model.kto.ref_policy_kl_penalty={BETA}",
-        "model.optim.lr=2e-5",
+        "model.optim.lr=4e-5",
         "model.optim.weight_decay=0",
         "model.optim.sched.name=LinearAnnealing",
         "model.optim.sched.warmup_steps=2",
-        "model.optim.sched.min_lr=0",
-        "trainer.kto.max_steps=28",
+        "model.optim.sched.min_lr=1e-5",
+        "trainer.kto.max_steps=20",
         "trainer.kto.val_before_training=true",
         "trainer.kto.val_check_interval=0",
         "trainer.kto.limit_val_batches=1",
@@ -77,11 +77,11 @@ def measure(reference: Path, aligned: Path, validation: Path) -> dict[str, float
 
 
 def show(figures: dict[str, float], reference: Path, aligned: Path, folder: Path) -> None:
-    prompts = [[prepare.SYSTEM, {"role": "user", "content": prepare.PROMPTS[number]}] for number in (0, 20)]
+    prompts = [prepare.PROMPTS[number] for number in (0, 20)]
     print("\nSample texts (the same seed for both models)")
     old, new = score.sample(reference, prompts, seed=SEED), score.sample(aligned, prompts, seed=SEED)
     for prompt, before, after in zip(prompts, old, new, strict=True):
-        print(f"  {prompt[-1]['content']}\n    before: {before!r}\n    after:  {after!r}")
+        print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
     print(f"\nHeld-out rows: {figures['rows']:.0f}, half of them good reviews       before    after")
     for title, name in (
         ("reward margin, good minus bad reviews              ", "margin"),
