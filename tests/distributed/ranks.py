@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 500
 
 
 def _worker(number: int, inbox: Any, outbox: Any) -> None:
