@@ -21,6 +21,10 @@ Batch = dict[str, torch.Tensor]
 class PolicyModel(Protocol):
     """What the trainer asks of a model; all answers are over the global batch and the same on every rank."""
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs reference log-probs."""
+
     def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Any]:
         """Loss and metrics (a mapping that can be added to another); gradients too, unless ``forward_only``."""
 
@@ -29,6 +33,9 @@ class PolicyModel(Protocol):
 
     def prepare_for_training_step(self) -> None:
         """Forget the gradients of the step before."""
+
+    def finish_training_step(self, step: int) -> None:
+        """Whatever is due after optimizer step ``step`` (from 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +222,7 @@ class DPOTrainer:
             report["grad_norm"] = float(grad_norm)
         self.step += 1
         self.skipped_steps += not updated
+        self.model.finish_training_step(self.step)
         self._step_sums = metrics.sums
         return report | {"skipped_steps": self.skipped_steps}
 
@@ -236,11 +244,16 @@ class DPOTrainer:
         return total["loss"], dict(total)
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Batch]:
-        """Collated batches with the reference log-probs attached as ``ref_policy_log_probs_{chosen,rejected}``."""
+        """Collated batches with the reference log-probs attached as ``ref_policy_log_probs_{chosen,rejected}``.
+
+        They are left out where the loss needs none.
+        """
         for raw in self.timed(dataloader):
             batch = self.collate_fn(raw)
-            chosen, rejected = self.model.get_ref_policy_logprobs(batch).cpu().chunk(2)
-            yield {**batch, "ref_policy_log_probs_chosen": chosen, "ref_policy_log_probs_rejected": rejected}
+            if self.model.uses_reference:
+                chosen, rejected = self.model.get_ref_policy_logprobs(batch).cpu().tensor_split(2)
+                batch = {**batch, "ref_policy_log_probs_chosen": chosen, "ref_policy_log_probs_rejected": rejected}
+            yield batch
 
     def timed(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """What ``dataloader`` yields; the wait for it is booked on the phase "data"."""

@@ -37,7 +37,7 @@ from nemo_kto.launch.schema import GPTConfig, KTOConfig
 from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
 from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
-from nemo_kto.models.reference import SwappedReference
+from nemo_kto.models.reference import LiveReference, SwappedWeights
 from nemo_kto.parallel import cpu, state
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
@@ -212,7 +212,7 @@ def build_kto_model(cfg: KTOConfig, policy: Policy, timers: PhaseTimers) -> Mega
         desirable_loss_weight=kto.desirable_loss_weight,
         undesirable_loss_weight=kto.undesirable_loss_weight,
         chunks=policy.chunks,
-        reference=SwappedReference(chunks=policy.chunks),
+        reference=LiveReference(SwappedWeights(parameters=policy.chunks[0].parameters(), phase=timers.phase).active),
         vocab_size=policy.architecture.vocab_size,
         micro_batch_size=cfg.model.micro_batch_size,
         forward_micro_batch_size=kto.log_prob_forward_micro_batch_size,

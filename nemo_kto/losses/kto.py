@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from nemo_kto.losses.metrics import masked_sum
+
 
 def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of rows).
@@ -129,6 +131,16 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
 """The values of ``preference_loss``, and what each computes."""
 
 
+def uses_kl_rows(preference_loss: str) -> bool:
+    """Whether a loss has a reference point, and so needs KL rows.
+
+    Examples:
+        >>> [name for name in LOSSES if uses_kl_rows(name)]
+        ['kto']
+    """
+    return preference_loss == "kto"
+
+
 def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torch.Tensor]:
     """Add up what :func:`kl_reference_point` needs.
 
@@ -144,12 +156,14 @@ def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torc
         >>> sums["kl_sum"].item(), sums["kl_rows"].item()
         (3.0, 2)
     """
-    return {"kl_sum": _masked_sum(log_ratios_N, valid_N), "kl_rows": valid_N.sum()}
+    return {"kl_sum": masked_sum(log_ratios_N, valid_N), "kl_rows": valid_N.sum()}
 
 
 def kto_metric_sums(
     losses_N: torch.Tensor,
     *,
+    preference_losses_N: torch.Tensor,
+    sft_losses_N: torch.Tensor,
     log_ratios_N: torch.Tensor,
     logps_N: torch.Tensor,
     desirable_N: torch.Tensor,
@@ -159,7 +173,9 @@ def kto_metric_sums(
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_N: loss of each row.
+        losses_N: loss of each row, all its terms together.
+        preference_losses_N: its KTO loss.
+        sft_losses_N: negative log-prob of its response; counts where the row is desirable.
         log_ratios_N: r.
         logps_N: the policy's log-prob of each row's response.
         desirable_N: 1 or True for a desirable response.
@@ -179,17 +195,14 @@ def kto_metric_sums(
         "invalid_rows": (~valid_N).sum(),
         "chosen_rows": chosen_N.sum(),
         "rejected_rows": rejected_N.sum(),
-        "rewards_chosen_sum": _masked_sum(rewards_N, chosen_N),
-        "rewards_rejected_sum": _masked_sum(rewards_N, rejected_N),
-        "rewards_square_sum": _masked_sum(rewards_N.square(), valid_N),
-        "logps_chosen_sum": _masked_sum(logps_N, chosen_N),
-        "logps_rejected_sum": _masked_sum(logps_N, rejected_N),
+        "preference_loss_sum": masked_sum(preference_losses_N, valid_N),
+        "sft_loss_sum": masked_sum(sft_losses_N, chosen_N),
+        "rewards_chosen_sum": masked_sum(rewards_N, chosen_N),
+        "rewards_rejected_sum": masked_sum(rewards_N, rejected_N),
+        "rewards_square_sum": masked_sum(rewards_N.square(), valid_N),
+        "logps_chosen_sum": masked_sum(logps_N, chosen_N),
+        "logps_rejected_sum": masked_sum(logps_N, rejected_N),
     }
-
-
-def _masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
-    # where, not a product: what stands in a row that does not count may be anything, NaN too
-    return torch.where(mask_N, values_N.detach().double(), 0).sum()
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -200,8 +213,8 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             the loss has a reference point.
 
     Returns:
-        loss (0 where no row is valid), kl (the reference point), same_prompt_pairs (KL rows with a response to their own
-            prompt), rewards_{chosen,rejected}_mean, rewards_margin,
+        loss (0 where no row is valid), preference_loss, sft_loss (over desirable rows), kl (the reference point),
+        same_prompt_pairs (KL rows with a response to their own prompt), rewards_{chosen,rejected}_mean, rewards_margin,
         rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no row to stand on is left
         out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one row.
     """
@@ -217,7 +230,10 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             metrics[f"logps_{name}_mean"] = sums[f"logps_{name}_sum"] / count
     if sums["chosen_rows"] and sums["rejected_rows"]:
         metrics["rewards_margin"] = metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"]
+    if sums["chosen_rows"]:
+        metrics["sft_loss"] = sums["sft_loss_sum"] / sums["chosen_rows"]
     if rows:
+        metrics["preference_loss"] = sums["preference_loss_sum"] / rows
         total = sums["rewards_chosen_sum"] + sums["rewards_rejected_sum"]
         metrics["rewards_all_mean"] = total / rows
         if rows > 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 Derive = Callable[[Mapping[str, float]], dict[str, float]]
 
 
@@ -38,3 +40,14 @@ class Metrics(dict[str, float]):
             return NotImplemented
         names = self.sums.keys() | other.sums.keys()
         return Metrics({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names}, self._derive)
+
+
+def masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
+    """Sum of the values where the mask is True, 0-d float64, without gradient.
+
+    Examples:
+        >>> masked_sum(torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).item()
+        1.0
+    """
+    # where, not a product: what stands in a row that does not count may be anything, NaN too
+    return torch.where(mask_N, values_N.detach().double(), 0).sum()

@@ -52,6 +52,22 @@ def valid_rows(labels_BS: torch.Tensor) -> torch.Tensor:
     return (labels_BS[:, 1:] != IGNORED).any(dim=1)
 
 
+def response_counts(labels_BS: torch.Tensor) -> torch.Tensor:
+    """Number of response tokens of each row that count, see :func:`response_positions`.
+
+    Args:
+        labels_BS: as there.
+
+    Returns:
+        [B], int64.
+
+    Examples:
+        >>> response_counts(torch.tensor([[-100, 5, 6], [5, -100, -100]])).tolist()
+        [2, 0]
+    """
+    return (labels_BS[:, 1:] != IGNORED).sum(dim=1)
+
+
 def row_sums(token_logps_T: torch.Tensor, row_index_T: torch.Tensor, num_rows: int, *, average: bool) -> torch.Tensor:
     """Add up the token log-probs of each row. Differentiable.
 

@@ -14,7 +14,8 @@ import logging
 import os
 import resource
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,35 @@ def synchronize() -> None:
     """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
     if on_gpu():
         torch.cuda.synchronize()
+
+
+def exchange(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
+    """Let tensors of the device and of the host change their contents, pair after pair.
+
+    On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
+    tensors are on the device twice. What the device is given to do afterwards waits for the exchange.
+    """
+    if not on_gpu():
+        for here, there in zip(on_device, on_host, strict=True):
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
+        return
+    now, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    up.wait_stream(now)
+    in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+    for here, there in zip(on_device, on_host, strict=True):
+        if len(in_flight) == 2:
+            in_flight.popleft()[1].synchronize()
+        with torch.cuda.stream(up):
+            kept = here.clone()
+            here.copy_(there, non_blocking=True)
+        down.wait_stream(up)  # the host's values must have left before they are written over
+        with torch.cuda.stream(down):
+            there.copy_(kept, non_blocking=True)
+            in_flight.append((kept, down.record_event()))
+    down.synchronize()  # the host tensors are read by whoever comes next, on the host too
+    now.wait_stream(up)
 
 
 def peak_memory_bytes() -> int:

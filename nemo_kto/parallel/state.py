@@ -110,6 +110,11 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
+def is_first_of_machine() -> bool:
+    """True on the first process of each machine, which fills what the others of that machine read."""
+    return os.environ.get("LOCAL_RANK", str(rank())) == "0"
+
+
 def data_parallel_rank() -> int:
     """Which copy of the model this rank belongs to."""
     return parallel_state.get_data_parallel_rank()
@@ -139,7 +144,7 @@ def main_process_first() -> Iterator[None]:
 
     If the first process fails, the others fail with it instead of waiting for the timeout.
     """
-    first = os.environ.get("LOCAL_RANK", str(rank())) == "0"
+    first = is_first_of_machine()
     failed = torch.zeros(1, device=cpu.device())
     try:
         if first:

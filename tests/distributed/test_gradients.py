@@ -42,7 +42,7 @@ def kto_step(
     from nemo_kto.models.gpt import build_gpt, read_architecture
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import SwappedReference
+    from nemo_kto.models.reference import LiveReference, SwappedWeights
     from nemo_kto.parallel import state
 
     layout = dict(layout)
@@ -62,7 +62,7 @@ def kto_step(
     )
     chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
-    held = SwappedReference(chunks=chunks)
+    held = SwappedWeights(parameters=chunks[0].parameters())
     load_weights(chunks, architecture, policy)
     model = MegatronGPTKTOModel(
         preference_loss="kto",
@@ -70,7 +70,7 @@ def kto_step(
         desirable_loss_weight=W_DESIRABLE,
         undesirable_loss_weight=W_UNDESIRABLE,
         chunks=chunks,
-        reference=held,
+        reference=LiveReference(held.active),
         vocab_size=architecture.vocab_size,
         micro_batch_size=micro_batch_size,
         forward_micro_batch_size=3,

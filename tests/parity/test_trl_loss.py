@@ -57,9 +57,8 @@ def test_losses_rewards_kl_and_gradient(
     ours = LOSSES[name](ratios, desirable, beta=0.1, desirable_weight=weights[0], undesirable_weight=weights[1], **anchor)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
-    sums |= kto_metric_sums(
-        ours, log_ratios_N=ratios, logps_N=both("policy"), desirable_N=desirable, valid_N=valid, beta=0.1
-    )
+    rows = {"preference_losses_N": ours, "sft_losses_N": -both("policy"), "log_ratios_N": ratios, "logps_N": both("policy")}
+    sums |= kto_metric_sums(ours, **rows, desirable_N=desirable, valid_N=valid, beta=0.1)
     metrics = kto_metrics({key: value.item() for key, value in sums.items()})
     assert metrics["loss"] == pytest.approx(theirs.nanmean().item(), rel=1e-6)
     if name == "kto":

@@ -76,16 +76,16 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     from nemo_kto.models.gpt import build_gpt, read_architecture
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import SwappedReference
+    from nemo_kto.models.reference import LiveReference, SwappedWeights
 
     architecture = read_architecture(policy, tensor_parallel=tensor_parallel)
     chunks = wrap_data_parallel([build_gpt(architecture, params_dtype=torch.float32)], use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
-    frozen = SwappedReference(chunks=chunks)
+    frozen = SwappedWeights(parameters=chunks[0].parameters())
     load_weights(chunks, architecture, policy)
     return MegatronGPTKTOModel(
         chunks=chunks,
-        reference=frozen,
+        reference=LiveReference(frozen.active),
         preference_loss=loss,
         ref_policy_kl_penalty=BETA,
         desirable_loss_weight=WEIGHTS[0],

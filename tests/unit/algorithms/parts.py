@@ -29,6 +29,8 @@ class Mean:
         self.validated_on: list[list[float]] = []
         self.reference_passes = 0
         self.prepared = 0
+        self.finished: list[int] = []
+        self.uses_reference = True
         self.graphs_kept = 0
         self.spoil: Callable[[int], float] = lambda step: 0.0
 
@@ -48,6 +50,9 @@ class Mean:
 
     def prepare_for_training_step(self) -> None:
         self.prepared += 1
+
+    def finish_training_step(self, step: int) -> None:
+        self.finished.append(step)
 
 
 class Descent:

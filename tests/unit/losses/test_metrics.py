@@ -20,7 +20,16 @@ def sums_of(
     ratios: torch.Tensor, logps: torch.Tensor, desirable: torch.Tensor, valid: torch.Tensor, *, kl: bool = True
 ) -> dict[str, float]:
     losses = kto_losses(ratios, desirable, z0=torch.tensor(0.2), beta=BETA, desirable_weight=1.0, undesirable_weight=2.0)
-    sums = kto_metric_sums(losses, log_ratios_N=ratios, logps_N=logps, desirable_N=desirable, valid_N=valid, beta=BETA)
+    sums = kto_metric_sums(
+        losses,
+        preference_losses_N=losses,
+        sft_losses_N=-logps,
+        log_ratios_N=ratios,
+        logps_N=logps,
+        desirable_N=desirable,
+        valid_N=valid,
+        beta=BETA,
+    )
     if kl:
         sums |= kl_sums(ratios * 3 - 1, valid)
     return {name: value.item() for name, value in sums.items()}
@@ -44,6 +53,8 @@ def test_every_metric_by_hand() -> None:
     desirable, valid = torch.tensor([1, 1, 0, 0]), torch.tensor([True, True, True, False])
     sums = kto_metric_sums(
         torch.tensor([0.25, 0.5, 0.75, 100.0]),
+        preference_losses_N=torch.tensor([0.5, 0.75, 1.0, 50.0]),
+        sft_losses_N=torch.tensor([4.0, 8.0, 16.0, 32.0]),
         log_ratios_N=ratios,
         logps_N=logps,
         desirable_N=desirable,
@@ -55,6 +66,8 @@ def test_every_metric_by_hand() -> None:
     assert got == pytest.approx(
         {
             "loss": 0.5,
+            "preference_loss": 0.75,
+            "sft_loss": 6.0,
             "kl": 1.0,
             "rewards_chosen_mean": 1.5,
             "rewards_rejected_mean": -0.5,
@@ -94,9 +107,8 @@ def test_invalid_rows_get_no_gradient() -> None:
         ratios, torch.tensor([1, 0, 1]), z0=torch.tensor(0.0), beta=BETA, desirable_weight=1.0, undesirable_weight=1.0
     )
     valid = torch.tensor([True, True, False])
-    sums = kto_metric_sums(
-        losses, log_ratios_N=ratios, logps_N=ratios, desirable_N=torch.tensor([1, 0, 1]), valid_N=valid, beta=BETA
-    )
+    rows = dict.fromkeys(("preference_losses_N", "sft_losses_N", "log_ratios_N", "logps_N"), ratios)
+    sums = kto_metric_sums(losses, **rows, desirable_N=torch.tensor([1, 0, 1]), valid_N=valid, beta=BETA)
     sums["loss_sum"].backward()
     torch.testing.assert_close(ratios.grad, torch.tensor([-0.125, 0.125, 0.0]))
     assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]

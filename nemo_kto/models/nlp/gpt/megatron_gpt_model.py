@@ -10,7 +10,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,100 +20,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config, unwrap_model
 
-from nemo_kto.losses.metrics import Metrics
-from nemo_kto.losses.sequence import response_positions, row_sums
-from nemo_kto.models.reference import SwappedReference
+from nemo_kto.losses.metrics import Derive, Metrics
+from nemo_kto.losses.sequence import response_counts, response_positions, row_sums
+from nemo_kto.models.reference import MovingReference, ReferencePolicy
+from nemo_kto.models.rows import Batch, MicroBatch, Rows
 from nemo_kto.parallel import cpu
 from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
-from nemo_kto.parallel.reduce import from_last_stage
+from nemo_kto.parallel.reduce import from_last_stage, global_sums
 
-Batch = Mapping[str, torch.Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Rows of token ids, padded on the right. B rows, S tokens.
-
-    Attributes:
-        tokens_BS: token ids.
-        labels_BS: the token itself where it belongs to the response, -100 elsewhere.
-        lengths_B: tokens before the padding.
-        positions_BS: position ids.
-        mask_B1SS: True where attention is forbidden; None for plain causal attention.
-    """
-
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    lengths_B: torch.Tensor
-    positions_BS: torch.Tensor
-    mask_B1SS: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.tokens_BS.shape[0]
-
-    def micro_batches(self, size: int, *, multiple: int) -> list[MicroBatch]:
-        """Cut into micro-batches of at most ``size`` rows of like length, each no wider than its longest row needs.
-
-        The sum over rows does not care for their order, and padding is work for nothing. Widths are multiples of
-        ``multiple`` (sequence parallelism shards them).
-        """
-        return [self._micro_batch(rows_b, multiple) for rows_b in self._by_length(size)]
-
-    def positions(self, size: int, *, multiple: int) -> int:
-        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
-        return sum(len(rows_b) * self._width(rows_b, multiple) for rows_b in self._by_length(size))
-
-    def _by_length(self, size: int) -> Sequence[torch.Tensor]:
-        order = torch.argsort(self.lengths_B, descending=True, stable=True)
-        return order.split(size) if len(self) else []
-
-    def _width(self, rows_b: torch.Tensor, multiple: int) -> int:
-        return -(-int(self.lengths_B[rows_b].max()) // multiple) * multiple
-
-    def _micro_batch(self, rows_b: torch.Tensor, multiple: int) -> MicroBatch:
-        width = self._width(rows_b, multiple)
-        there = cpu.device()
-
-        def cut(values_BS: torch.Tensor) -> torch.Tensor:
-            return values_BS[rows_b, :width].to(there, non_blocking=True)
-
-        mask = self.mask_B1SS
-        return MicroBatch(
-            rows_b=rows_b,
-            tokens_bs=cut(self.tokens_BS),
-            labels_bs=cut(self.labels_BS),
-            positions_bs=cut(self.positions_BS),
-            mask_b1ss=None if mask is None else mask[rows_b, :, :width, :width].to(there),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What one pass through the pipeline carries: ``rows_b`` says which of the rows these are."""
-
-    rows_b: torch.Tensor
-    tokens_bs: torch.Tensor
-    labels_bs: torch.Tensor
-    positions_bs: torch.Tensor
-    mask_b1ss: torch.Tensor | None
-
-
-def rows_of(batch: Batch, prefix: str) -> Rows:
-    """The rows of a collated batch under ``prefix`` ('samples' or 'kl_samples')."""
-    tokens_BS = batch[prefix]
-    singular = prefix.removesuffix("s")
-    mask = batch.get("attention_mask") if prefix == "samples" else batch.get("kl_attention_mask")
-    positions = batch.get("position_ids") if prefix == "samples" else batch.get("kl_position_ids")
-    if positions is None:
-        positions = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    return Rows(
-        tokens_BS=tokens_BS,
-        labels_BS=batch[f"{singular}_labels"],
-        lengths_B=batch[f"{singular}_lengths"],
-        positions_BS=positions,
-        mask_B1SS=mask if mask is not None and mask.dim() == 4 else None,
-    )
 
 
 class MegatronGPTModel(ABC):
@@ -124,12 +38,16 @@ class MegatronGPTModel(ABC):
         self,
         *,
         chunks: Sequence[torch.nn.Module],
-        reference: SwappedReference | None,
+        reference: ReferencePolicy | None,
         vocab_size: int,
         micro_batch_size: int,
         forward_micro_batch_size: int,
         average_log_probs: bool,
         logprob_chunk_size: int,
+        preference_loss_weight: float = 1.0,
+        sft_loss_weight: float = 0.0,
+        sft_average_log_probs: bool = False,
+        moving_reference: MovingReference | None = None,
         phase: Phase = lambda name: contextlib.nullcontext(),
     ) -> None:
         """
@@ -137,10 +55,14 @@ class MegatronGPTModel(ABC):
             chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
             reference: gives the reference policy; None for losses that need none.
             vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
-            micro_batch_size: rows of one forward and backward pass.
+            micro_batch_size: prompts of one forward and backward pass.
             forward_micro_batch_size: rows of one pass without gradient.
             average_log_probs: a row's log-prob is the mean over its response tokens instead of the sum.
             logprob_chunk_size: tokens whose logits exist at the same time.
+            preference_loss_weight: weight of the preference loss.
+            sft_loss_weight: weight of the SFT loss, the mean negative log-prob of good answers.
+            sft_average_log_probs: an answer's part in the SFT loss is the mean over its tokens instead of the sum.
+            moving_reference: moves the reference now and then; None for one that stays.
             phase: names the phases of a step to a timer.
         """
         self.chunks: list[Any] = list(chunks)
@@ -150,6 +72,10 @@ class MegatronGPTModel(ABC):
         self.forward_micro_batch_size = forward_micro_batch_size
         self.average_log_probs = average_log_probs
         self.logprob_chunk_size = logprob_chunk_size
+        self.preference_loss_weight = preference_loss_weight
+        self.sft_loss_weight = sft_loss_weight
+        self.sft_average_log_probs = sft_average_log_probs
+        self.moving_reference = moving_reference
         self.phase = phase
         self.config = get_model_config(self.chunks[0])
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -164,6 +90,22 @@ class MegatronGPTModel(ABC):
     def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
         """Reference log-probs of the batch's rows, one number a row, on the CPU."""
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs reference log-probs."""
+        return self.reference is not None
+
+    def reference_logprobs(self, *parts: Rows) -> torch.Tensor:
+        """Reference log-prob of each row's response, part after part: fp32, on the CPU.
+
+        Raises:
+            RuntimeError: the loss has no reference.
+        """
+        if self.reference is None:
+            raise RuntimeError("the loss of this model needs no reference, so that there is none to ask")
+        with self.phase("reference"):
+            return self.reference.logprobs(parts, self.row_logprobs)
+
     def token_sums(self, rows: Rows) -> dict[str, torch.Tensor]:
         """``tokens`` of the rows, and the ``positions`` that their micro-batches carry, padding included."""
         positions = rows.positions(self.micro_batch_size, multiple=self._width_multiple)
@@ -175,6 +117,11 @@ class MegatronGPTModel(ABC):
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
+
+    def finish_training_step(self, step: int) -> None:
+        """After optimizer step ``step`` (from 1): the reference moves, where it does that and it is time."""
+        if self.moving_reference is not None:
+            self.moving_reference.after_step(step)
 
     @torch.no_grad()
     def row_logprobs(self, rows: Rows) -> torch.Tensor:
@@ -222,6 +169,38 @@ class MegatronGPTModel(ABC):
         for chunk in self.chunks:
             chunk.train()
         return self._run_schedule(micro_batches, loss_of, forward_only=False)
+
+    def sft_losses(self, logps_b: torch.Tensor, labels_bs: torch.Tensor) -> torch.Tensor:
+        """Negative log-prob of each answer, as the SFT loss counts it: [b].
+
+        Args:
+            logps_b: row log-probs, as :meth:`row_logprobs` reduces them.
+            labels_bs: labels of the same rows.
+        """
+        if self.sft_average_log_probs == self.average_log_probs:
+            return -logps_b
+        counts_b = response_counts(labels_bs).clamp(min=1).to(logps_b.device)
+        return -logps_b / counts_b if self.sft_average_log_probs else -logps_b * counts_b
+
+    def global_metrics(
+        self,
+        parts: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        zeros: Mapping[str, torch.Tensor],
+        batch_sums: Mapping[str, float],
+        derive: Derive,
+    ) -> tuple[float, Metrics]:
+        """Loss and metrics of the global batch, the same on every rank.
+
+        Args:
+            parts: what :meth:`forward_backward` gave.
+            zeros: the same sums over no rows: what a pipeline stage without a loss adds.
+            batch_sums: sums over the global batch that are known already.
+            derive: sums -> metrics, with ``loss`` among them.
+        """
+        sums = {name: sum((part[name].cpu() for part in parts), start=zero.cpu()) for name, zero in zeros.items()}
+        metrics = Metrics(global_sums(sums) | dict(batch_sums), derive)
+        return metrics["loss"], metrics
 
     def _run_schedule(
         self, micro_batches: Sequence[MicroBatch], loss_of: Callable[..., Any], *, forward_only: bool, **options: Any
