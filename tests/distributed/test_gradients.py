@@ -12,7 +12,7 @@ import torch
 from tests.conftest import make_checkpoint
 from tests.distributed.ranks import RankPool
 
-BETA, W_DESIRABLE, W_UNDESIRABLE = 0.3, 1.0, 1.5
+BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 20, 4
 
 
@@ -76,6 +76,9 @@ def kto_step(
         forward_micro_batch_size=3,
         average_log_probs=False,
         logprob_chunk_size=7,
+        preference_loss_weight=W_PREFERENCE,
+        sft_loss_weight=W_SFT,
+        sft_average_log_probs=True,
     )
     mine = slice(state.data_parallel_rank(), None, state.data_parallel_size())
     batch = {name: values[mine] for name, values in make_batch().items()}
@@ -123,8 +126,17 @@ def oracle(
         W_DESIRABLE * (1 - torch.sigmoid(BETA * (ratios - z0))),
         W_UNDESIRABLE * (1 - torch.sigmoid(BETA * (z0 - ratios))),
     )
-    losses.mean().backward()
-    expected = {"loss": losses.mean().item(), "kl": z0.item(), "chosen": BETA * ratios[desirable].mean().item()}
+    counts = (batch["sample_labels"][:, 1:] != -100).sum(1)[valid]
+    sft = -(row_logps(model, "sample")[valid] / counts)[desirable].mean()
+    loss = W_PREFERENCE * losses.mean() + W_SFT * sft
+    loss.backward()
+    expected = {
+        "loss": loss.item(),
+        "sft_loss": sft.item(),
+        "preference_loss": losses.mean().item(),
+        "kl": z0.item(),
+        "chosen": BETA * ratios[desirable].mean().item(),
+    }
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return policy, reference, expected, gradients
 
@@ -152,6 +164,8 @@ def test_every_gradient(
     assert expected["kl"] != 0, "both sides of the clamp are in the unit tests; here z0 must matter"
     for loss, metrics in results:
         assert loss == pytest.approx(expected["loss"], rel=1e-5)
+        assert metrics["sft_loss"] == pytest.approx(expected["sft_loss"], rel=1e-5)
+        assert metrics["preference_loss"] == pytest.approx(expected["preference_loss"], rel=1e-5)
         assert metrics["kl"] == pytest.approx(expected["kl"], rel=1e-5, abs=2e-5)  # a small mean of large log-ratios
         assert metrics["rewards_chosen_mean"] == pytest.approx(expected["chosen"], rel=1e-5, abs=1e-6)
         assert metrics["rows"] == ROWS - 1
