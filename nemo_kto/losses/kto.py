@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from nemo_kto.losses.metrics import masked_sum
+from nemo_kto.losses.metrics import masked_sum, sample_std
 
 
 def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -237,6 +237,5 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         total = sums["rewards_chosen_sum"] + sums["rewards_rejected_sum"]
         metrics["rewards_all_mean"] = total / rows
         if rows > 1:
-            variance = (sums["rewards_square_sum"] - total * total / rows) / (rows - 1)
-            metrics["rewards_all_std"] = max(0.0, variance) ** 0.5
+            metrics["rewards_all_std"] = sample_std(sums["rewards_square_sum"], total, rows)
     return metrics | {"rows": rows, "invalid_rows": sums["invalid_rows"]}

@@ -51,3 +51,13 @@ def masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
     """
     # where, not a product: what stands in a row that does not count may be anything, NaN too
     return torch.where(mask_N, values_N.detach().double(), 0).sum()
+
+
+def sample_std(square_sum: float, total: float, count: float) -> float:
+    """Standard deviation of a sample, from the sum of its squares, its sum and its size (at least 2).
+
+    Examples:
+        >>> sample_std(1.0 + 9.0, 1.0 + 3.0, 2)
+        1.4142135623730951
+    """
+    return max(0.0, (square_sum - total * total / count) / (count - 1)) ** 0.5

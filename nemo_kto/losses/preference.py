@@ -1,0 +1,307 @@
+"""Losses of pairs: one loss a pair, and the sums its metrics are made of.
+
+Notation. A pair is two answers to one prompt, of which one was chosen. r is the log-ratio of an answer,
+log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r its reward; h is r of the chosen answer minus r of the rejected
+one. Losses without a reference take the log-prob of an answer, as a mean over its tokens, in the place of r. P pairs.
+
+Everything here is a function of tensors: no communication, no configuration, no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nemo_kto.losses.metrics import masked_sum, sample_std
+
+
+def dpo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+
+        - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+
+    With e above 0 it is the conservative form, for data in which a share e of the pairs has the wrong order.
+
+    Args:
+        chosen_P: r of the chosen answers; fp32.
+        rejected_P: r of the rejected answers.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: e, in [0, 0.5).
+
+    Returns:
+        [P].
+
+    Examples:
+        >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
+        0.693147
+    """
+    return _smoothed_logistic(beta * (chosen_P - rejected_P), label_smoothing)
+
+
+def ipo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
+
+    Args:
+        chosen_P: r of the chosen answers; fp32. Means over tokens keep the target in reach of long answers.
+        rejected_P: r of the rejected answers.
+        beta: tau in the paper; h is drawn to 1 / (2 beta).
+
+    Returns:
+        [P].
+
+    Examples:
+        >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
+        0.0
+    """
+    return (chosen_P - rejected_P - 1 / (2 * beta)).square()
+
+
+def hinge_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """Hinge on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
+
+    Args:
+        chosen_P: r of the chosen answers; fp32.
+        rejected_P: r of the rejected answers.
+        beta: reciprocal of the margin.
+
+    Returns:
+        [P].
+
+    Examples:
+        >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
+        [1.0, 0.0]
+    """
+    return torch.relu(1 - beta * (chosen_P - rejected_P))
+
+
+def rpo_sq_losses(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    *,
+    beta: float,
+    reward_delta_P: torch.Tensor,
+    gt_reward_scale: float,
+) -> torch.Tensor:
+    """Reward-aware preference optimisation, squared (Sun et al. 2025, arXiv 2502.00203): (beta h - eta d)^2.
+
+    Args:
+        chosen_P: r of the chosen answers; fp32.
+        rejected_P: r of the rejected answers.
+        beta: how strongly the policy is held to the reference.
+        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the rows give them.
+        gt_reward_scale: eta.
+
+    Returns:
+        [P].
+    """
+    return (beta * (chosen_P - rejected_P) - gt_reward_scale * reward_delta_P).square()
+
+
+def rpo_bwd_kl_losses(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    *,
+    beta: float,
+    reward_delta_P: torch.Tensor,
+    gt_reward_scale: float,
+) -> torch.Tensor:
+    """Reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704): KL(Bernoulli(a) || Bernoulli(b)).
+
+    a = sigmoid(eta d) is the preference that the rewards of the rows imply, b = sigmoid(beta h) that of the policy.
+
+    Args:
+        chosen_P, rejected_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
+
+    Returns:
+        [P], 0 where beta h = eta d.
+    """
+    return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_P - rejected_P))
+
+
+def rpo_fwd_kl_losses(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    *,
+    beta: float,
+    reward_delta_P: torch.Tensor,
+    gt_reward_scale: float,
+) -> torch.Tensor:
+    """The same the other way round: KL(Bernoulli(b) || Bernoulli(a)); the names are NeMo-Aligner's.
+
+    Args:
+        chosen_P, rejected_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
+
+    Returns:
+        [P], 0 where beta h = eta d.
+    """
+    return _bernoulli_kl(beta * (chosen_P - rejected_P), gt_reward_scale * reward_delta_P)
+
+
+def simpo_losses(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    *,
+    beta: float,
+    simpo_gamma: float,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """SimPO (Meng et al. 2024, arXiv 2405.14734, equation 6): - log sigmoid(beta (chosen - rejected) - gamma).
+
+    Args:
+        chosen_P: mean log-prob of a token of the chosen answers under the policy; fp32.
+        rejected_P: the same of the rejected answers.
+        beta: scale of the reward; the paper takes 2 to 2.5, more than with a reference.
+        simpo_gamma: gamma, the margin that the chosen answer must win by.
+        label_smoothing: as in :func:`dpo_losses`.
+
+    Returns:
+        [P].
+    """
+    return _smoothed_logistic(beta * (chosen_P - rejected_P) - simpo_gamma, label_smoothing)
+
+
+def orpo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """ORPO (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7): SFT on the chosen answer, and the odds ratio.
+
+        - log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
+
+    Args:
+        chosen_P: log p, the mean log-prob of a token of the chosen answers under the policy; fp32.
+        rejected_P: the same of the rejected answers.
+        beta: weight of the odds ratio, lambda in the paper.
+
+    Returns:
+        [P].
+    """
+    return -chosen_P - beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+
+
+def _smoothed_logistic(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)
+
+
+def _bernoulli_kl(logits_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
+    """KL(Bernoulli(sigmoid(logits)) || Bernoulli(sigmoid(other)))."""
+    yes_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - F.logsigmoid(other_P))
+    return yes_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - F.logsigmoid(-other_P))
+
+
+def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
+    # expm1: 1 - p keeps its digits where p is close to 1; where p is 1 in fp32, the least step below it is taken
+    below_one_P = logps_P.clamp(max=-torch.finfo(logps_P.dtype).eps)
+    return logps_P - torch.log(-torch.expm1(below_one_P))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss:
+    """A value of ``preference_loss``.
+
+    Attributes:
+        losses: (chosen [P], rejected [P], *, beta and its options) -> [P].
+        options: further keyword arguments of ``losses``, under the names of their keys.
+        reference_free: it takes log-probs of the policy, and there is no reference.
+        averaged: it always takes means over an answer's tokens.
+        uses_rewards: it also takes ``reward_delta_P``, from the rewards of the rows.
+    """
+
+    losses: Callable[..., torch.Tensor]
+    options: tuple[str, ...] = ()
+    reference_free: bool = False
+    averaged: bool = False
+    uses_rewards: bool = False
+
+
+LOSSES = {
+    "dpo": PreferenceLoss(losses=dpo_losses, options=("label_smoothing",)),
+    "ipo": PreferenceLoss(losses=ipo_losses),
+    "hinge": PreferenceLoss(losses=hinge_losses),
+    "rpo_sq": PreferenceLoss(losses=rpo_sq_losses, options=("gt_reward_scale",), uses_rewards=True),
+    "rpo_bwd_kl": PreferenceLoss(losses=rpo_bwd_kl_losses, options=("gt_reward_scale",), uses_rewards=True),
+    "rpo_fwd_kl": PreferenceLoss(losses=rpo_fwd_kl_losses, options=("gt_reward_scale",), uses_rewards=True),
+    "simpo": PreferenceLoss(
+        losses=simpo_losses, options=("simpo_gamma", "label_smoothing"), reference_free=True, averaged=True
+    ),
+    "orpo": PreferenceLoss(losses=orpo_losses, reference_free=True, averaged=True),
+}
+"""The values of ``preference_loss``, and what each computes."""
+
+
+def preference_metric_sums(
+    losses_P: torch.Tensor,
+    *,
+    preference_losses_P: torch.Tensor,
+    sft_losses_P: torch.Tensor,
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    chosen_logps_P: torch.Tensor,
+    rejected_logps_P: torch.Tensor,
+    valid_P: torch.Tensor,
+    beta: float,
+) -> dict[str, torch.Tensor]:
+    """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
+
+    Args:
+        losses_P: loss of each pair, all its terms together.
+        preference_losses_P: its preference loss.
+        sft_losses_P: negative log-prob of its chosen answer.
+        chosen_P, rejected_P: r of its answers, or their log-probs where there is no reference.
+        chosen_logps_P, rejected_logps_P: the policy's log-probs.
+        valid_P: True where both answers have a token; the other pairs are in no sum and no count but ``invalid_rows``.
+        beta: the reward of an answer is beta r.
+
+    Returns:
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_P``), sums in float64 without gradient, and
+        counts in int64 (``rows``, ``invalid_rows``, ``correct``).
+    """
+    chosen_rewards_P, rejected_rewards_P = (beta * values_P.detach().double() for values_P in (chosen_P, rejected_P))
+    margins_P = chosen_rewards_P - rejected_rewards_P
+    return {
+        "loss_sum": torch.where(valid_P, losses_P, 0).sum(),
+        "rows": valid_P.sum(),
+        "invalid_rows": (~valid_P).sum(),
+        "correct": (valid_P & (margins_P > 0)).sum(),
+        "preference_loss_sum": masked_sum(preference_losses_P, valid_P),
+        "sft_loss_sum": masked_sum(sft_losses_P, valid_P),
+        "rewards_chosen_sum": masked_sum(chosen_rewards_P, valid_P),
+        "rewards_rejected_sum": masked_sum(rejected_rewards_P, valid_P),
+        "rewards_square_sum": masked_sum(chosen_rewards_P.square() + rejected_rewards_P.square(), valid_P),
+        "margin_square_sum": masked_sum(margins_P.square(), valid_P),
+        "logps_chosen_sum": masked_sum(chosen_logps_P, valid_P),
+        "logps_rejected_sum": masked_sum(rejected_logps_P, valid_P),
+    }
+
+
+def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Turn sums over the global batch into metrics.
+
+    Args:
+        sums: what :func:`preference_metric_sums` gives, added over micro-batches and ranks.
+
+    Returns:
+        loss (0 where no pair is valid), preference_loss, sft_loss, acc (share of the pairs whose chosen answer has the
+        greater reward), rewards_{chosen,rejected}_mean, rewards_margin, rewards_margin_std, rewards_all_{mean,std},
+        logps_{chosen,rejected}_mean, rows (pairs), invalid_rows. Standard deviations are those of the sample. What has
+        no pair to stand on is left out.
+    """
+    rows = sums["rows"]
+    metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
+    if rows:
+        metrics["preference_loss"] = sums["preference_loss_sum"] / rows
+        metrics["sft_loss"] = sums["sft_loss_sum"] / rows
+        metrics["acc"] = sums["correct"] / rows
+        for name in ("chosen", "rejected"):
+            metrics[f"rewards_{name}_mean"] = sums[f"rewards_{name}_sum"] / rows
+            metrics[f"logps_{name}_mean"] = sums[f"logps_{name}_sum"] / rows
+        margin = sums["rewards_chosen_sum"] - sums["rewards_rejected_sum"]
+        total = sums["rewards_chosen_sum"] + sums["rewards_rejected_sum"]
+        metrics["rewards_margin"] = margin / rows
+        if rows > 1:
+            metrics["rewards_margin_std"] = sample_std(sums["margin_square_sum"], margin, rows)
+        metrics["rewards_all_mean"] = total / (2 * rows)
+        metrics["rewards_all_std"] = sample_std(sums["rewards_square_sum"], total, 2 * rows)
+    return metrics | {"rows": rows, "invalid_rows": sums["invalid_rows"]}

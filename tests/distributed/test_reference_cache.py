@@ -1,0 +1,168 @@
+"""Reference log-probs that are kept: found again by content, computed once, refused where they are not what they were."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import RankPool
+
+
+def make_rows(first: int, count: int) -> Any:
+    """Rows of tokens [first], [first, first + 1], ..., padded; the last token of each is the response."""
+    from nemo_kto.models.rows import Rows
+
+    tokens, labels = torch.zeros(count, count, dtype=torch.int64), torch.full((count, count), -100)
+    for row in range(count):
+        tokens[row, : row + 1] = torch.arange(row + 1) + first
+        labels[row, row] = tokens[row, row]
+    positions = torch.arange(count).expand(count, count)
+    return Rows(tokens_BS=tokens, labels_BS=labels, lengths_B=torch.arange(count) + 1, positions_BS=positions)
+
+
+def logp(rows: Any) -> torch.Tensor:
+    """A number that tells rows apart and that fp32 rounds."""
+    return -(rows.tokens_BS.sum(1) + rows.lengths_B / 3).float()
+
+
+class CacheUser:
+    """What a run does with its cache; says what was asked of the model and what was warned of."""
+
+    def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
+        from nemo_kto.checkpoint import reference_cache
+
+        self.asked = 0
+        self.warnings: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
+        reference_cache.logger.addHandler(handler)
+        try:
+            cache = reference_cache.ReferenceCache(folder=folder, settings=settings, models=[model])
+        finally:
+            reference_cache.logger.removeHandler(handler)
+        self.reference = reference_cache.CachedReference(cache=cache)
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        self.asked += len(rows)
+        return logp(rows)
+
+    def fill(self, *batches: Any) -> CacheUser:
+        with self.reference.filling():
+            for number, rows in enumerate(batches, start=1):
+                self.reference.logprobs([rows], self.forward)
+                self.reference.after_batch(number)
+        return self
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def on_one_rank(folder: Path) -> dict[str, Any]:
+    from nemo_kto.parallel import state
+
+    state.start(layout=state.Layout(), seed=0)
+    model, found = make_model(folder / "model"), {}
+    first = CacheUser(folder, model, precision="32").fill(make_rows(5, 4), make_rows(7, 3), make_rows(5, 4))
+    found["asked"] = first.asked
+    again = CacheUser(folder, model, precision="32")
+    answers = again.reference.logprobs([make_rows(7, 3), make_rows(5, 4)], again.forward)
+    found["equal"] = torch.equal(answers, torch.cat([logp(make_rows(7, 3)), logp(make_rows(5, 4))]))
+    found["asked again"] = again.asked
+    found["a few more"] = again.fill(make_rows(5, 4), make_rows(50, 2)).asked
+    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.rows
+    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.rows
+    try:
+        again.reference.logprobs([make_rows(90, 3)], again.forward)
+    except RuntimeError as error:
+        found["error"] = str(error).replace(str(again.reference.cache.folder), "FOLDER")
+
+    parts = sorted(again.reference.cache.folder.glob("part-*.npy"))
+    content = parts[0].read_bytes()
+    parts[0].write_bytes(content[:-8])
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"?")
+    damaged = CacheUser(folder, model, precision="32")
+    found["warnings"] = [text.replace(str(damaged.reference.cache.folder), "FOLDER") for text in damaged.warnings]
+    found["rows left"] = damaged.reference.cache.rows
+    found["asked anew"] = damaged.fill(make_rows(5, 4)).asked
+
+    (model / "model.safetensors").write_bytes(b"other weights")
+    stale = CacheUser(folder, model, precision="32")
+    found["stale"] = [text.split(": ")[1] for text in stale.warnings]
+    found["rows of other weights"] = stale.reference.cache.rows
+    found["files"] = sorted(file.name.split("-")[0] for file in stale.reference.cache.folder.iterdir())
+    return found
+
+
+def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(1, on_one_rank, tmp_path)
+    assert found["asked"] == 7, "the third batch is the first one again"
+    assert found["equal"]
+    assert found["asked again"] == 0
+    assert found["a few more"] == 2
+    assert found["rows"] == 9
+    assert found["other settings"] == 0
+    assert found["error"] == (
+        "reference log-probs of every row must be in FOLDER, but 3 of 3 rows of this batch are not; "
+        "the data may have been changed during the run: start it again"
+    )
+    for text in found["warnings"]:
+        assert text.startswith("reference log-probs in FOLDER/part-")
+        assert text.endswith(".npy are not used and computed anew: its content is not what was written")
+    assert len(found["warnings"]) == 2
+    assert found["rows left"] == 0
+    assert found["asked anew"] == 4
+    assert found["stale"] == ["model.safetensors of the reference model changed since"]
+    assert found["rows of other weights"] == 0
+    assert found["files"] == ["about.json"]
+
+
+def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
+    from nemo_kto.parallel import state
+
+    state.start(layout=state.Layout(), seed=0)
+    with state.main_process_first():
+        if state.is_rank_zero():
+            make_model(folder / "model")
+    mine, theirs = make_rows(10 * state.rank(), 3), make_rows(10 * (1 - state.rank()), 3)
+    session = CacheUser(folder, folder / "model").fill(mine)
+    return session.asked, torch.equal(session.reference.logprobs([theirs], session.forward), logp(theirs)), session.asked
+
+
+def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, on_a_rank_of_two, tmp_path) == [(3, True, 3)] * 2
+
+
+def test_padding_is_not_in_the_key_and_labels_are() -> None:
+    from nemo_kto.checkpoint.reference_cache import row_keys
+
+    rows = make_rows(5, 3)
+    wider = make_rows(5, 4).take(torch.arange(3))
+    assert row_keys(rows).tolist() == row_keys(wider).tolist()
+    wider.labels_BS[1, 0] = wider.tokens_BS[1, 0]
+    same = (row_keys(rows) == row_keys(wider)).all(axis=1)
+    assert same.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_reference_that_moves(share: float) -> None:
+    from nemo_kto.models.reference import MovingReference, SwappedWeights
+
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    held = SwappedWeights(parameters=[parameter])
+    parameter.data += 4.0
+    moving = MovingReference(weights=held, interval=2, share=share)
+    moving.after_step(1)
+    with held.active():
+        assert parameter.tolist() == [1.0, 2.0]
+    moving.after_step(2)
+    with held.active():
+        assert parameter.tolist() == [1.0 + 4 * share, 2.0 + 4 * share]
+    assert parameter.tolist() == [5.0, 6.0]
