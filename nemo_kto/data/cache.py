@@ -7,28 +7,104 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Sequence, Value
 from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import EncodedRow, RowEncoder
-from nemo_kto.data.records import BrokenRows, KTORecord, read_kto_records
-from nemo_kto.data.truncation import check_truncation, fit
+from nemo_kto.data.records import BrokenRows, DPORecord, KTORecord, RowError, read_dpo_records, read_kto_records
+from nemo_kto.data.truncation import check_truncation, fit, fit_pair
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it when the same data and tokenizer give other ids or other columns
 _BATCH = 1000
-_FEATURES = Features(
-    {
-        "prompt_ids": Sequence(Value("int32")),
-        "response_ids": Sequence(Value("int32")),
-        "desirable": Value("bool"),
-        "line": Value("int64"),
-    }
+_IDS = Sequence(Value("int32"))
+
+
+class Cut(NamedTuple):
+    """How rows are cut, see ``truncation.fit``."""
+
+    seq_length: int
+    mode: str
+    bos_id: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKind:
+    """What a file's rows become.
+
+    Attributes:
+        name: begins the names of the cached files.
+        features: columns of the cached rows; ``line`` is where a row came from.
+        read: the records of a file.
+        tokenise: records -> for each its columns, or why it cannot be used.
+    """
+
+    name: str
+    features: Features
+    read: Callable[..., Iterator[Any]]
+    tokenise: Callable[[list[Any], RowEncoder, Cut], Iterator[dict[str, Any] | RowError]]
+
+
+def _tokenise_kto(records: list[KTORecord], encoder: RowEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
+    for record, row in zip(records, encoder.encode(records), strict=True):
+        if not isinstance(row, EncodedRow):
+            yield row
+            continue
+        prompt, response = fit(row.prompt_ids, row.response_ids, **cut._asdict())
+        yield {"prompt_ids": prompt, "response_ids": response, "desirable": record.desirable, "line": record.line}
+
+
+def _tokenise_dpo(records: list[DPORecord], encoder: RowEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
+    sides = [
+        KTORecord(prompt=record.prompt, response=answer, desirable=good, line=record.line)
+        for record in records
+        for good, answer in ((True, record.chosen), (False, record.rejected))
+    ]
+    encoded = iter(encoder.encode(sides))
+    for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
+        if not (isinstance(chosen, EncodedRow) and isinstance(rejected, EncodedRow)):
+            yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
+            continue
+        prompt, answers = fit_pair(chosen.prompt_ids, (chosen.response_ids, rejected.response_ids), **cut._asdict())
+        yield {
+            "prompt_ids": prompt,
+            "chosen_ids": answers[0],
+            "rejected_ids": answers[1],
+            "chosen_reward": record.chosen_reward,
+            "rejected_reward": record.rejected_reward,
+            "line": record.line,
+        }
+
+
+KTO_ROWS = RowKind(
+    name="kto",
+    features=Features(
+        {"prompt_ids": _IDS, "response_ids": _IDS, "desirable": Value("bool"), "line": Value("int64")},
+    ),
+    read=read_kto_records,
+    tokenise=_tokenise_kto,
+)
+DPO_ROWS = RowKind(
+    name="dpo",
+    features=Features(
+        {
+            "prompt_ids": _IDS,
+            "chosen_ids": _IDS,
+            "rejected_ids": _IDS,
+            "chosen_reward": Value("float64"),
+            "rejected_reward": Value("float64"),
+            "line": Value("int64"),
+        }
+    ),
+    read=read_dpo_records,
+    tokenise=_tokenise_dpo,
 )
 
 
@@ -40,17 +116,19 @@ class TokenCache:
     processes may read and even write at the same time.
     """
 
-    def __init__(self, *, folder: str | Path, encoder: RowEncoder, seq_length: int, truncation_mode: str) -> None:
-        """Args: folder: made if it does not exist; seq_length, truncation_mode: see ``truncation.fit``."""
+    def __init__(
+        self, *, kind: RowKind, folder: str | Path, encoder: RowEncoder, seq_length: int, truncation_mode: str
+    ) -> None:
+        """Args: kind: of row; folder: made if it does not exist; seq_length, truncation_mode: see ``truncation.fit``."""
         check_truncation(seq_length=seq_length, mode=truncation_mode)
+        self._kind = kind
         self._folder = Path(folder)
         self._encoder = encoder
         self._tokenizer_hash = encoder.fingerprint()
-        self._seq_length = seq_length
-        self._truncation_mode = truncation_mode
+        self._cut = Cut(seq_length, truncation_mode, encoder.bos_id)
 
     def open(self, path: Path, *, broken: BrokenRows) -> Dataset | None:
-        """The rows of a jsonl file (columns prompt_ids, response_ids, desirable, line), tokenised if they are not yet.
+        """The rows of a jsonl file, in the columns of their kind, tokenised if they are not yet.
 
         Returns:
             The memory-mapped rows, or None where rows were broken (they are added to ``broken``).
@@ -65,8 +143,8 @@ class TokenCache:
     def _name(self, path: Path) -> str:
         state = path.stat()
         key = [_FORMAT, str(path.resolve()), state.st_size, state.st_mtime_ns]
-        key += [self._tokenizer_hash, self._seq_length, self._truncation_mode]
-        return f"kto-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
+        key += [self._tokenizer_hash, self._cut.seq_length, self._cut.mode]
+        return f"{self._kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 
     def _write(self, path: Path, cached: Path, broken: BrokenRows) -> bool:
         logger.info("tokenising %s into %s", path, cached)
@@ -74,7 +152,7 @@ class TokenCache:
         handle, writing = tempfile.mkstemp(prefix=f".{cached.name}-", dir=self._folder)
         os.close(handle)
         try:
-            with ArrowWriter(path=writing, features=_FEATURES, writer_batch_size=_BATCH) as writer:
+            with ArrowWriter(path=writing, features=self._kind.features, writer_batch_size=_BATCH) as writer:
                 for columns in self._columns(path, broken):
                     writer.write_batch(columns)
                     count += len(columns["line"])
@@ -92,26 +170,20 @@ class TokenCache:
         return True
 
     def _columns(self, path: Path, broken: BrokenRows) -> Iterator[dict[str, list]]:
-        for records in _batches(read_kto_records(path, broken=broken)):
-            columns: dict[str, list] = {name: [] for name in _FEATURES}
-            for record, row in zip(records, self._encoder.encode(records), strict=True):
-                if not isinstance(row, EncodedRow):
+        for records in _batches(self._kind.read(path, broken=broken)):
+            columns: dict[str, list] = {name: [] for name in self._kind.features}
+            rows = self._kind.tokenise(records, self._encoder, self._cut)
+            for record, row in zip(records, rows, strict=True):
+                if isinstance(row, RowError):
                     broken.add(path, record.line, str(row))
                     continue
-                prompt, response = fit(
-                    row.prompt_ids,
-                    row.response_ids,
-                    seq_length=self._seq_length,
-                    mode=self._truncation_mode,
-                    bos_id=self._encoder.bos_id,
-                )
-                for name, value in zip(_FEATURES, (prompt, response, record.desirable, record.line), strict=True):
+                for name, value in row.items():
                     columns[name].append(value)
             if columns["line"]:
                 yield columns
 
 
-def _batches(records: Iterable[KTORecord]) -> Iterator[list[KTORecord]]:
+def _batches(records: Iterable[Any]) -> Iterator[list[Any]]:
     iterator = iter(records)
     while batch := list(islice(iterator, _BATCH)):
         yield batch

@@ -1,13 +1,14 @@
-"""From the rows of one global batch to the tensors of one rank's share of it; KL pairs are formed here."""
+"""From rows to tensors: of one rank's share of a global batch, with KL pairs formed over all of it, and of pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.records import DPORow, KTORow
 
 IGNORED = -100
 
@@ -87,40 +88,96 @@ def kto_custom_collate(
     kept = range(len(batch)) if rows is None else rows
     halves = {"": [(batch[row].prompt_ids, batch[row].response_ids) for row in kept]}
     _check_lengths(halves[""], seq_length)
+    tensors = {"preference": torch.tensor([int(batch[row].desirable) for row in kept], dtype=torch.int64)}
     if with_kl:
         prompts = [np.asarray(row.prompt_ids, dtype=np.int64).tobytes() for row in batch]
         partners = kl_partners(prompts)
         same = same_prompt_pairs(prompts, partners)
         halves["kl_"] = [_kl_row(batch[row], batch[partners[row]], seq_length) for row in kept]
-    width = max((len(prompt) + len(response) for half in halves.values() for prompt, response in half), default=1)
-    width = -(-width // pad_to_multiple) * pad_to_multiple
-
-    tensors = {"preference": torch.tensor([int(batch[row].desirable) for row in kept], dtype=torch.int64)}
-    if with_kl:
         tensors["kl_same_prompt"] = torch.tensor([int(same[row]) for row in kept], dtype=torch.int64)
+    make = partial(_arrays, eos_id=eos_id, reset_positions=reset_position_ids, reset_attention=reset_attention_mask)
+    width = _common_width(halves.values(), pad_to_multiple)
     for prefix, half in halves.items():
-        named = _named_arrays(half, width, eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss)
-        tensors |= {prefix + name: torch.from_numpy(array) for name, array in named.items()}
+        for name, array in make(half, width, mask_after_eos=eod_mask_loss).items():
+            tensors[prefix + _KTO_NAMES[name]] = torch.from_numpy(array)
     return tensors
 
 
-def _named_arrays(
-    rows: list, width: int, eos_id: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+def dpo_custom_collate(
+    batch: Sequence[DPORow],
+    eos_id: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    *,
+    seq_length: int | None = None,
+    pad_to_multiple: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Tensors of pairs.
+
+    Args:
+        batch: the pairs, B of them.
+        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
+        seq_length: longest row. None: no limit.
+
+    Returns:
+        For side = chosen and rejected: side [B, S] int64, the prompt and that answer; side_labels [B, S] int64 (the label
+        of place t is the token at t, -100 on prompt and padding); side_lengths [B] int64, without padding; side_rewards
+        [B] float32; side_position_ids and side_attention_mask as the other function's. S is the same for both; for B = 0
+        it is ``pad_to_multiple``.
+
+    Raises:
+        ValueError: a row longer than ``seq_length``.
+    """
+    sides = {
+        "chosen": [(row.prompt_ids, row.chosen_ids) for row in batch],
+        "rejected": [(row.prompt_ids, row.rejected_ids) for row in batch],
+    }
+    tensors = {
+        f"{side}_rewards": torch.tensor([getattr(row, f"{side}_reward") for row in batch], dtype=torch.float32)
+        for side in sides
+    }
+    make = partial(_arrays, eos_id=eos_id, reset_positions=reset_position_ids, reset_attention=reset_attention_mask)
+    width = _common_width(sides.values(), pad_to_multiple)
+    for side, rows in sides.items():
+        _check_lengths(rows, seq_length)
+        for name, array in make(rows, width, mask_after_eos=eod_mask_loss).items():
+            tensors[side if name == "tokens" else f"{side}_{name}"] = torch.from_numpy(array)
+    return tensors
+
+
+# NeMo-Aligner's names of KTO's tensors
+_KTO_NAMES = {
+    "tokens": "samples",
+    "labels": "sample_labels",
+    "lengths": "sample_lengths",
+    "position_ids": "position_ids",
+    "attention_mask": "attention_mask",
+}
+
+
+def _common_width(halves: Iterable[list], multiple: int) -> int:
+    width = max((len(prompt) + len(answer) for half in halves for prompt, answer in half), default=1)
+    return -(-width // multiple) * multiple
+
+
+def _arrays(
+    rows: list, width: int, *, eos_id: int, reset_positions: bool, reset_attention: bool, mask_after_eos: bool
 ) -> dict[str, np.ndarray]:
-    """The arrays of the samples, or of the KL rows, all padded to ``width``."""
+    """The arrays of one kind of rows, all padded to ``width``."""
     tokens, labels, lengths = _padded(rows, width, eos_id)
     is_token = np.arange(width) < lengths[:, None]
     # [B, S]: the number of documents that ended before a token; padding ends none.
     ends = (tokens == eos_id) & is_token
     documents = np.cumsum(ends, axis=1) - ends
-    if eod_mask_loss:
+    if mask_after_eos:
         labels[:, 1:][ends[:, :-1]] = IGNORED
     return {
-        "samples": tokens,
-        "sample_labels": labels,
-        "sample_lengths": lengths,
-        "position_ids": _positions(documents, reset=reset_position_ids),
-        "attention_mask": _masked(documents) if reset_attention_mask else is_token,
+        "tokens": tokens,
+        "labels": labels,
+        "lengths": lengths,
+        "position_ids": _positions(documents, reset=reset_positions),
+        "attention_mask": _masked(documents) if reset_attention else is_token,
     }
 
 

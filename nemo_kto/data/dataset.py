@@ -1,14 +1,16 @@
-"""Datasets of tokenised KTO rows: the splits of ``data_prefix``, memory-mapped."""
+"""Datasets of tokenised rows: the splits of ``data_prefix``, memory-mapped."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import datasets
 import numpy as np
@@ -16,15 +18,18 @@ import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.blend import blend, split_ranges
-from nemo_kto.data.cache import TokenCache
+from nemo_kto.data.cache import DPO_ROWS, KTO_ROWS, TokenCache
 from nemo_kto.data.chat import RowEncoder
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
-from nemo_kto.data.records import BrokenRows, DataError, KTORow
+from nemo_kto.data.records import BrokenRows, DataError, DPORow, KTORow
 
 logger = logging.getLogger(__name__)
 
 
-class KTODataset(torch.utils.data.Dataset[KTORow]):
+Row = TypeVar("Row")
+
+
+class _TokenDataset(torch.utils.data.Dataset[Row], ABC):
     """Rows of a memory-mapped table, in the order of an index."""
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray) -> None:
@@ -35,14 +40,24 @@ class KTODataset(torch.utils.data.Dataset[KTORow]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, place: int) -> KTORow:
+    def __getitem__(self, place: int) -> Row:
         return self.__getitems__([place])[0]
 
-    def __getitems__(self, places: Sequence[int]) -> list[KTORow]:
+    def __getitems__(self, places: Sequence[int]) -> list[Row]:
         """Many rows in one look-up (the name by which torch's DataLoader asks for them)."""
-        rows = self._table[self._index[np.asarray(places)].tolist()]
-        prompts, responses = _ragged(rows.column("prompt_ids")), _ragged(rows.column("response_ids"))
-        desirable = rows.column("desirable").to_pylist()
+        return self._rows(self._table[self._index[np.asarray(places)].tolist()])
+
+    @abstractmethod
+    def _rows(self, table: Any) -> list[Row]:
+        """The rows of a piece of the table."""
+
+
+class KTODataset(_TokenDataset[KTORow]):
+    """Answers that were judged one by one."""
+
+    def _rows(self, table: Any) -> list[KTORow]:
+        prompts, responses = _ragged(table.column("prompt_ids")), _ragged(table.column("response_ids"))
+        desirable = table.column("desirable").to_pylist()
         return [KTORow(*row) for row in zip(prompts, responses, desirable, strict=True)]
 
     def desirable_count(self) -> int:
@@ -50,13 +65,33 @@ class KTODataset(torch.utils.data.Dataset[KTORow]):
         return int(self._table.data.column("desirable").to_numpy()[self._index].sum())
 
 
+class DPODataset(_TokenDataset[DPORow]):
+    """Pairs of answers."""
+
+    def __init__(self, *, table: datasets.Dataset, index: np.ndarray, default_rewards: tuple[float, float]) -> None:
+        """Args: default_rewards: of the chosen and of the rejected answer, where a row has none of its own."""
+        super().__init__(table=table, index=index)
+        self._default_rewards = default_rewards
+
+    def _rows(self, table: Any) -> list[DPORow]:
+        ids = [_ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        rewards = [
+            [default if value is None else value for value in table.column(f"{side}_reward").to_pylist()]
+            for side, default in zip(("chosen", "rejected"), self._default_rewards, strict=True)
+        ]
+        return [DPORow(*row) for row in zip(*ids, *rewards, strict=True)]
+
+
+Rows = TypeVar("Rows", KTODataset, DPODataset)
+
+
 @dataclass(frozen=True)
-class KTOSplits:
+class Splits(Generic[Rows]):
     """The datasets of a run; None where the data has no such split."""
 
-    train: KTODataset | None
-    validation: KTODataset | None
-    test: KTODataset | None
+    train: Rows | None
+    validation: Rows | None
+    test: Rows | None
 
 
 def build_kto_splits(
@@ -68,7 +103,7 @@ def build_kto_splits(
     truncation_mode: str,
     cache_dir: str | Path,
     seed: int,
-) -> KTOSplits:
+) -> Splits[KTODataset]:
     """Training, validation and test rows, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
     Args:
@@ -84,24 +119,50 @@ def build_kto_splits(
     Raises:
         DataError: files are missing or rows are broken; all broken rows of all files are counted.
     """
-    sources = read_data_prefix(data_prefix)
-    shares = _shares(splits_string) if WHOLE in sources else {}
     cache = TokenCache(
+        kind=KTO_ROWS,
         folder=cache_dir,
         encoder=RowEncoder(tokenizer=tokenizer),
         seq_length=seq_length,
         truncation_mode=truncation_mode,
     )
-    tables = _open_all(sources, cache)
-    built: dict[str, KTODataset | None] = dict.fromkeys(SPLITS)
+    splits = _build_splits(KTODataset, data_prefix, splits_string, cache, seed)
     for split in SPLITS:
-        if shares.get(split, 0) > 0:
-            built[split] = _assemble(sources[WHOLE], tables, seed=seed, shares=shares, split=split)
-        elif split in sources:
-            built[split] = _assemble(sources[split], tables, seed=seed)
-    for split, dataset in built.items():
-        _say(split, dataset, expected=split in sources or shares.get(split, 0) > 0)
-    return KTOSplits(**built)
+        _warn_of_one_class(split, getattr(splits, split))
+    return splits
+
+
+def build_dpo_splits(
+    *,
+    data_prefix: Any,
+    splits_string: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    truncation_mode: str,
+    cache_dir: str | Path,
+    seed: int,
+    default_chosen_reward: float,
+    default_rejected_reward: float,
+) -> Splits[DPODataset]:
+    """Training, validation and test pairs.
+
+    Args:
+        data_prefix, splits_string, tokenizer, seq_length, truncation_mode, cache_dir, seed: see :func:`build_kto_splits`.
+        default_chosen_reward: of the chosen answers of rows without rewards.
+        default_rejected_reward: of their rejected answers.
+
+    Raises:
+        DataError: files are missing or rows are broken; all broken rows of all files are counted.
+    """
+    cache = TokenCache(
+        kind=DPO_ROWS,
+        folder=cache_dir,
+        encoder=RowEncoder(tokenizer=tokenizer),
+        seq_length=seq_length,
+        truncation_mode=truncation_mode,
+    )
+    make = partial(DPODataset, default_rewards=(default_chosen_reward, default_rejected_reward))
+    return _build_splits(make, data_prefix, splits_string, cache, seed)
 
 
 def build_kto_dataset(
@@ -128,6 +189,25 @@ def build_kto_dataset(
     return splits.train
 
 
+def _build_splits(
+    make: Callable[..., Rows], data_prefix: Any, splits_string: str | None, cache: TokenCache, seed: int
+) -> Splits[Rows]:
+    sources = read_data_prefix(data_prefix)
+    shares = _shares(splits_string) if WHOLE in sources else {}
+    tables = _open_all(sources, cache)
+    built: dict[str, Rows | None] = dict.fromkeys(SPLITS)
+    for split in SPLITS:
+        if shares.get(split, 0) > 0:
+            built[split] = _assemble(make, sources[WHOLE], tables, seed=seed, shares=shares, split=split)
+        elif split in sources:
+            built[split] = _assemble(make, sources[split], tables, seed=seed)
+        else:
+            continue
+        if built[split] is None:
+            logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
+    return Splits(**built)
+
+
 def _shares(splits_string: str | None) -> dict[str, Fraction]:
     if splits_string is None:
         return {"train": Fraction(1)}
@@ -144,13 +224,14 @@ def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict
 
 
 def _assemble(
+    make: Callable[..., Rows],
     sources: tuple[Source, ...],
     tables: dict[Path, datasets.Dataset],
     *,
     seed: int,
     shares: dict[str, Fraction] | None = None,
     split: str = "train",
-) -> KTODataset | None:
+) -> Rows | None:
     """One split out of its sources, or out of its share of each; None if no row is left for it."""
     parts, ranges, weights, start = [], [], [], 0
     for source in sources:
@@ -166,10 +247,10 @@ def _assemble(
     table = datasets.concatenate_datasets(parts)
     blended = [weight for weight in weights if weight is not None]
     if not blended:
-        return KTODataset(table=table, index=np.concatenate(ranges))
+        return make(table=table, index=np.concatenate(ranges))
     chosen, rows = blend([len(rows) for rows in ranges], blended, seed=seed)
     first_rows = np.array([rows[0] for rows in ranges])
-    return KTODataset(table=table, index=first_rows[chosen] + rows)
+    return make(table=table, index=first_rows[chosen] + rows)
 
 
 def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> tuple[int, int]:
@@ -180,10 +261,8 @@ def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> 
     return ranges[list(shares).index(split)]
 
 
-def _say(split: str, dataset: KTODataset | None, *, expected: bool) -> None:
+def _warn_of_one_class(split: str, dataset: KTODataset | None) -> None:
     if dataset is None:
-        if expected:
-            logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
         return
     desirable = dataset.desirable_count()
     logger.info("%s: %d rows, %d of them desirable", split, len(dataset), desirable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.records import DPORow, KTORow
 from nemo_kto.data.sampler import GlobalBatchSampler
 
 
@@ -48,8 +48,6 @@ def build_kto_dataloader(
     Raises:
         ValueError: ``rank`` is not one of ``size``.
     """
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be at least 0 and below size, got rank {rank} of {size}")
     collate = partial(
         kto_custom_collate,
         eos_id=eos_id,
@@ -60,10 +58,40 @@ def build_kto_dataloader(
         pad_to_multiple=pad_to_multiple,
         with_kl=with_kl,
     )
+    take = partial(_kto_share, rank=rank, size=size, collate=collate)
+    return _loader(dataset, sampler, take, rank=rank, size=size, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def build_dpo_dataloader(
+    *, dataset: Dataset[DPORow], sampler: GlobalBatchSampler, rank: int, size: int, num_workers: int = 0
+) -> DataLoader[list[DPORow]]:
+    """A loader that yields pairs rank, rank + size, ... of each global batch of ``sampler``; the trainer collates them.
+
+    Args:
+        dataset, sampler, rank, size, num_workers: see :func:`build_kto_dataloader`.
+
+    Raises:
+        ValueError: ``rank`` is not one of ``size``.
+    """
+    return _loader(dataset, sampler, partial(_share, rank=rank, size=size), rank=rank, size=size, num_workers=num_workers)
+
+
+def _loader(
+    dataset: Dataset[Any],
+    sampler: GlobalBatchSampler,
+    take: Callable[[Sequence[Any]], Any],
+    *,
+    rank: int,
+    size: int,
+    num_workers: int,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be at least 0 and below size, got rank {rank} of {size}")
     return DataLoader(
-        dataset,  # type: ignore[arg-type]  # torch types a loader by its dataset's items, not by what collate makes
+        dataset,
         batch_sampler=sampler,
-        collate_fn=partial(_share, rank=rank, size=size, collate=collate),
+        collate_fn=take,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
@@ -73,5 +101,9 @@ def build_kto_dataloader(
     )
 
 
-def _share(batch: Sequence[KTORow], *, rank: int, size: int, collate: Any) -> dict[str, torch.Tensor]:
+def _share(batch: Sequence[Any], *, rank: int, size: int) -> list[Any]:
+    return list(batch[rank::size])
+
+
+def _kto_share(batch: Sequence[KTORow], *, rank: int, size: int, collate: Any) -> dict[str, torch.Tensor]:
     return collate(batch, rows=range(rank, len(batch), size))

@@ -1,29 +1,33 @@
-"""From one line of a jsonl file to records: a prompt, an answer, and whether the answer is desirable.
+"""From one line of a jsonl file to records: a prompt with an answer that was judged, or with two of which one was chosen.
 
-A row may be written in any of these forms (further keys are ignored):
+A row for KTO may be written in any of these forms (further keys are ignored), one for DPO in the last:
 
     {"prompt": "...", "response": "...", "preference": "chosen" | "rejected"}
     {"prompt": "...", "completion": "...", "label": true | false}
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
-    {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair: two records; also chosen_response, rejected_response
+    {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
 Wherever a text stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
+A pair may have "chosen_reward" and "rejected_reward".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 Message = Mapping[str, Any]
 Turns = str | list[Message]
+Record = TypeVar("Record")
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+_REWARD_KEYS = ("chosen_reward", "rejected_reward")
 _PREFERENCES = {"chosen": True, "rejected": False}
 _DIALOGUE_ANSWER = "\n\nAssistant:"
 
@@ -97,8 +101,48 @@ class KTORow:
     desirable: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class DPORecord:
+    """One prompt with two answers, of which one was chosen.
+
+    Attributes:
+        prompt: plain text, or the messages before the answer.
+        chosen: plain text, or one assistant message in a list; of the same kind as ``prompt``.
+        rejected: likewise.
+        chosen_reward: what the row says the answer is worth; None if it says nothing.
+        rejected_reward: likewise; None where the other is.
+        line: where it came from, counted from 1.
+    """
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    chosen_reward: float | None
+    rejected_reward: float | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class DPORow:
+    """One tokenised pair.
+
+    Attributes:
+        prompt_ids: [P] int, P >= 1.
+        chosen_ids: [C] int, C >= 1, end-of-turn included where the answer was not cut.
+        rejected_ids: [R] int, R >= 1, likewise.
+        chosen_reward: what the answer is worth, in any unit.
+        rejected_reward: likewise.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    chosen_ids: Sequence[int] | np.ndarray
+    rejected_ids: Sequence[int] | np.ndarray
+    chosen_reward: float
+    rejected_reward: float
+
+
 def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[KTORecord]:
-    """The records of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
+    """The judged answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
 
     Args:
         path: the file.
@@ -107,13 +151,24 @@ def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> I
     Raises:
         DataError: rows were broken and ``broken`` was not given.
     """
+    return _read(path, records_of_row, broken)
+
+
+def read_dpo_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[DPORecord]:
+    """The pairs of one jsonl file; everything else as in :func:`read_kto_records`."""
+    return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
+
+
+def _read(
+    path: str | Path, records_of: Callable[[Mapping[str, Any], int], list[Record]], broken: BrokenRows | None
+) -> Iterator[Record]:
     found = BrokenRows() if broken is None else broken
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.isspace():
                 continue
             try:
-                records = records_of_row(_parse(raw), line)
+                records = records_of(_parse(raw), line)
             except RowError as error:
                 found.add(path, line, str(error))
                 continue
@@ -143,6 +198,46 @@ def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
         )
     key = answer_keys[0]
     return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
+
+
+def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
+    """The pair that a row is.
+
+    Raises:
+        RowError: the row is no pair, its sides have different prompts, or a value has no meaning there.
+    """
+    for good, bad in _PAIR_KEYS:
+        if good in row or bad in row:
+            break
+    else:
+        raise RowError(
+            'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
+            f"got the keys {sorted(row)}; answers that were judged one by one are for KTO"
+        )
+    chosen, rejected = _pair(row, good, bad)
+    if chosen[0] != rejected[0]:
+        raise RowError(f'"{good}" and "{bad}" must answer the same prompt; make the messages before the answers equal')
+    rewards = [_reward(row, key) for key in _REWARD_KEYS]
+    if (rewards[0] is None) != (rewards[1] is None):
+        missing = _REWARD_KEYS[rewards.index(None)]
+        raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing}" is missing')
+    return DPORecord(
+        prompt=chosen[0],
+        chosen=chosen[1],
+        rejected=rejected[1],
+        chosen_reward=rewards[0],
+        rejected_reward=rewards[1],
+        line=line,
+    )
+
+
+def _reward(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError(f'"{key}" must be a finite number, got {_show(value)}; correct it or leave both rewards out')
+    return float(value)
 
 
 def _record(side: tuple[Turns, Turns], desirable: bool, line: int) -> KTORecord:

@@ -31,6 +31,24 @@ def fit(
     return prompt[len(prompt) - room :], response
 
 
+def fit_pair(
+    prompt: list[int], answers: tuple[list[int], list[int]], *, seq_length: int, mode: str, bos_id: int | None
+) -> tuple[list[int], tuple[list[int], list[int]]]:
+    """Cut a pair: its prompt once, so that the longer answer fits, because both answers must be given to one prompt.
+
+    Args:
+        prompt: at least one token.
+        answers: the two answers, at least one token each.
+        seq_length, mode, bos_id: as in :func:`fit`.
+
+    Returns:
+        Prompt and answers.
+    """
+    kept, _ = fit(prompt, max(answers, key=len), seq_length=seq_length, mode=mode, bos_id=bos_id)
+    first, second = (answer[: seq_length - 1] for answer in answers)
+    return kept, (first, second)
+
+
 def check_truncation(*, seq_length: int, mode: str) -> None:
     """Refuse settings that no row can meet.
 

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.chat import RowEncoder
-from nemo_kto.data.dataset import KTODataset, KTOSplits, build_kto_dataset, build_kto_splits
+from nemo_kto.data.dataset import KTODataset, Splits, build_kto_dataset, build_kto_splits
 from nemo_kto.data.records import DataError
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 
 
-def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> KTOSplits:
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
     settings: dict = {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
     settings |= {"cache_dir": tmp_path / "cache", **changes}
     return build_kto_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)

@@ -1,0 +1,71 @@
+"""Whether the two kinds of judged answers weigh what they should.
+
+With n_D desirable and n_U undesirable rows, the authors of KTO keep w_D n_D / (w_U n_U) between 1 and 4/3 (Ethayarajh et
+al. 2024, arXiv 2402.01306, section 4.2, equation 8).
+"""
+
+from __future__ import annotations
+
+LEAST, MOST = 1.0, 4 / 3
+# What TRL's documentation of KTO advises for the learning rate, whatever the size of the data.
+LEAST_LR, MOST_LR = 5e-7, 5e-6
+_SLACK = 1e-3  # so that weights which were rounded as the warning shows them are taken
+
+
+def loss_balance(desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float) -> float | None:
+    """w_D n_D / (w_U n_U); None where one kind of row is absent or has no weight.
+
+    Examples:
+        >>> loss_balance(30, 60, 1.0, 1.0)
+        0.5
+    """
+    good, bad = desirable * desirable_weight, undesirable * undesirable_weight
+    return good / bad if good and bad else None
+
+
+def balanced_weights(
+    desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float
+) -> tuple[float, float]:
+    """Weights with which the balance is in its range: the weight of the side that is too light is raised just so far.
+
+    Returns:
+        w_D and w_U; as they were where the balance is fine or cannot be.
+
+    Examples:
+        >>> balanced_weights(30, 60, 1.0, 1.0)
+        (2.0, 1.0)
+        >>> balanced_weights(80, 20, 1.0, 1.0)
+        (1.0, 3.0)
+    """
+    balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
+    if balance is None or LEAST <= balance <= MOST:
+        return desirable_weight, undesirable_weight
+    if balance < LEAST:
+        return desirable_weight / balance, undesirable_weight
+    return desirable_weight, undesirable_weight * balance / MOST
+
+
+def balance_warning(desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float) -> str | None:
+    """What to say of weights that do not balance the rows; None where they do."""
+    balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
+    if balance is None or LEAST - _SLACK <= balance <= MOST + _SLACK:
+        return None
+    good, bad = balanced_weights(desirable, undesirable, desirable_weight, undesirable_weight)
+    figure = f"{desirable_weight:.4g} * {desirable} / ({undesirable_weight:.4g} * {undesirable}) = {balance:.4g}"
+    return (
+        "desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be from 1 to 4/3, "
+        f"got {figure}; set model.kto.desirable_loss_weight={good:.4g} and model.kto.undesirable_loss_weight={bad:.4g}, "
+        "or model.kto.auto_balance=true"
+    )
+
+
+def one_class_warning(desirable: int, undesirable: int, lr: float) -> str | None:
+    """What to say of rows of one kind alone, which nothing holds back; None where there are both, or the steps are small."""
+    if (desirable and undesirable) or LEAST_LR <= lr <= MOST_LR:
+        return None
+    kind = "desirable" if desirable else "undesirable"
+    return (
+        f"all training rows are {kind}: nothing balances what they teach, so the learning rate should be from "
+        f"{LEAST_LR:.0e} to {MOST_LR:.0e} (as TRL advises for KTO), got {lr:.4g}; set model.optim.lr, and rather train for "
+        "more epochs"
+    )
