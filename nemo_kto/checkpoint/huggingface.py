@@ -16,9 +16,10 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.mapping import Weight, cut, rank_weights, segments, split_dimension, wanted_weights
+from nemo_kto.checkpoint.mapping import Weight, rank_weights, wanted_weights
 from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.segments import pieces, segments, split_dimension
 
 _WRITTEN_BY = "nemo_kto"
 # What transformers, and the engines that serve its models, read beside the weights and config.json.
@@ -130,20 +131,9 @@ def _check_weights(found: dict[str, Any], architecture: Architecture, folder: Pa
 
 def _copies(weight: Weight, architecture: Architecture) -> Iterator[_Copy]:
     """What to read into a parameter. Its padding is set to zero here and now."""
-    values = weight.parameter.data
-    dimension = split_dimension(weight.row)
-    if dimension is None:
-        yield _Copy(name=weight.sources[0], where=(slice(None),), place=values)
-        return
-    length = values.size(dimension)
-    start = parallel_state.get_tensor_model_parallel_rank() * length
-    for offset, part in cut(segments(weight.row, architecture), start=start, length=length):
-        place = values.narrow(dimension, offset, part.length)
-        if part.source is None:
-            place.zero_()
-        else:
-            where = (slice(None),) * dimension + (slice(part.start, part.start + part.length),)
-            yield _Copy(name=weight.sources[part.source], where=where, place=place)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for piece in pieces(weight.parameter.data, weight.row, architecture, rank=rank):
+        yield _Copy(name=weight.sources[piece.source], where=piece.where, place=piece.place)
 
 
 def _gather(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
 from nemo_kto.parallel import cpu
 
@@ -32,6 +33,8 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.linear_proj.weight",
+    "self_attention.linear_qkv.lora_b",
+    "self_attention.linear_proj.lora_a",
 )
 
 
@@ -47,7 +50,12 @@ class HiddenStateGPT(GPTModel):
 
     Under sequence parallelism they are this rank's part of the sequence. Logits are formed by whoever needs them, from
     ``output_weight()``, a few tokens at a time; the gradient of the weight then arises there and not in this module.
+
+    Attributes:
+        adapters: what ``models.lora.add_adapters`` has adapted; None for a model whose own weights are trained.
     """
+
+    adapters: LoRASettings | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,6 +104,7 @@ def build_gpt(
     recompute_method: str | None = None,
     recompute_num_layers: int | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    adaptable: bool = False,
 ) -> HiddenStateGPT:
     """Build this rank's part of the model, with random weights.
 
@@ -113,6 +122,8 @@ def build_gpt(
         recompute_method: of "full": uniform or block.
         recompute_num_layers: of "full": layers a unit (uniform) or layers recomputed (block).
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
+        adaptable: the model is to get adapters: its linear layers are megatron-core's own even where Transformer Engine is
+            installed, whose linear layers have the norm before them inside and keep to themselves what an adapter must see.
 
     Raises:
         ValueError: the layers cannot be shared out evenly over the pipeline.
@@ -130,7 +141,13 @@ def build_gpt(
     )
     model = HiddenStateGPT(
         config=config,
-        transformer_layer_spec=_block_spec(architecture, config, attn_mask_type=attn_mask_type, vp_stage=vp_stage),
+        transformer_layer_spec=_block_spec(
+            architecture,
+            config,
+            engine=uses_transformer_engine() and not adaptable,
+            attn_mask_type=attn_mask_type,
+            vp_stage=vp_stage,
+        ),
         vocab_size=architecture.padded_vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,
@@ -185,9 +202,14 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
 
 
 def _block_spec(
-    architecture: Architecture, config: TransformerConfig, *, attn_mask_type: AttnMaskType, vp_stage: int | None
+    architecture: Architecture,
+    config: TransformerConfig,
+    *,
+    engine: bool,
+    attn_mask_type: AttnMaskType,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
-    if uses_transformer_engine():
+    if engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm), TENorm

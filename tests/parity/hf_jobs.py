@@ -14,9 +14,10 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from nemo_kto.checkpoint import huggingface, safetensors_files
 from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.checkpoint.mapping import cut, rank_weights, segments, split_dimension
+from nemo_kto.checkpoint.mapping import rank_weights
 from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
 from nemo_kto.models.optimizer import wrap_data_parallel
+from nemo_kto.models.segments import cut, segments, split_dimension
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.parity import hf_models

@@ -19,6 +19,7 @@ class Split(Enum):
     HEADS = "columns are the query heads, padded with zero heads; cut by columns"
     GATED = "on each rank: its rows of the gate, then its rows of the up projection"
     COLUMNS = "cut by columns"
+    STACKED = "one weight under the other; every rank holds all of it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,13 @@ class Row:
 
     Attributes:
         ours: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
-        theirs: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``.
+        theirs: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
         split: how the first comes from the second.
         when: a flag of ``Architecture`` without which the row does not exist; empty for always.
     """
 
     ours: str
-    theirs: Mapping[str, tuple[str, ...]]
+    theirs: Mapping[str, tuple[str | int, ...]]
     split: Split
     when: str = ""
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_kto.checkpoint.mapping import Segment, cut, segments, split_dimension, wanted_weights
+from nemo_kto.checkpoint.mapping import wanted_weights
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import FAMILIES
 from nemo_kto.models.rope import Rope
+from nemo_kto.models.segments import Segment, cut, segments, split_dimension
 
 
 def architecture(

@@ -1,0 +1,203 @@
+"""LoRA: low-rank adapters on megatron-core's linear layers, y = W x + alpha / rank * B A x, the same at every layout.
+
+Hu et al. 2021 (arXiv 2106.09685), section 4.1. A fused layer (query, key and value; gate and up projection) holds one pair
+of A and B a part, as PEFT does for the layers that Hugging Face's models keep apart:
+
+    lora_a  [parts * rank, in]   the parts' A, one under the other
+    lora_b  [out, rank]          in the order of the rows of the weight; ``part_of_row`` says whose A a row goes with
+
+Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they stay as they are; so do the rows of
+B and the columns of A that belong to padding. How the two are shared out over ranks: ``models.lora_layers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import Row, Split
+from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.lora_layers import LORA_A, LORA_B, Adapter, adapt_linear
+from nemo_kto.models.lora_settings import TARGET_MODULES, LoRASettings
+from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
+
+__all__ = [
+    "TARGET_MODULES",
+    "LoRASettings",
+    "adapt_linear",
+    "adapted_rows",
+    "adapter_rows",
+    "adapters_off",
+    "add_adapters",
+    "is_adapter",
+    "merge_adapters",
+    "unmerge_adapters",
+]
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of a parameter that belongs to an adapter."""
+    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+def adapted_rows(architecture: Architecture, settings: LoRASettings) -> list[Row]:
+    """The rows of the family's table whose weights are adapted, in whole or in part."""
+    return [row for row in architecture.family.rows if any(_module(name) in settings.modules for name in row.theirs)]
+
+
+def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
+    """The rows of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
+    is_column = split_dimension(row) == 0
+    inner = "base_model.model.{}.{}.weight"
+    ours = row.ours.removesuffix("weight")
+    names = {name: name.removesuffix(".weight") for name in row.theirs}
+    return (
+        Row(
+            ours=ours + LORA_A,
+            theirs={inner.format(name, "lora_A"): (rank, row.theirs[weight][1]) for weight, name in names.items()},
+            split=Split.STACKED if is_column else row.split,
+        ),
+        Row(
+            ours=ours + LORA_B,
+            theirs={inner.format(name, "lora_B"): (row.theirs[weight][0], rank) for weight, name in names.items()},
+            split=row.split if is_column else Split.WHOLE,
+        ),
+    )
+
+
+def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
+    """Freeze a chunk of the model and give its linear layers adapters; before it is wrapped for data parallelism.
+
+    A starts as PEFT's does (uniform within 1 / sqrt(in): He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), drawn for each
+    layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero.
+
+    Args:
+        chunk: built with ``adaptable=True``.
+        settings: what is adapted and how.
+        architecture: what the chunk was built from.
+        seed: of the values of A.
+
+    Raises:
+        ValueError: a layer's number is larger than the number of layers.
+    """
+    if settings.layers is not None and max(settings.layers) > architecture.num_layers:
+        raise ValueError(
+            f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers; got {list(settings.layers)}"
+        )
+    for parameter in chunk.parameters():
+        parameter.requires_grad_(False)
+    for row in adapted_rows(architecture, settings):
+        path = row.ours.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
+        for layer in chunk.decoder.layers:
+            if settings.layers is None or layer.layer_number in settings.layers:
+                linear = layer.get_submodule(path)
+                adapt_linear(
+                    linear,
+                    rank=settings.rank,
+                    scale=settings.scale,
+                    dropout=settings.dropout,
+                    parts=len(row.theirs),
+                    part_of_row=_part_of_row(linear.weight, row, architecture),
+                )
+                _draw_a(linear.lora_a, row, layer.layer_number - 1, settings, architecture=architecture, seed=seed)
+    chunk.adapters = settings
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(_require_grad)
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block the model is the base model; no weight changes.
+
+    Raises:
+        RuntimeError: the adapters are merged into the weights.
+    """
+    adapters = list(_adapters(chunks))
+    if any(adapter.adapter_is_merged for adapter in adapters):
+        raise RuntimeError("adapters that are switched off must not be merged into the weights; call unmerge_adapters first")
+    was_on = [adapter.adapter_is_on for adapter in adapters]
+    for adapter in adapters:
+        adapter.adapter_is_on = False
+    try:
+        yield
+    finally:
+        for adapter, on in zip(adapters, was_on, strict=True):
+            adapter.adapter_is_on = on
+
+
+def merge_adapters(chunks: Iterable[nn.Module]) -> None:
+    """Add every adapter to its weight: the model stays what it is, and its weights now are those of a plain model.
+
+    Raises:
+        RuntimeError: that has been done.
+    """
+    _merge(chunks, sign=1)
+
+
+def unmerge_adapters(chunks: Iterable[nn.Module]) -> None:
+    """Take every adapter out of its weight again; exact but for the rounding of the two additions.
+
+    Raises:
+        RuntimeError: the adapters are not merged.
+    """
+    _merge(chunks, sign=-1)
+
+
+@torch.no_grad()
+def _merge(chunks: Iterable[nn.Module], *, sign: int) -> None:
+    adapters = list(_adapters(chunks))
+    if any(adapter.adapter_is_merged == (sign > 0) for adapter in adapters):
+        raise RuntimeError(f"the adapters are {'already' if sign > 0 else 'not'} merged into the weights")
+    for adapter in adapters:
+        adapter.merge(sign)
+
+
+def _adapters(chunks: Iterable[nn.Module]) -> Iterator[Adapter]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapter):
+                yield module
+
+
+def _module(name: str) -> str:
+    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight``; empty where the name is not that of a matrix."""
+    return name.split(".")[-2] if name.endswith(".weight") else ""
+
+
+def _part_of_row(weight: Tensor, row: Row, architecture: Architecture) -> Tensor | None:
+    """Which weight of the Hugging Face model each row belongs to, padding to the first: [out of this rank]."""
+    if split_dimension(row) != 0:
+        return None
+    parts = torch.zeros(weight.size(0), dtype=torch.long)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for offset, part in held(row, architecture, rank=rank, length=weight.size(0)):
+        parts[offset : offset + part.length] = part.source or 0
+    return parts
+
+
+@torch.no_grad()
+def _draw_a(lora_a: Tensor, row: Row, layer: int, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
+    names = [name.format(layer=layer) for name in row.theirs]
+    widths = [shape[1] for shape in source_shapes(row, architecture)]
+    row_a, _ = adapter_rows(row, settings.rank)
+    for piece in pieces(lora_a, row_a, architecture, rank=parallel_state.get_tensor_model_parallel_rank()):
+        name, width = names[piece.source], widths[piece.source]
+        if _module(name) in settings.modules:
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+            whole = torch.empty(settings.rank, width).uniform_(-1, 1, generator=generator) / math.sqrt(width)
+            piece.place.copy_(whole[piece.where])
+
+
+def _require_grad(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()

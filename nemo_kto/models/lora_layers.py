@@ -1,0 +1,190 @@
+"""Linear layers of megatron-core with low-rank adapters: what ``models.lora`` builds from.
+
+Of a column-parallel layer every tensor-parallel rank holds all of A and its rows of B, of a row-parallel layer its columns
+of A and all of B: only the rank-wide product A x travels between ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+
+class Adapter:
+    """What the two kinds of adapted layers share. Their base classes hold the frozen weight."""
+
+    weight: nn.Parameter
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    part_of_row: Tensor  # [out of this rank]
+    tp_group: Any
+    is_expert: bool
+    sequence_parallel: bool
+    training: bool
+    adapter_scale: float
+    adapter_dropout: float
+    adapter_parts: int
+    adapter_is_on: bool
+    adapter_is_merged: bool
+
+    def full_b(self) -> Tensor:
+        """B against the stacked A: [out of this rank, parts * rank], zero where a row and a part do not belong together."""
+        if self.adapter_parts == 1:
+            return self.lora_b
+        belongs = F.one_hot(self.part_of_row, self.adapter_parts).to(self.lora_b.dtype)
+        return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
+
+    def merge(self, sign: int) -> None:
+        """Add (1) the adapter to the weight or take it away (-1); fp32 arithmetic, rounded once."""
+        delta = self.full_b().float() @ self.lora_a.float()
+        self.weight.copy_(self.weight.float().add_(delta, alpha=sign * self.adapter_scale))
+        self.adapter_is_merged = sign > 0
+
+    def _adds(self) -> bool:
+        return self.adapter_is_on and not self.adapter_is_merged
+
+    def _times_a(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
+        """dropout(x) A^T, scaled: [..., in] -> [..., parts * rank]."""
+        if self.adapter_dropout and self.training:
+            with self._dropout_generator(is_replicated=is_replicated):
+                input_ = F.dropout(input_, self.adapter_dropout)
+        return F.linear(input_, self.lora_a) * self.adapter_scale
+
+    def _dropout_generator(self, *, is_replicated: bool) -> AbstractContextManager[Any]:
+        """Ranks that hold the same activations must drop the same, ranks that hold parts of them must not.
+
+        With sequence parallelism the transformer block has already switched to the generator that differs.
+        """
+        if self.is_expert:
+            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        if is_replicated or self.sequence_parallel:
+            return contextlib.nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+    def _sharded(self, name: str, dimension: int, prefix: str, offsets: Any, metadata: Any) -> Any:
+        """The adapter parameter that the ranks share out, as megatron-core's checkpoints describe it."""
+        return make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name)},
+            prefix,
+            {name: dimension},
+            offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )[f"{prefix}{name}"]
+
+
+class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
+    """A frozen column-parallel layer with adapters: A replicated, B cut by rows."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        """As megatron-core's; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        if not self._adds():
+            return output, bias
+        hidden = self._times_a(input_, is_replicated=True)
+        if self.is_expert:  # whole experts, whose tokens are already here
+            pass
+        elif self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:  # so that the gradient of the product, to which each rank adds what its rows of B say, is the sum
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return output + F.linear(hidden, self.full_b()), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As megatron-core's; B is cut as the weight is, gate and up projection each by themselves."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded = self._sharded(LORA_B, 0, prefix, sharded_offsets, metadata)
+        if self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # megatron-core's mark of a gated layer
+            sharded = apply_swiglu_sharded_factory(sharded, sharded_offsets)
+        return state | {f"{prefix}{LORA_B}": sharded}
+
+
+class LoRARowParallelLinear(Adapter, RowParallelLinear):
+    """A frozen row-parallel layer with an adapter: A cut by columns, B replicated."""
+
+    def forward(self, input_: Tensor) -> Any:
+        """As megatron-core's; ``input_`` is [sequence, batch, in of this rank]."""
+        output, bias = super().forward(input_)
+        if not self._adds():
+            return output, bias
+        hidden = self._times_a(input_, is_replicated=False)
+        if self.is_expert:
+            pass
+        elif self.sequence_parallel:
+            hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return output + F.linear(hidden, self.full_b()), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As megatron-core's; A is cut as the weight is."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state | {f"{prefix}{LORA_A}": self._sharded(LORA_A, 1, prefix, sharded_offsets, metadata)}
+
+
+def adapt_linear(
+    linear: nn.Module, *, rank: int, scale: float, dropout: float = 0.0, parts: int = 1, part_of_row: Tensor | None = None
+) -> None:
+    """Turn a linear layer of megatron-core into one with adapters, in place: its class changes, its names stay.
+
+    A and B are zero; whoever calls this draws A. The other parameters are not frozen here.
+
+    Args:
+        linear: a ColumnParallelLinear or RowParallelLinear, of an expert or not.
+        rank: of the adapter.
+        scale: on the adapter's output.
+        dropout: probability with which an input of A is dropped in training.
+        parts: layers that the weight holds.
+        part_of_row: which of them each row of the weight of this rank belongs to, [out of this rank]; None for the first.
+
+    Raises:
+        TypeError: the layer is of another class.
+        ValueError: it is an expert whose matrices are shared out over ranks.
+    """
+    weight: Any = getattr(linear, "weight", None)
+    if not isinstance(linear, ColumnParallelLinear | RowParallelLinear) or isinstance(linear, Adapter):
+        raise TypeError(
+            "a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got "
+            f"{type(linear).__name__}; build the model with adaptable=True, and adapt a layer once"
+        )
+    if linear.is_expert and linear.tp_group.size() > 1:
+        raise ValueError(
+            f"adapters on experts need expert_tensor_parallel_size 1, got {linear.tp_group.size()}; share out the experts, "
+            "not their matrices"
+        )
+    is_column = isinstance(linear, ColumnParallelLinear)
+    linear.__class__ = LoRAColumnParallelLinear if is_column else LoRARowParallelLinear
+    shapes = {LORA_A: (parts * rank, weight.size(1)), LORA_B: (weight.size(0), rank)}
+    for name, shape in shapes.items():
+        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts have a group of their own
+        if linear.is_expert or (name == LORA_B) == is_column:
+            # This rank's alone: in the norm of the gradient it counts on every rank. What all hold counts on the first.
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
+        else:
+            parameter.sequence_parallel = linear.sequence_parallel  # its gradient is a sum over parts of the sequence
+        linear.register_parameter(name, parameter)
+    if part_of_row is None:
+        part_of_row = torch.zeros(weight.size(0), dtype=torch.long)
+    linear.register_buffer("part_of_row", part_of_row.to(weight.device), persistent=False)
+    linear.adapter_scale, linear.adapter_dropout, linear.adapter_parts = scale, dropout, parts
+    linear.adapter_is_on, linear.adapter_is_merged = True, False

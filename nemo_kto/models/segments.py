@@ -1,0 +1,131 @@
+"""Where each value of a Hugging Face weight lies in our parameters, at any tensor-parallel size.
+
+A parameter of ours, put together over its tensor-parallel group, is a row of segments along one dimension: so many rows of
+this weight, so many of that, so many zeros. A rank holds an equal part of that row, or all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import Row, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """``length`` rows (or columns), from ``start`` of the row's weight number ``source``; zeros where that is None."""
+
+    source: int | None
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The slice ``where`` of the row's weight number ``source`` lies in ``place``, a view of a parameter."""
+
+    source: int
+    where: tuple[slice, ...]
+    place: Tensor
+
+
+def split_dimension(row: Row) -> int | None:
+    """The dimension along which segments divide the parameter; None if it is one weight, which every rank holds."""
+    if row.split is Split.WHOLE:
+        return None
+    return 1 if row.split in (Split.HEADS, Split.COLUMNS) else 0
+
+
+def is_cut(row: Row) -> bool:
+    """True if the ranks of a tensor-parallel group hold parts of the parameter; else each holds all of it."""
+    return row.split not in (Split.WHOLE, Split.STACKED)
+
+
+def source_shapes(row: Row, architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shape of each weight that the row names, in its order."""
+    sizes = architecture.sizes
+    return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in row.theirs.values()]
+
+
+def segments(row: Row, architecture: Architecture) -> list[Segment]:
+    """The segments of a parameter, put together over the tensor-parallel group."""
+    sizes, head = architecture.sizes, architecture.head_dim
+    if row.split is Split.VOCABULARY:
+        return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
+    if row.split is Split.HEADS:
+        return _padded(sizes["query"], architecture.padded_attention_heads * head)
+    if row.split is Split.COLUMNS:
+        return _padded(sizes["ffn"], sizes["ffn"])
+    if row.split is Split.GATED:
+        part = sizes["ffn"] // architecture.tensor_parallel
+        ranks = range(architecture.tensor_parallel)
+        return [Segment(source=source, start=rank * part, length=part) for rank in ranks for source in (0, 1)]
+    if row.split is Split.QKV:
+        return _query_key_value(architecture)
+    if row.split is Split.STACKED:
+        shapes = source_shapes(row, architecture)
+        return [Segment(source=source, start=0, length=shape[0]) for source, shape in enumerate(shapes)]
+    raise ValueError(f"a row must be split to have segments, got {row.ours}, of which every rank holds all")
+
+
+def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:
+    """The parts of the segments that lie in [start, start + length), each with its offset from ``start``."""
+    position = 0
+    for part in parts:
+        first, last = max(start, position), min(start + length, position + part.length)
+        if first < last:
+            yield first - start, Segment(source=part.source, start=part.start + first - position, length=last - first)
+        position += part.length
+
+
+def held(row: Row, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
+    """The segments of a tensor-parallel rank's part of a parameter, each with its offset in that part.
+
+    Args:
+        rank: in the tensor-parallel group.
+        length: of the rank's part.
+    """
+    return cut(segments(row, architecture), start=rank * length if is_cut(row) else 0, length=length)
+
+
+def pieces(values: Tensor, row: Row, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
+    """What belongs into a parameter. Its padding is set to zero on the way.
+
+    Args:
+        values: the parameter's values on this rank.
+        rank: this one's, in the tensor-parallel group.
+    """
+    dimension = split_dimension(row)
+    if dimension is None:
+        yield Piece(source=0, where=(slice(None),), place=values)
+        return
+    for offset, part in held(row, architecture, rank=rank, length=values.size(dimension)):
+        place = values.narrow(dimension, offset, part.length)
+        if part.source is None:
+            place.zero_()
+        else:
+            where = (slice(None),) * dimension + (slice(part.start, part.start + part.length),)
+            yield Piece(source=part.source, where=where, place=place)
+
+
+def _query_key_value(architecture: Architecture) -> list[Segment]:
+    head = architecture.head_dim
+    query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
+    parts = []
+    for group in range(architecture.num_query_groups):
+        parts.append(Segment(source=0, start=group * query, length=query))
+        parts.append(Segment(source=1, start=group * head, length=head))
+        parts.append(Segment(source=2, start=group * head, length=head))
+    groups_of_zeros = architecture.padded_query_groups - architecture.num_query_groups
+    if groups_of_zeros:
+        parts.append(Segment(source=None, start=0, length=groups_of_zeros * (query + 2 * head)))
+    return parts
+
+
+def _padded(size: int, padded: int) -> list[Segment]:
+    parts = [Segment(source=0, start=0, length=size)]
+    return [*parts, Segment(source=None, start=0, length=padded - size)] if padded > size else parts
