@@ -154,7 +154,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, folder: str
     cfg, problems = compose.to_config(compose.load(our_overrides(model, rows_file, steps=steps, folder=folder)))
     assert cfg is not None, problems
     state.start(layout=state.Layout(), seed=cfg.model.seed)
-    trainer = build.build_kto_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
+    trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
     loader = trainer.train_dataloader
     dataset: list[KTORow] = [loader.dataset[index] for index in range(NUM_ROWS)]
     in_order = loader.collate_fn(dataset)  # the loader shuffles, and other neighbours are other pairs

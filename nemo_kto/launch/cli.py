@@ -1,4 +1,4 @@
-"""The commands: `nemo-kto kto`, `nemo-kto export`, and what examples/ calls.
+"""The commands: `nemo-kto kto`, `nemo-kto dpo`, `nemo-kto export`, and what examples/ calls.
 
 A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
 starts its own, or runs here as the one rank there is.
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_kto import __version__
 from nemo_kto.data.records import DataError
 from nemo_kto.launch import compose, ranks
-from nemo_kto.launch.schema import KTOConfig, KTOTrainerConfig
+from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm, MachineConfig, RunConfig
 from nemo_kto.launch.validate import Problem, find_problems
 from nemo_kto.parallel import cpu
 
@@ -34,25 +34,29 @@ CONFIG_FILE = "config.yaml"
 _USAGE = """\
 nemo-kto: aligns large language models on feedback, on one processor or many GPUs
 
-  nemo-kto kto pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
-      KTO training. MODEL: a Hugging Face folder. DATA: jsonl rows of prompt, response and "chosen" or "rejected".
-      The aligned model is in results/gpt_kto/hf afterwards, in Hugging Face format.
-
+{commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
   nemo-kto --version
-  nemo-kto kto --help        all keys, with their defaults and meaning
+  nemo-kto {names} --help        all keys, with their defaults and meaning
   nemo-kto export --help
 """
 
-_KTO_USAGE = """\
-KTO training of a GPT model
+_COMMAND_USAGE = """\
+  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+      {title}. MODEL: a Hugging Face folder.
+      DATA: {rows}.
+      The aligned model is in results/{config_name}/hf afterwards, in Hugging Face format.
+"""
+
+_TRAINING_USAGE = """\
+{title}
 
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli kto ..., or srun
+  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..., or srun
   No GPU:                           hardware=cpu
   See what would be run:            --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
@@ -68,17 +72,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `nemo-kto`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
-    if command == "kto":
-        main_kto(arguments[1:])
+    if command in ALGORITHMS:
+        train(ALGORITHMS[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
     elif command == "--version":
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
-        print(_USAGE, end="")
+        print(_usage(), end="")
     else:
-        print(f"nemo-kto: the command must be kto or export, got {command}\n\n{_USAGE}", end="", file=sys.stderr)
+        known = f"{', '.join(ALGORITHMS)} or export"
+        print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
+
+
+def main_kto() -> None:
+    """What examples/nlp/gpt/train_gpt_kto.py runs."""
+    train(KTO, sys.argv[1:])
+
+
+def main_dpo() -> None:
+    """What examples/nlp/gpt/train_gpt_dpo.py runs."""
+    train(DPO, sys.argv[1:])
+
+
+def _usage() -> str:
+    commands = [
+        _COMMAND_USAGE.format(
+            name=algorithm.name, title=algorithm.title, rows=algorithm.rows, config_name=algorithm.config_name
+        )
+        for algorithm in ALGORITHMS.values()
+    ]
+    return _USAGE.format(commands="\n".join(commands), names="|".join(ALGORITHMS))
 
 
 def _export(argv: Sequence[str]) -> None:
@@ -91,7 +116,7 @@ def _export(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
-    from nemo_kto.launch.build import export_checkpoint
+    from nemo_kto.launch.build_policy import export_checkpoint
 
     try:
         export_checkpoint(arguments.checkpoint, arguments.out)
@@ -99,39 +124,44 @@ def _export(argv: Sequence[str]) -> None:
         parser.error(str(error))
 
 
-def main_kto(argv: Sequence[str] | None = None) -> None:
-    """KTO from overrides: what `nemo-kto kto` and examples/nlp/gpt/train_gpt_kto.py run.
+def train(algorithm: Algorithm, argv: Sequence[str]) -> None:
+    """Training from overrides: what `nemo-kto ALGORITHM` runs.
 
     Args:
-        argv: overrides and Hydra's flags; those of this process if None.
+        algorithm: which one.
+        argv: overrides and Hydra's flags.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     ranks.end_with_launcher()
     world = ranks.find()
-    flags = get_args_parser().parse_intermixed_args(argv)  # flags may stand among the overrides
+    flags = get_args_parser().parse_intermixed_args(list(argv))  # flags may stand among the overrides
     if flags.help:
         from nemo_kto.launch.keys import as_text
 
-        program = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else "nemo-kto kto"
-        print(_KTO_USAGE.format(program=program, keys=as_text()), end="")
+        program = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else f"nemo-kto {algorithm.name}"
+        usage = {"title": algorithm.title, "name": algorithm.name, "program": program}
+        print(_TRAINING_USAGE.format(**usage, keys=as_text(algorithm)), end="")
         return
-    source = compose.Source(flags.config_name or "gpt_kto", flags.config_path, flags.config_dir)
+    source = compose.Source(flags.config_name or algorithm.config_name, flags.config_path, flags.config_dir)
     if not (flags.hydra_help or flags.info or flags.shell_completion):
-        _check(flags, source, world)
+        _check(flags, algorithm, source, world)
     compose.register()
     # Hydra reads the command line itself, and only understands flags before overrides.
     sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    job = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name="gpt_kto")
+    job = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=algorithm.config_name)
     job(lambda config: _run(config, source=source, world=world))()
 
 
-def _check(flags: argparse.Namespace, source: compose.Source, world: ranks.World | None) -> None:
+def _check(flags: argparse.Namespace, algorithm: Algorithm, source: compose.Source, world: ranks.World | None) -> None:
     """List every mistake of the command line and exit; in a sweep, each job is checked for itself beyond the overrides."""
     try:
         config, mistakes = compose.check_overrides(flags.overrides, source=source, sweep=flags.multirun)
+        found = compose.algorithm_of(config)
     except (HydraException, OmegaConfBaseException) as error:
         _refuse([Problem(f"{source.config_name}.yaml", f"does not compose: {compose.reason(error)}")], world)
+    if found is not algorithm:
+        text = f"must be a configuration for {algorithm.name}, got one for {found.name}; run `nemo-kto {found.name}`"
+        _refuse([Problem(f"{source.config_name}.yaml", text)], world)
     if not (flags.multirun or flags.cfg):
         wrong = {mistake.key for mistake in mistakes}
         further = _problems(config, world)[1]
@@ -140,7 +170,7 @@ def _check(flags: argparse.Namespace, source: compose.Source, world: ranks.World
         _refuse(mistakes, world)
 
 
-def _problems(config: DictConfig, world: ranks.World | None) -> tuple[KTOConfig | None, list[Problem]]:
+def _problems(config: DictConfig, world: ranks.World | None) -> tuple[RunConfig | None, list[Problem]]:
     """The typed configuration and what is wrong with it."""
     typed, mistakes = compose.to_config(config)
     if typed is None:
@@ -153,16 +183,16 @@ def _problems(config: DictConfig, world: ranks.World | None) -> tuple[KTOConfig 
     ]
 
 
-def _local_ranks(trainer: KTOTrainerConfig) -> int:
+def _local_ranks(trainer: MachineConfig) -> int:
     """Ranks on a machine that the configuration asks for."""
     return trainer.devices if isinstance(trainer.devices, int) else cpu.device_count() or 1
 
 
-def _world_size(trainer: KTOTrainerConfig, world: ranks.World | None) -> int:
+def _world_size(trainer: MachineConfig, world: ranks.World | None) -> int:
     return world.size if world is not None else max(1, trainer.num_nodes) * max(1, _local_ranks(trainer))
 
 
-def _world_problems(trainer: KTOTrainerConfig, world: ranks.World | None) -> list[Problem]:
+def _world_problems(trainer: MachineConfig, world: ranks.World | None) -> list[Problem]:
     nodes = trainer.num_nodes
     if world is None and nodes > 1:
         remedy = "start the ranks with torchrun or srun, see examples/slurm"
@@ -202,14 +232,14 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
         overrides = list(hydra_config.overrides.task)
         if sweep:
             overrides.append(f"exp_manager.explicit_log_dir='{typed.exp_manager.explicit_log_dir}'")
-        ranks.start(count, [*_own_command(), *_source_flags(source), *overrides])
+        ranks.start(count, [*_own_command(typed.algorithm), *_source_flags(source), *overrides])
         return
     if world is None or world.rank == 0:
         _save(typed)
-    from nemo_kto.launch.build import train_kto
+    from nemo_kto.launch import build
 
     try:
-        train_kto(typed)
+        build.train(typed)
     except KeyboardInterrupt:
         ranks.end(ranks.INTERRUPTED, world=world)
     except DataError as error:  # says which rows; where in the program they were read helps nobody
@@ -219,12 +249,12 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
         ranks.fail(error, world=world)
 
 
-def _own_command() -> list[str]:
+def _own_command(algorithm: Algorithm) -> list[str]:
     """What the interpreter must be given to come here again: the script that was called, or this module."""
     script = Path(sys.argv[0])
     if script.suffix == ".py" and script.resolve() != Path(__file__).resolve():
         return ["-u", str(script.resolve())]
-    return ["-u", "-m", "nemo_kto.launch.cli", "kto"]
+    return ["-u", "-m", "nemo_kto.launch.cli", algorithm.name]
 
 
 def _source_flags(source: compose.Source) -> list[str]:
@@ -236,7 +266,7 @@ def _source_flags(source: compose.Source) -> list[str]:
     ]
 
 
-def _save(config: KTOConfig) -> None:
+def _save(config: RunConfig) -> None:
     """Write the resolved configuration into the run folder, and say what has changed since the run began."""
     file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, SCMode
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_kto.launch.schema import KTOConfig, blank
+from nemo_kto.launch.schema import ALGORITHMS, KTO, Algorithm, RunConfig, blank
 from nemo_kto.launch.validate import Problem
 
 PACKAGE = "nemo_kto.conf"
@@ -34,7 +34,10 @@ _PATHS = (
     "exp_manager.explicit_log_dir",
     "pretrained_checkpoint.restore_from_path",
     "model.data.cache_dir",
+    "model.reference.restore_from_path",
+    "model.peft.restore_from_path",
     "export.path",
+    "export.adapter_path",
 )
 
 
@@ -42,7 +45,8 @@ def register() -> None:
     """Make the resolvers and the types known; may be called any number of times."""
     OmegaConf.register_new_resolver("multiply", _multiply, replace=True)
     OmegaConf.register_new_resolver("int_div", lambda dividend, divisor: dividend // divisor, replace=True)
-    ConfigStore.instance().store(name="kto_schema", node=blank(KTOConfig))
+    for algorithm in ALGORITHMS.values():
+        ConfigStore.instance().store(name=f"{algorithm.name}_schema", node=blank(algorithm.config_type))
 
 
 def _multiply(*factors: Any) -> Any:
@@ -62,7 +66,7 @@ def config_path() -> str:
 class Source(NamedTuple):
     """What the command line says about where configurations come from (Hydra's flags of the same names)."""
 
-    config_name: str = "gpt_kto"
+    config_name: str = KTO.config_name
     config_path: str | None = None
     config_dir: str | None = None
 
@@ -86,6 +90,20 @@ def _opened(source: Source) -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().clear()
+
+
+def algorithm_of(config: DictConfig) -> Algorithm:
+    """What a composed configuration is of.
+
+    Raises:
+        HydraException: none of the known schemas is among its defaults.
+    """
+    found = OmegaConf.get_type(config)
+    for algorithm in ALGORITHMS.values():
+        if found is algorithm.config_type:
+            return algorithm
+    schemas = " or ".join(f"{algorithm.config_name}" for algorithm in ALGORITHMS.values())
+    raise HydraException(f"its defaults must begin with {schemas}, which bring the types of the keys")
 
 
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
@@ -116,7 +134,8 @@ def check_overrides(
             with contextlib.suppress(HydraException, OmegaConfBaseException):
                 return compose(source.config_name, overrides=list(overrides)), []
         for problem, values in forms:
-            found = [problem] if problem else [wrong for value in values if (wrong := _try(value, source))]
+            wrong = [_try(value, source, algorithm_of(basis).config_type) for value in values]
+            found = [problem] if problem else [mistake for mistake in wrong if mistake is not None]
             problems.extend(found)
             good.extend(values[:1] if not found else [])
         try:
@@ -149,7 +168,7 @@ def _parse(text: str) -> Override:
     return OverridesParser.create().parse_overrides([text])[0]
 
 
-def _try(text: str, source: Source) -> Problem | None:
+def _try(text: str, source: Source, config_type: type[RunConfig]) -> Problem | None:
     """What is wrong with the value of an override."""
     override = _parse(text)
     try:
@@ -158,7 +177,7 @@ def _try(text: str, source: Source) -> Problem | None:
         options = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
         return Problem(override.key_or_group, f"must be one of {', '.join(options)}, got {override.value()}")
     except (HydraException, OmegaConfBaseException) as error:
-        return _wrong_value(text, override, error)
+        return _wrong_value(text, override, error, config_type)
     return None
 
 
@@ -184,7 +203,7 @@ def known_keys(config: Any, *, sections: bool = False, prefix: str = "") -> list
 def _unknown(override: Override, basis: DictConfig) -> Problem:
     key = override.key_or_group
     nearest = _nearest(key, known_keys(basis, sections=True))
-    remedy = f"did you mean {nearest}?" if nearest else "`nemo-kto kto --help` lists all keys"
+    remedy = f"did you mean {nearest}?" if nearest else f"`nemo-kto {algorithm_of(basis).name} --help` lists all keys"
     return Problem(key, f"is not a key of the configuration, got {override.input_line}; {remedy}")
 
 
@@ -202,9 +221,9 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     return by_last[close[0]] if close else None
 
 
-def _wrong_value(text: str, override: Override, error: Exception) -> Problem:
+def _wrong_value(text: str, override: Override, error: Exception, config_type: type[RunConfig]) -> Problem:
     key = override.key_or_group
-    expected = _describe(_hint(key))
+    expected = _describe(_hint(key, config_type))
     if override.is_delete():
         return Problem(key, f"cannot be deleted, got {text}; set it to another value")
     if expected is None:
@@ -227,9 +246,9 @@ def reason(error: BaseException) -> str:
     return f"{text} ({where.splitlines()[0]})" if where else text
 
 
-def _hint(key: str) -> Any:
+def _hint(key: str, config_type: type[RunConfig]) -> Any:
     """The type of a key; None if it is not in the schema."""
-    hint: Any = KTOConfig
+    hint: Any = config_type
     for name in key.split("."):
         hint = get_type_hints(hint).get(name) if isinstance(hint, type) and is_dataclass(hint) else None
     return hint
@@ -250,7 +269,7 @@ def _describe(hint: Any) -> str | None:
     return words.get(hint)
 
 
-def to_config(config: DictConfig) -> tuple[KTOConfig | None, list[Problem]]:
+def to_config(config: DictConfig) -> tuple[RunConfig | None, list[Problem]]:
     """The typed configuration with everything resolved and ~ expanded.
 
     Values that were to be given and were not are empty texts.
@@ -268,14 +287,14 @@ def to_config(config: DictConfig) -> tuple[KTOConfig | None, list[Problem]]:
         except Exception as error:  # a resolver may raise anything
             problems.append(Problem(key, f"does not resolve: {reason(error)}"))
             continue
-        if key in _PATHS:
+        if key in _PATHS and value is not None:
             OmegaConf.update(config, key, os.path.expanduser(value))
         if key == _FREE_FORM:
             OmegaConf.update(config, key, _expand(value), merge=False)
     if problems:
         return None, problems
     typed = OmegaConf.to_container(config, resolve=True, structured_config_mode=SCMode.INSTANTIATE)
-    assert isinstance(typed, KTOConfig)
+    assert isinstance(typed, RunConfig)
     return typed, []
 
 

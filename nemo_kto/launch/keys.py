@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_kto.launch.compose import PACKAGE, config_path
+from nemo_kto.launch.schema import ALGORITHMS, Algorithm
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")
@@ -26,9 +27,9 @@ class Key(NamedTuple):
     comment: str
 
 
-def all_keys(config_name: str = "gpt_kto") -> list[Key]:
-    """Every key of a configuration once; where the file gives a default anew, its own line counts."""
-    text = _read(config_name)
+def all_keys(algorithm: Algorithm) -> list[Key]:
+    """Every key of an algorithm's configuration once; where its file gives a default anew, its own line counts."""
+    text = _read(algorithm.config_name)
     keys: dict[str, Key] = {}
     for match in map(_DEFAULTS.match, text.splitlines()):
         if match is not None and match["file"] != "base/hydra":
@@ -71,21 +72,34 @@ at once. `nemo-kto kto --cfg job ...` prints what a command line amounts to. All
 
 
 def as_markdown() -> str:
-    """The page docs/configuration.md."""
+    """The page docs/configuration.md: the keys that all algorithms have, and then those of each, or with its own default."""
+    keys = {algorithm.name: all_keys(algorithm) for algorithm in ALGORITHMS.values()}
+    first, *others = keys.values()
+    shared = [key for key in first if all(key in other for other in others)]
     lines, section = [_INTRODUCTION.rstrip()], ""
-    for key in all_keys():
+    for key in shared:
         top = key.name.split(".")[0]
         if top != section:
-            lines += ["", f"## {top}", "", "| key | default | meaning |", "|---|---|---|"]
+            lines += _table(top)
             section = top
-        lines.append(f"| `{key.name}` | `{key.default}` | {key.comment.replace('|', chr(92) + '|')} |")
+        lines.append(_line(key))
+    for name, own in keys.items():
+        lines += [*_table(f"`nemo-kto {name}` alone"), *(_line(key) for key in own if key not in shared)]
     return "\n".join(lines) + "\n"
 
 
-def as_text() -> str:
+def _table(title: str) -> list[str]:
+    return ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|"]
+
+
+def _line(key: Key) -> str:
+    return f"| `{key.name}` | `{key.default}` | {key.comment.replace('|', chr(92) + '|')} |"
+
+
+def as_text(algorithm: Algorithm) -> str:
     """The keys for the terminal."""
     lines = []
-    for key in all_keys():
+    for key in all_keys(algorithm):
         lines += [f"  {key.name}={key.default}", f"      {key.comment}"]
     return "\n".join(lines)
 

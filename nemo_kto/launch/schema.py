@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 @dataclass(kw_only=True)
 class LoopConfig:
-    """trainer.kto: the training loop."""
+    """trainer.kto or trainer.dpo: the training loop."""
 
     max_epochs: int
     max_steps: int
@@ -39,6 +39,13 @@ class KTOTrainerConfig(MachineConfig):
     """trainer."""
 
     kto: LoopConfig
+
+
+@dataclass(kw_only=True)
+class DPOTrainerConfig(MachineConfig):
+    """trainer."""
+
+    dpo: LoopConfig
 
 
 @dataclass(kw_only=True)
@@ -94,10 +101,33 @@ class PretrainedConfig:
 
 
 @dataclass(kw_only=True)
+class LoRATuningConfig:
+    """model.peft.lora_tuning."""
+
+    target_modules: list[str]
+    adapter_dim: int
+    alpha: float
+    adapter_dropout: float
+    layer_selection: list[int] | None
+
+
+@dataclass(kw_only=True)
 class PeftConfig:
     """model.peft."""
 
     peft_scheme: str
+    restore_from_path: str | None
+    lora_tuning: LoRATuningConfig
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig:
+    """model.reference: how the reference policy is held."""
+
+    mode: str
+    restore_from_path: str | None
+    sync_interval: int
+    sync_alpha: float
 
 
 @dataclass(kw_only=True)
@@ -154,27 +184,41 @@ class GPTConfig:
     activations_checkpoint_method: str | None
     activations_checkpoint_num_layers: int | None
     logprob_chunk_size: int
+    reference: ReferenceConfig
     peft: PeftConfig
     optim: OptimConfig
     data: DataConfig
 
 
 @dataclass(kw_only=True)
-class PolicyConfig:
-    """What model.kto shares with other algorithms."""
+class LossConfig:
+    """What model.kto and model.dpo share."""
 
+    preference_loss: str
     ref_policy_kl_penalty: float
     preference_average_log_probs: bool
+    preference_loss_weight: float
+    sft_loss_weight: float
+    sft_average_log_probs: bool
     log_prob_forward_micro_batch_size: int
 
 
 @dataclass(kw_only=True)
-class KTOLossConfig(PolicyConfig):
+class KTOLossConfig(LossConfig):
     """model.kto."""
 
-    preference_loss: str
     desirable_loss_weight: float
     undesirable_loss_weight: float
+    auto_balance: bool
+
+
+@dataclass(kw_only=True)
+class DPOLossConfig(LossConfig):
+    """model.dpo."""
+
+    label_smoothing: float
+    gt_reward_scale: float
+    simpo_gamma: float
 
 
 @dataclass(kw_only=True)
@@ -185,23 +229,110 @@ class KTOModelConfig(GPTConfig):
 
 
 @dataclass(kw_only=True)
+class DPODataConfig(DataConfig):
+    """model.data, where rows are pairs."""
+
+    default_chosen_reward: float
+    default_rejected_reward: float
+
+
+@dataclass(kw_only=True)
+class DPOModelConfig(GPTConfig):
+    """model."""
+
+    data: DPODataConfig
+    dpo: DPOLossConfig
+
+
+@dataclass(kw_only=True)
 class ExportConfig:
     """export: the aligned model in Hugging Face format."""
 
     enabled: bool
     path: str
+    adapter_path: str
     max_shard_size_gb: float
 
 
 @dataclass(kw_only=True)
-class KTOConfig:
+class RunConfig:
+    """What the configurations of all algorithms have."""
+
+    trainer: MachineConfig
+    exp_manager: ExpManagerConfig
+    pretrained_checkpoint: PretrainedConfig
+    model: GPTConfig
+    export: ExportConfig
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What this is the configuration of."""
+        return next(algorithm for algorithm in ALGORITHMS.values() if isinstance(self, algorithm.config_type))
+
+    @property
+    def loop(self) -> LoopConfig:
+        """trainer.ALGORITHM."""
+        loop: LoopConfig = getattr(self.trainer, self.algorithm.name)
+        return loop
+
+    @property
+    def loss(self) -> LossConfig:
+        """model.ALGORITHM."""
+        loss: LossConfig = getattr(self.model, self.algorithm.name)
+        return loss
+
+
+@dataclass(kw_only=True)
+class KTOConfig(RunConfig):
     """The whole configuration of `nemo-kto kto`."""
 
     trainer: KTOTrainerConfig
-    exp_manager: ExpManagerConfig
-    pretrained_checkpoint: PretrainedConfig
     model: KTOModelConfig
-    export: ExportConfig
+
+
+@dataclass(kw_only=True)
+class DPOConfig(RunConfig):
+    """The whole configuration of `nemo-kto dpo`."""
+
+    trainer: DPOTrainerConfig
+    model: DPOModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """A command of nemo-kto that trains.
+
+    Attributes:
+        name: of the command, and of its sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
+        title: what it does.
+        rows: what it learns from.
+        config_type: types of its keys.
+    """
+
+    name: str
+    title: str
+    rows: str
+    config_type: type[RunConfig]
+
+    @property
+    def config_name(self) -> str:
+        """Name of the configuration file."""
+        return f"gpt_{self.name}"
+
+
+KTO = Algorithm(
+    name="kto",
+    title="KTO training of a GPT model",
+    rows='jsonl rows of prompt, response and "chosen" or "rejected"',
+    config_type=KTOConfig,
+)
+DPO = Algorithm(
+    name="dpo",
+    title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
+    rows="jsonl rows of prompt, chosen and rejected",
+    config_type=DPOConfig,
+)
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (KTO, DPO)}
 
 
 def blank(config_type: type[Any]) -> Any:

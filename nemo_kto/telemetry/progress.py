@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+Item = TypeVar("Item")
 
 # Label on the screen, and the metric without its "train/" or "val/".
-_SHOWN = (("loss", "loss"), ("kl", "kl"), ("margin", "rewards_margin"))
+_SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
 
 
 class Progress:
@@ -84,6 +86,30 @@ class Progress:
             self._bar = None
         if status != "success":
             self.line(f"step {self._step}/{self._total}  {status}")
+
+
+def bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterator[Item]:
+    """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every tenth.
+
+    Args:
+        items: what to go through.
+        total: how many there are.
+        title: stands before the count.
+        shown: False on the ranks that keep silent.
+    """
+    from tqdm import tqdm
+
+    stream = sys.stderr
+    if not shown:
+        yield from items
+    elif stream.isatty():
+        yield from tqdm(items, total=total, desc=title, file=stream, unit="batch", leave=False)
+    else:
+        tenth = max(1, total // 10)
+        for number, item in enumerate(items, start=1):
+            yield item
+            if number % tenth == 0 or number == total:
+                print(f"{title} {number}/{total}", file=stream, flush=True)
 
 
 _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"

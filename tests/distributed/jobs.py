@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]) -> None:
-    """Ten KTO steps in fp32 with a validation every fifth, logged to ``folder``/metrics.jsonl."""
+def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
+    """Ten steps in fp32 with a validation every fifth, logged to ``folder``/metrics.jsonl."""
     from nemo_kto.launch import build, compose
 
     defaults = [
@@ -17,10 +17,10 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
         f"trainer.devices={world_size}",
         "trainer.accelerator=cpu",
         "trainer.precision=32",
-        "trainer.kto.max_epochs=2",
-        "trainer.kto.max_steps=10",
-        "trainer.kto.val_check_interval=5",
-        "trainer.kto.save_interval=0",
+        f"trainer.{algorithm}.max_epochs=2",
+        f"trainer.{algorithm}.max_steps=10",
+        f"trainer.{algorithm}.val_check_interval=5",
+        f"trainer.{algorithm}.save_interval=0",
         "model.global_batch_size=16",
         "model.micro_batch_size=1",
         "model.data.seq_length=64",
@@ -30,6 +30,7 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
         "exp_manager.create_tensorboard_logger=false",
         "export.enabled=false",
     ]
-    cfg, problems = compose.to_config(compose.load([*defaults, *overrides]))
+    source = compose.Source(config_name=f"gpt_{algorithm}")
+    cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train_kto(cfg)
+    build.train(cfg)

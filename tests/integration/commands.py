@@ -14,16 +14,17 @@ CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
 _PRETEND = """
 import sys, types
 
-def train_kto(cfg):
+def train(cfg):
     import job
     job.run(cfg)
 
 def export_checkpoint(checkpoint, out):
     print(f"export {checkpoint} {out}")
 
-build = types.ModuleType("nemo_kto.launch.build")
-build.train_kto, build.export_checkpoint = train_kto, export_checkpoint
-sys.modules["nemo_kto.launch.build"] = build
+for name in ("build", "build_policy"):
+    module = types.ModuleType(f"nemo_kto.launch.{name}")
+    module.train, module.export_checkpoint = train, export_checkpoint
+    sys.modules[module.__name__] = module
 """
 
 

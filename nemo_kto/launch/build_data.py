@@ -1,0 +1,138 @@
+"""From a configuration to the rows of a run, in loaders that yield global batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
+from nemo_kto.data.collate import dpo_custom_collate
+from nemo_kto.data.dataset import KTODataset, build_dpo_splits, build_kto_splits
+from nemo_kto.data.loader import build_dpo_dataloader, build_kto_dataloader
+from nemo_kto.data.records import DataError
+from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
+from nemo_kto.losses.kto import uses_kl_rows
+from nemo_kto.parallel import cpu, state
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The rows of a run.
+
+    Attributes:
+        train: loader of the training rows.
+        validation: loader of the validation rows; None where there are none.
+        train_rows: the training rows themselves.
+        collate_fn: turns what the loaders yield into a batch.
+    """
+
+    train: DataLoader[Any]
+    validation: DataLoader[Any] | None
+    train_rows: Any
+    collate_fn: Callable[[Any], Any]
+
+
+def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
+    """Read, tokenise (once) and split the rows.
+
+    Raises:
+        DataError: rows cannot be used, or there are none to train on.
+    """
+    data = cfg.model.data
+    source = {
+        "data_prefix": data.data_prefix,
+        "splits_string": data.splits_string,
+        "tokenizer": tokenizer,
+        "seq_length": data.seq_length,
+        "truncation_mode": data.truncation_mode,
+        "cache_dir": Path(data.cache_dir).expanduser(),
+        "seed": cfg.model.seed,
+    }
+    build_splits: Callable[..., Any] = build_kto_splits
+    if isinstance(cfg, DPOConfig):
+        rewards = cfg.model.data
+        build_splits = partial(
+            build_dpo_splits,
+            default_chosen_reward=rewards.default_chosen_reward,
+            default_rejected_reward=rewards.default_rejected_reward,
+        )
+    with state.main_process_first():
+        splits = build_splits(**source)
+    if splits.train is None:
+        raise DataError(f"model.data.data_prefix must give training rows, got none for splits_string={data.splits_string!r}")
+    loader = partial(_loader, cfg, tokenizer)
+    collate_fn: Callable[[Any], Any] = _as_it_is  # KL pairs are formed over the global batch, so that loader collates itself
+    if isinstance(cfg, DPOConfig):
+        collate_fn = partial(dpo_custom_collate, **_collate_options(cfg, tokenizer))
+    return RunData(
+        train=loader(splits.train, training=True),
+        validation=None if splits.validation is None else loader(splits.validation, training=False),
+        train_rows=splits.train,
+        collate_fn=collate_fn,
+    )
+
+
+def loss_weights(cfg: KTOConfig, rows: KTODataset) -> tuple[float, float]:
+    """Weights of desirable and undesirable rows; says so where they do not balance, or balances them."""
+    kto, desirable = cfg.model.kto, rows.desirable_count()
+    counts = {"desirable": desirable, "undesirable": len(rows) - desirable}
+    weights = {"desirable_weight": kto.desirable_loss_weight, "undesirable_weight": kto.undesirable_loss_weight}
+    warnings = [one_class_warning(**counts, lr=cfg.model.optim.lr)]
+    if kto.auto_balance:
+        balanced = balanced_weights(**counts, **weights)
+        if state.is_rank_zero() and balanced != tuple(weights.values()):
+            print(f"loss weights, balanced: desirable {balanced[0]:.4g}, undesirable {balanced[1]:.4g}", flush=True)
+        weights = dict(zip(weights, balanced, strict=True))
+    else:
+        warnings.append(balance_warning(**counts, **weights))
+    for warning in filter(None, warnings if state.is_rank_zero() else ()):
+        logger.warning(warning)
+    return weights["desirable_weight"], weights["undesirable_weight"]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _collate_options(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    data = cfg.model.data
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "seq_length": data.seq_length,
+        "pad_to_multiple": cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1,
+        "reset_attention_mask": data.reset_attention_mask,
+        "eod_mask_loss": data.eod_mask_loss,
+    }
+
+
+def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[Any], *, training: bool) -> DataLoader[Any]:
+    with_kl = isinstance(cfg, KTOConfig) and uses_kl_rows(cfg.model.kto.preference_loss)
+    sampler = GlobalBatchSampler(
+        num_rows=len(rows),  # type: ignore[arg-type]  # torch's Dataset declares no length
+        global_batch_size=cfg.model.global_batch_size,
+        seed=cfg.model.seed,
+        shuffle=training,
+        drop_last=training,
+        with_pairs=with_kl,
+    )
+    shared: dict[str, Any] = {
+        "dataset": rows,
+        "sampler": sampler,
+        "rank": state.data_parallel_rank(),
+        "size": state.data_parallel_size(),
+        "num_workers": cfg.model.data.num_workers,
+    }
+    if isinstance(cfg, DPOConfig):
+        return build_dpo_dataloader(**shared)
+    options = _collate_options(cfg, tokenizer)
+    return build_kto_dataloader(**shared, **options, with_kl=with_kl, pin_memory=cpu.on_gpu())

@@ -1,0 +1,143 @@
+"""From a configuration to the policy: the model of this rank, its adapters, and its way out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.checkpoint.distributed import checkpoint_dtype, find_checkpoints, hugging_face_folder, load_weights_only
+from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.launch.schema import GPTConfig, PeftConfig
+from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
+from nemo_kto.models.lora import LoRASettings, add_adapters
+from nemo_kto.models.optimizer import wrap_data_parallel
+from nemo_kto.parallel import state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The model of this rank and what belongs to it.
+
+    Attributes:
+        source: where the weights came from: a Hugging Face folder or one of our checkpoints.
+        folder: Hugging Face folder with the configuration and the tokenizer.
+        chunks: model chunks, wrapped for data parallelism.
+        adapters: what is adapted; None where all weights are trained.
+    """
+
+    source: Path
+    folder: Path
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerBase
+    chunks: Sequence[MegatronModule]
+    adapters: LoRASettings | None = None
+
+
+def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
+    """The model at ``source`` (a Hugging Face folder or one of our checkpoints), on this rank's share of the layout.
+
+    With adapters, these are all that is trained.
+    """
+    folder = hugging_face_folder(source) or source
+    adapters = _adapter_settings(cfg.peft)
+    architecture = read_architecture(folder, tensor_parallel=cfg.tensor_model_parallel_size)
+    gpt = build_gpt(
+        architecture,
+        params_dtype=dtype,
+        pipeline_parallel=cfg.pipeline_model_parallel_size,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=cfg.sequence_parallel,
+        recompute_granularity=cfg.activations_checkpoint_granularity,
+        recompute_method=cfg.activations_checkpoint_method,
+        recompute_num_layers=cfg.activations_checkpoint_num_layers,
+        attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
+        adaptable=adapters is not None,
+    )
+    if adapters is not None:
+        add_adapters(gpt, adapters, architecture=architecture, seed=cfg.seed)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer)
+    policy = Policy(
+        source=source,
+        folder=folder,
+        architecture=architecture,
+        tokenizer=load_tokenizer(folder),
+        chunks=chunks,
+        adapters=adapters,
+    )
+    load_base_weights(policy, source)
+    return policy
+
+
+def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
+    if cfg.peft_scheme == "none":
+        return None
+    tuning = cfg.lora_tuning
+    return LoRASettings(
+        rank=tuning.adapter_dim,
+        alpha=tuning.alpha,
+        dropout=tuning.adapter_dropout,
+        target_modules=tuple(tuning.target_modules),
+        layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+    )
+
+
+def load_base_weights(policy: Policy, source: Path) -> None:
+    """Fill the model from a Hugging Face folder or one of our checkpoints of the same shape.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    folder = hugging_face_folder(source) or source
+    found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
+    if found != policy.architecture:
+        raise ValueError(
+            f"the reference must be a model of the same shape as the policy in {policy.folder}, got {found} from {folder} "
+            f"instead of {policy.architecture}"
+        )
+    if folder == source:
+        load_weights(policy.chunks, policy.architecture, folder)
+    else:
+        load_weights_only(source, policy.chunks)
+
+
+def export_policy(policy: Policy, out: Path, *, max_shard_size_gb: float) -> None:
+    """Write the model in Hugging Face format; every rank takes part."""
+    export(policy.chunks, policy.architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
+    if state.is_rank_zero():
+        print(f"aligned model in Hugging Face format: {out}", flush=True)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, max_shard_size_gb: float = 5.0) -> None:
+    """Write one of our own checkpoints in Hugging Face format, on this one process.
+
+    Args:
+        checkpoint: a checkpoint, or a run folder, whose newest one is taken.
+        out: folder to write to.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+    """
+    if hugging_face_folder(checkpoint) is None:
+        complete = find_checkpoints(checkpoint / "checkpoints")
+        if not complete:
+            raise FileNotFoundError(f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none")
+        checkpoint = complete[-1].folder
+    state.start(layout=state.Layout(), seed=0)
+    folder = checkpoint / "hf"
+    architecture = read_architecture(folder, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint))
+    load_weights_only(checkpoint, [gpt])
+    policy = Policy(
+        source=checkpoint, folder=folder, architecture=architecture, tokenizer=load_tokenizer(folder), chunks=[gpt]
+    )
+    export_policy(policy, out, max_shard_size_gb=max_shard_size_gb)
+    state.stop()
