@@ -6,9 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from nemo_kto.launch import compose
+from nemo_kto.launch.schema import DPO, KTO, Algorithm
+from tests.unit.launch.conftest import of
+
+
+def source_of(algorithm: Algorithm) -> compose.Source:
+    return compose.Source(algorithm.config_name)
 
 
 @pytest.mark.parametrize(
@@ -22,13 +29,13 @@ from nemo_kto.launch import compose
         (
             "trainer.max_epochs=3",
             "trainer.max_epochs is not a key of the configuration, got trainer.max_epochs=3; "
-            "did you mean trainer.kto.max_epochs?",
+            "did you mean trainer.ALGORITHM.max_epochs?",
         ),
         (
             "optim.name=sgd",
             "optim.name is not a key of the configuration, got optim.name=sgd; did you mean model.optim.name?",
         ),
-        ("warmup=3", "warmup is not a key of the configuration, got warmup=3; `nemo-kto kto --help` lists all keys"),
+        ("warmup=3", "warmup is not a key of the configuration, got warmup=3; `nemo-kto ALGORITHM --help` lists all keys"),
         (
             "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads
             "model.seeds is not a key of the configuration, got +model.seeds=3; did you mean model.seed?",
@@ -46,7 +53,22 @@ from nemo_kto.launch import compose
         ("model.optim.lr=fast", "model.optim.lr must be a number, got 'fast'"),
         ("model.optim.betas=[0.9,x]", "model.optim.betas must be a list of numbers, got [0.9, 'x']"),
         ("model.sequence_parallel=maybe", "model.sequence_parallel must be true or false, got 'maybe'"),
-        ("trainer.kto.val_check_interval=often", "trainer.kto.val_check_interval must be a number, got 'often'"),
+        (
+            "trainer.ALGORITHM.val_check_interval=often",
+            "trainer.ALGORITHM.val_check_interval must be a number, got 'often'",
+        ),
+        ("model.ALGORITHM.sft_loss_weight=some", "model.ALGORITHM.sft_loss_weight must be a number, got 'some'"),
+        ("model.reference.sync_interval=1.5", "model.reference.sync_interval must be a whole number, got 1.5"),
+        ("model.reference.restore_from_path=[a]", "model.reference.restore_from_path must be a text or null, got ['a']"),
+        ("model.peft.peft_scheme=null", "model.peft.peft_scheme must be a text, got null"),
+        (
+            "model.peft.lora_tuning.target_modules=q_proj",
+            "model.peft.lora_tuning.target_modules must be a list of texts, got 'q_proj'",
+        ),
+        (
+            "model.peft.lora_tuning.layer_selection=[1,x]",
+            "model.peft.lora_tuning.layer_selection must be a list of whole numbers or null, got [1, 'x']",
+        ),
         ("trainer.devices=[1]", "trainer.devices must be a whole number or a text, got [1]"),
         (
             "model.optim.sched=cosine",
@@ -66,16 +88,54 @@ from nemo_kto.launch import compose
         ),
     ],
 )
-def test_a_wrong_override(override: str, text: str) -> None:
-    _, problems = compose.check_overrides([override, "model.optim.weight_decay=0.5"])
+def test_a_wrong_override(algorithm: Algorithm, override: str, text: str) -> None:
+    override, text = of(algorithm, [override, text])
+    _, problems = compose.check_overrides([override, "model.optim.weight_decay=0.5"], source=source_of(algorithm))
     assert [str(problem) for problem in problems] == [text]
 
 
-def test_all_wrong_overrides_are_found_and_the_right_ones_count() -> None:
-    config, problems = compose.check_overrides(["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=cpu"])
+@pytest.mark.parametrize(
+    ("algorithm", "override", "text"),
+    [
+        (
+            KTO,
+            "model.dpo.preference_loss=ipo",
+            "model.dpo.preference_loss is not a key of the configuration, got model.dpo.preference_loss=ipo; "
+            "did you mean model.kto.preference_loss?",
+        ),
+        (
+            KTO,
+            "model.data.default_chosen_reward=2",
+            "model.data.default_chosen_reward is not a key of the configuration, got model.data.default_chosen_reward=2; "
+            "`nemo-kto kto --help` lists all keys",
+        ),
+        (
+            DPO,
+            "trainer.kto.max_steps=3",
+            "trainer.kto.max_steps is not a key of the configuration, got trainer.kto.max_steps=3; "
+            "did you mean trainer.dpo.max_steps?",
+        ),
+        (
+            DPO,
+            "model.kto.auto_balance=true",
+            "model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
+            "`nemo-kto dpo --help` lists all keys",
+        ),
+        (DPO, "model.dpo.label_smoothing=x", "model.dpo.label_smoothing must be a number, got 'x'"),
+        (DPO, "model.data.default_chosen_reward=null", "model.data.default_chosen_reward must be a number, got null"),
+    ],
+)
+def test_a_key_of_the_other_algorithm_and_those_of_one_alone(algorithm: Algorithm, override: str, text: str) -> None:
+    _, problems = compose.check_overrides([override], source=source_of(algorithm))
+    assert [str(problem) for problem in problems] == [text]
+
+
+def test_all_wrong_overrides_are_found_and_the_right_ones_count(algorithm: Algorithm) -> None:
+    overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=cpu"]
+    config, problems = compose.check_overrides(overrides, source=source_of(algorithm))
     assert [problem.key for problem in problems] == ["model.seed", "foo"]
     assert config.model.micro_batch_size == 4
-    assert config.model.kto.log_prob_forward_micro_batch_size == 8
+    assert config.model[algorithm.name].log_prob_forward_micro_batch_size == 8
     assert config.trainer.accelerator == "cpu"
     assert config.model.seed == 1234
 
@@ -115,13 +175,77 @@ def test_the_forms_of_data_prefix(override: str, expected: object) -> None:
     assert typed.model.data.cache_dir == os.path.expanduser("~/.cache/nemo_kto")
 
 
-def test_what_was_to_be_given_is_empty() -> None:
-    typed, problems = compose.to_config(compose.load())
+def test_what_was_to_be_given_is_empty(algorithm: Algorithm) -> None:
+    typed, problems = compose.to_config(compose.load(source=source_of(algorithm)))
     assert problems == []
     assert typed is not None
     assert typed.pretrained_checkpoint.restore_from_path == ""
     assert typed.model.data.data_prefix == ""
-    assert typed.export.path == "results/gpt_kto/hf"
+    assert typed.export.path == f"results/gpt_{algorithm.name}/hf"
+    assert typed.export.adapter_path == f"results/gpt_{algorithm.name}/adapter"
+
+
+def test_a_configuration_knows_its_algorithm_and_the_sections_that_bear_its_name(algorithm: Algorithm) -> None:
+    config = compose.load(
+        [f"trainer.{algorithm.name}.max_steps=3", f"model.{algorithm.name}.ref_policy_kl_penalty=0.5"],
+        source=source_of(algorithm),
+    )
+    assert compose.algorithm_of(config) is algorithm
+    typed, _ = compose.to_config(config)
+    assert typed is not None
+    assert type(typed) is algorithm.config_type
+    assert typed.algorithm is algorithm
+    assert (typed.loop.max_steps, typed.loss.ref_policy_kl_penalty) == (3, 0.5)
+
+
+def test_kto_is_what_is_loaded_unless_another_is_named() -> None:
+    assert compose.algorithm_of(compose.load()) is KTO
+
+
+def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
+    config = compose.load(source=compose.Source(config_name="mine", config_dir=str(tmp_path)))
+    with pytest.raises(HydraException) as raised:
+        compose.algorithm_of(config)
+    assert str(raised.value) == "its defaults must begin with gpt_kto or gpt_dpo, which bring the types of the keys"
+
+
+@pytest.mark.parametrize("averaged", ["true", "false"])
+def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(algorithm: Algorithm, averaged: str) -> None:
+    def loss(*overrides: str) -> object:
+        return compose.load(overrides, source=source_of(algorithm)).model[algorithm.name]
+
+    section = f"model.{algorithm.name}"
+    given = f"{section}.preference_average_log_probs={averaged}"
+    assert loss(given).sft_average_log_probs is (averaged == "true")
+    own = loss(given, f"{section}.sft_average_log_probs={averaged != 'true'}".lower())
+    assert (own.preference_average_log_probs, own.sft_average_log_probs) == (averaged == "true", averaged != "true")
+
+
+def test_adapters_are_scaled_by_one_unless_told() -> None:
+    tuning = compose.load(["model.peft.lora_tuning.adapter_dim=8"]).model.peft.lora_tuning
+    assert (tuning.adapter_dim, tuning.alpha) == (8, 8.0)
+    tuning = compose.load(["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]).model.peft.lora_tuning
+    assert (tuning.adapter_dim, tuning.alpha) == (8, 16.0)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null() -> None:
+    paths = {
+        "pretrained_checkpoint.restore_from_path": "model",
+        "exp_manager.explicit_log_dir": "run",
+        "model.reference.restore_from_path": "reference",
+        "model.peft.restore_from_path": "adapter",
+        "export.adapter_path": "out",
+    }
+    typed, problems = compose.to_config(compose.load([f"{key}='~/{name}'" for key, name in paths.items()]))
+    assert problems == []
+    config = OmegaConf.structured(typed)
+    home = os.path.expanduser("~")
+    assert {key: OmegaConf.select(config, key) for key in paths} == {key: f"{home}/{name}" for key, name in paths.items()}
+    assert config.export.path == f"{home}/run/hf"
+    typed, _ = compose.to_config(compose.load())
+    assert typed is not None
+    assert (typed.model.reference.restore_from_path, typed.model.peft.restore_from_path) == (None, None)
 
 
 def test_an_interpolation_that_leads_nowhere() -> None:
@@ -139,10 +263,17 @@ def test_resolvers() -> None:
     assert (config.product, config.quotient) == (24, 3)
 
 
-def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  seed: 7\n")
+def test_a_configuration_of_ones_own(algorithm: Algorithm, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{algorithm.name}\n  - _self_\nmodel:\n  seed: 7\n")
     source = compose.Source(config_name="mine", config_dir=str(tmp_path))
-    assert compose.load(["model.micro_batch_size=2"], source=source).model.seed == 7
+    config = compose.load(["model.micro_batch_size=2"], source=source)
+    assert config.model.seed == 7
+    assert compose.algorithm_of(config) is algorithm
+    _, problems = compose.check_overrides(["trainer.max_steps=x"], source=source)
+    assert [str(problem) for problem in problems] == [
+        "trainer.max_steps is not a key of the configuration, got trainer.max_steps=x; "
+        f"did you mean trainer.{algorithm.name}.max_steps?"
+    ]
 
 
 def test_the_configuration_is_found_without_an_installation_and_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

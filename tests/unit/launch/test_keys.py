@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
+import pytest
 import yaml
+from omegaconf import DictConfig
 
 from nemo_kto.launch import compose, keys
-from nemo_kto.launch.schema import KTOConfig
+from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -21,20 +23,24 @@ def leaves(hint: type, prefix: str = "") -> list[str]:
     return names
 
 
-def test_files_types_and_comments_have_the_same_keys() -> None:
-    documented = [key.name for key in keys.all_keys()]
-    assert sorted(documented) == sorted(leaves(KTOConfig))
-    assert sorted(documented) == sorted(compose.known_keys(compose.load()))
+def defaults(algorithm: Algorithm, *overrides: str) -> DictConfig:
+    return compose.load(overrides, source=compose.Source(algorithm.config_name))
+
+
+def test_files_types_and_comments_have_the_same_keys(algorithm: Algorithm) -> None:
+    documented = [key.name for key in keys.all_keys(algorithm)]
+    assert sorted(documented) == sorted(leaves(algorithm.config_type))
+    assert sorted(documented) == sorted(compose.known_keys(defaults(algorithm)))
     assert len(documented) == len(set(documented))
 
 
-def test_every_key_has_a_comment() -> None:
-    assert [key.name for key in keys.all_keys() if len(key.comment) < 8] == []
+def test_every_key_has_a_comment(algorithm: Algorithm) -> None:
+    assert [key.name for key in keys.all_keys(algorithm) if len(key.comment) < 8] == []
 
 
-def test_a_default_is_what_hydra_makes_of_it() -> None:
-    config = compose.load()
-    for key in keys.all_keys():
+def test_a_default_is_what_hydra_makes_of_it(algorithm: Algorithm) -> None:
+    config = defaults(algorithm)
+    for key in keys.all_keys(algorithm):
         if "${" in key.default or key.default == "???":
             continue
         section, _, name = key.name.rpartition(".")
@@ -48,40 +54,96 @@ def test_the_page_in_docs_is_up_to_date() -> None:
     assert page.read_text() == keys.as_markdown(), "python -m nemo_kto.launch.keys > docs/configuration.md"
 
 
-def test_every_key_is_read_by_something() -> None:
+def test_the_page_has_shared_keys_once_and_those_of_an_algorithm_under_its_name() -> None:
+    tables: dict[str, list[str]] = {}
+    for line in keys.as_markdown().splitlines():
+        if line.startswith("## "):
+            tables[line.removeprefix("## ")] = []
+        elif match := re.match(r"\| `([\w.]+)` \|", line):
+            tables[[*tables][-1]].append(match[1])
+    assert list(tables) == [
+        "trainer", "exp_manager", "pretrained_checkpoint", "model", "export", "`nemo-kto kto` alone", "`nemo-kto dpo` alone",
+    ]  # fmt: skip
+    shared = [name for title, names in tables.items() if not title.startswith("`") for name in names]
+    for algorithm in ALGORITHMS.values():
+        own = tables[f"`nemo-kto {algorithm.name}` alone"]
+        assert sorted(shared + own) == sorted(leaves(algorithm.config_type))  # each once
+
+
+def read(name: str, code: str) -> bool:
+    """True where code takes an attribute of that name, or names it for getattr."""
+    return re.search(rf'\.{name}\b|"{name}"', code) is not None
+
+
+def test_every_key_is_read_by_something(algorithm: Algorithm) -> None:
     """A key that is accepted and changes nothing would be a lie."""
     launch = REPOSITORY / "nemo_kto" / "launch"
-    code = "".join((launch / name).read_text() for name in ("build.py", "cli.py", "ranks.py"))
+    code = "".join(file.read_text() for file in (*launch.glob("build*.py"), launch / "cli.py", launch / "ranks.py"))
     handed_on_whole = ("exp_manager.wandb_logger_kwargs.", "exp_manager.mlflow_logger_kwargs.")
-    only_one_value = {  # validate.py refuses all others
+    only_one_value = {  # validate_model.py refuses all others
         "model.virtual_pipeline_model_parallel_size",
         "model.context_parallel_size",
         "model.expert_model_parallel_size",
         "model.fp8",
-        "model.peft.peft_scheme",
         "model.optim.name",
     }
     within_yaml = {"exp_manager.exp_dir", "exp_manager.name"}  # explicit_log_dir is made of them
     unread = [
         key.name
-        for key in keys.all_keys()
-        if not re.search(rf"\.{key.name.rsplit('.', 1)[-1]}\b", code) and not key.name.startswith(handed_on_whole)
+        for key in keys.all_keys(algorithm)
+        if not read(key.name.rsplit(".", 1)[-1], code) and not key.name.startswith(handed_on_whole)
     ]
     assert [name for name in unread if name not in only_one_value | within_yaml] == []
 
 
-def test_kto_adds_to_the_shared_files_and_repeats_nothing() -> None:
-    own = {key.name for key in keys._keys((REPOSITORY / "conf/gpt_kto.yaml").read_text(), "")}
-    assert own == {
-        "model.kto.preference_loss",
-        "model.kto.desirable_loss_weight",
-        "model.kto.undesirable_loss_weight",
-        "exp_manager.name",
-    }
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        (
+            KTO,
+            {
+                "model.kto.preference_loss": "kto",
+                "model.kto.desirable_loss_weight": "1.0",
+                "model.kto.undesirable_loss_weight": "1.0",
+                "model.kto.auto_balance": "false",
+                "exp_manager.name": "gpt_kto",
+            },
+        ),
+        (
+            DPO,
+            {
+                "model.micro_batch_size": "1",  # counts pairs there
+                "model.global_batch_size": "64",
+                "model.dpo.preference_loss": "dpo",
+                "model.dpo.label_smoothing": "0.0",
+                "model.dpo.gt_reward_scale": "1.0",
+                "model.dpo.simpo_gamma": "0.5",
+                "model.data.default_chosen_reward": "1.0",
+                "model.data.default_rejected_reward": "0.0",
+                "exp_manager.name": "gpt_dpo",
+            },
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Algorithm) else "",
+)
+def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(algorithm: Algorithm, own: dict[str, str]) -> None:
+    file = REPOSITORY / "conf" / f"{algorithm.config_name}.yaml"
+    assert {key.name: key.default for key in keys._keys(file.read_text(), "")} == own
 
 
-def test_hardware_files_compose() -> None:
+def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
+    """The shared file says rows; all_keys must give the comment of the algorithm's file."""
+    comments = {key.name: key.comment for key in keys.all_keys(DPO)}
+    assert comments["model.micro_batch_size"] == "pairs of one forward and backward pass"
+    assert comments["model.global_batch_size"] == "pairs of one optimizer step, over all ranks"
+    assert comments["model.dpo.log_prob_forward_micro_batch_size"] == "rows of one pass without gradient"
+    assert {key.name: key.comment for key in keys.all_keys(KTO)}["model.micro_batch_size"] == (
+        "rows of one forward and backward pass"
+    )
+
+
+def test_hardware_files_compose(algorithm: Algorithm) -> None:
     names = sorted(file.stem for file in (REPOSITORY / "conf" / "hardware").glob("*.yaml"))
     assert names == ["cpu", "gpu_node"]
     for name in names:
-        compose.load([f"hardware={name}"])
+        defaults(algorithm, f"hardware={name}")

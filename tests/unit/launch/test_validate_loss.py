@@ -1,0 +1,143 @@
+"""The rules of model.kto and model.dpo that the other has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_kto.launch import validate_model
+from nemo_kto.launch.schema import DPO, KTO, Algorithm
+from nemo_kto.launch.validate import problems
+from nemo_kto.losses.preference import LOSSES
+from tests.unit.launch.conftest import Load
+
+# Algorithm, overrides, what is said.
+BROKEN = [
+    (KTO, ["model.kto.preference_loss=dpo"], ["model.kto.preference_loss must be kto or apo_zero_unpaired, got dpo"]),
+    (
+        DPO,
+        ["model.dpo.preference_loss=kto"],
+        [
+            "model.dpo.preference_loss must be dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
+        ],
+    ),
+    (
+        KTO,
+        ["model.global_batch_size=1"],
+        [
+            "model.global_batch_size must be at least 2: the reference point pairs each row with the answer of another, "
+            "got 1; use a larger batch"
+        ],
+    ),
+    (KTO, ["model.kto.desirable_loss_weight=-1"], ["model.kto.desirable_loss_weight must be at least 0, got -1.0"]),
+    (
+        KTO,
+        ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
+        [
+            "model.kto.desirable_loss_weight and model.kto.undesirable_loss_weight must not both be 0, got 0.0 and 0.0; "
+            "nothing would be learned"
+        ],
+    ),
+    (
+        DPO,
+        ["model.dpo.label_smoothing=0.5"],
+        ["model.dpo.label_smoothing must be from 0 to below 0.5, got 0.5; e.g. 0.1"],
+    ),
+    (
+        DPO,
+        ["model.dpo.label_smoothing=-0.1"],
+        ["model.dpo.label_smoothing must be from 0 to below 0.5, got -0.1; e.g. 0.1"],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
+        [
+            "model.dpo.label_smoothing must be 0.0 with hinge, which does not take it, got 0.1; it is for dpo and simpo",
+        ],
+    ),
+    (
+        DPO,
+        ["model.dpo.gt_reward_scale=2"],
+        [
+            "model.dpo.gt_reward_scale must be 1.0 with dpo, which does not take it, got 2.0; "
+            "it is for rpo_sq and rpo_bwd_kl and rpo_fwd_kl"
+        ],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=rpo_sq", "model.dpo.gt_reward_scale=0"],
+        ["model.dpo.gt_reward_scale must be above 0, got 0.0; e.g. 1.0"],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=orpo", "model.dpo.simpo_gamma=1"],
+        ["model.dpo.simpo_gamma must be 0.5 with orpo, which does not take it, got 1.0; it is for simpo"],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=-1"],
+        ["model.dpo.simpo_gamma must be at least 0, got -1.0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "overrides", "said"), BROKEN, ids=lambda value: str(value)[:50])
+def test_a_rule_that_is_broken(load: Load, algorithm: Algorithm, overrides: list[str], said: list[str]) -> None:
+    assert problems(load(*overrides, algorithm=algorithm), world_size=1) == said
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.reference_free])
+def test_a_loss_without_a_reference_holds_none(load: Load, tmp_path: object, name: str) -> None:
+    overrides = [
+        f"model.dpo.preference_loss={name}",
+        "model.reference.mode=swap",
+        f"model.reference.restore_from_path={tmp_path}/model",
+        "model.reference.sync_interval=3",
+    ]
+    text = f"must be left out with {name}, which has no reference"
+    assert problems(load(*overrides, algorithm=DPO), world_size=1) == [
+        f"model.reference.mode {text}, got swap",
+        f"model.reference.restore_from_path {text}, got {tmp_path}/model",
+        f"model.reference.sync_interval {text}, got 3",
+    ]
+
+
+def test_the_losses_without_a_reference_are_these() -> None:
+    assert [name for name, loss in LOSSES.items() if loss.reference_free] == ["simpo", "orpo"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(load: Load, name: str) -> None:
+    values = {"label_smoothing": 0.1, "gt_reward_scale": 2.0, "simpo_gamma": 1.0}
+    config = load(f"model.dpo.preference_loss={name}", algorithm=DPO)
+    assert problems(config, world_size=1) == []
+    for option, value in values.items():
+        config = load(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", algorithm=DPO)
+        wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]
+        assert [line.split()[0] for line in problems(config, world_size=1)] == wrong
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_means_and_sums_both_pass_where_a_loss_always_takes_the_mean(load: Load, name: str) -> None:
+    for average in ("true", "false"):
+        overrides = [f"model.dpo.preference_loss={name}", f"model.dpo.preference_average_log_probs={average}"]
+        assert problems(load(*overrides, algorithm=DPO), world_size=1) == []
+
+
+def test_what_an_option_has_where_it_means_nothing_is_its_default(load: Load) -> None:
+    dpo = load(algorithm=DPO).loss
+    assert {name: getattr(dpo, name) for name in validate_model._OPTIONS} == validate_model._OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        (KTO, ["model.global_batch_size=1", "model.kto.preference_loss=apo_zero_unpaired"]),
+        (KTO, ["model.global_batch_size=2"]),
+        (KTO, ["model.kto.auto_balance=true", "model.kto.desirable_loss_weight=1.3"]),
+        (KTO, ["model.kto.desirable_loss_weight=0"]),
+        (DPO, ["model.global_batch_size=1"]),  # a pair has nothing to do with another pair
+        (DPO, ["model.data.default_chosen_reward=-1", "model.data.default_rejected_reward=-2"]),
+    ],
+)
+def test_what_is_right_passes(load: Load, algorithm: Algorithm, overrides: list[str]) -> None:
+    assert problems(load(*overrides, algorithm=algorithm), world_size=1) == []

@@ -1,0 +1,282 @@
+"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+
+ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.launch import validate_model
+from nemo_kto.launch.schema import Algorithm
+from nemo_kto.launch.validate import problems
+from nemo_kto.losses import kto as kto_losses
+from nemo_kto.losses import preference as pair_losses
+from nemo_kto.models.lora_settings import TARGET_MODULES
+from nemo_kto.models.optimizer import SCHEDULES
+from tests.unit.launch.conftest import Load, of
+
+TUNING = "model.peft.lora_tuning"
+LORA = "model.peft.peft_scheme=lora"
+MODULES = (
+    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
+    "up_proj or down_proj"
+)
+
+# Overrides and what is said, of every algorithm.
+BROKEN = [
+    (["model.micro_batch_size=0"], ["model.micro_batch_size must be at least 1, got 0"]),
+    (["model.logprob_chunk_size=0"], ["model.logprob_chunk_size must be at least 1, got 0"]),
+    (
+        ["model.virtual_pipeline_model_parallel_size=2"],
+        [
+            "model.virtual_pipeline_model_parallel_size must be null, got 2: virtual pipelines are not supported "
+            "in this version",
+        ],
+    ),
+    (
+        ["model.context_parallel_size=2"],
+        ["model.context_parallel_size must be 1, got 2: context parallelism is not supported in this version"],
+    ),
+    (
+        ["model.expert_model_parallel_size=2"],
+        ["model.expert_model_parallel_size must be 1, got 2: expert parallelism is not supported in this version"],
+    ),
+    (
+        ["model.fp8=hybrid"],
+        ["model.fp8 must be null, got hybrid: fp8 needs Transformer Engine and is not supported in this version"],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=some"],
+        ["model.activations_checkpoint_granularity must be null, selective or full, got some"],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=uniform"],
+        [
+            "model.activations_checkpoint_num_layers must be given with "
+            "model.activations_checkpoint_granularity=full, got null; "
+            "e.g. model.activations_checkpoint_num_layers=1"
+        ],
+    ),
+    (
+        ["model.activations_checkpoint_method=block"],
+        [
+            "model.activations_checkpoint_method must be null unless "
+            "model.activations_checkpoint_granularity=full, got block; "
+            "set one or the other"
+        ],
+    ),
+    (
+        ["model.optim.name=distributed_fused_adam"],
+        [
+            "model.optim.name must be adam, got distributed_fused_adam; "
+            "distributed_fused_adam is adam with use_distributed_optimizer=true"
+        ],
+    ),
+    (["model.optim.lr=-1"], ["model.optim.lr must be above 0, got -1.0; e.g. model.optim.lr=1e-5"]),
+    (["model.optim.eps=0"], ["model.optim.eps must be above 0, got 0.0; e.g. model.optim.eps=1e-8"]),
+    (["model.optim.weight_decay=-0.1"], ["model.optim.weight_decay must be at least 0, got -0.1"]),
+    (
+        ["model.optim.betas=[0.9,1.0]"],
+        ["model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.0]; e.g. model.optim.betas=[0.9,0.98]"],
+    ),
+    (
+        ["model.optim.betas=[0.9]"],
+        ["model.optim.betas must be two numbers from 0 to below 1, got [0.9]; e.g. model.optim.betas=[0.9,0.98]"],
+    ),
+    (
+        ["model.optim.sched.name=cosine"],
+        ["model.optim.sched.name must be CosineAnnealing, LinearAnnealing or constant, got cosine"],
+    ),
+    (["model.optim.sched.warmup_steps=-1"], ["model.optim.sched.warmup_steps must be at least 0, got -1"]),
+    (
+        ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=20"],
+        ["model.optim.sched.warmup_steps must be below trainer.ALGORITHM.max_steps = 20, got 20; shorten the warm-up"],
+    ),
+    (
+        ["model.optim.lr=1e-7"],
+        [
+            "model.optim.sched.min_lr must be from 0 to model.optim.lr = 1e-07, got 9e-07; "
+            "set both, or model.optim.sched.min_lr=0"
+        ],
+    ),
+    (
+        ["model.ALGORITHM.ref_policy_kl_penalty=0"],
+        ["model.ALGORITHM.ref_policy_kl_penalty must be above 0, got 0.0; e.g. model.ALGORITHM.ref_policy_kl_penalty=0.1"],
+    ),
+    (
+        ["model.ALGORITHM.ref_policy_kl_penalty=nan"],
+        ["model.ALGORITHM.ref_policy_kl_penalty must be above 0, got nan; e.g. model.ALGORITHM.ref_policy_kl_penalty=0.1"],
+    ),
+    (
+        ["model.ALGORITHM.preference_loss_weight=-1", "model.ALGORITHM.sft_loss_weight=nan"],
+        [
+            "model.ALGORITHM.preference_loss_weight must be at least 0, got -1.0",
+            "model.ALGORITHM.sft_loss_weight must be at least 0, got nan",
+        ],
+    ),
+    (
+        ["model.ALGORITHM.preference_loss_weight=0"],
+        [
+            "model.ALGORITHM.preference_loss_weight and model.ALGORITHM.sft_loss_weight must not both be 0, "
+            "got 0.0 and 0.0; nothing would be learned"
+        ],
+    ),
+    (
+        ["model.ALGORITHM.log_prob_forward_micro_batch_size=0"],
+        ["model.ALGORITHM.log_prob_forward_micro_batch_size must be at least 1, got 0"],
+    ),
+    (["model.reference.mode=disk"], ["model.reference.mode must be auto, swap, adapter or cached, got disk"]),
+    (
+        ["model.reference.restore_from_path=/nowhere"],
+        [
+            "model.reference.restore_from_path must be a Hugging Face folder (with config.json) or one of our checkpoints "
+            "(with trainer.json), got /nowhere; download it or correct the path"
+        ],
+    ),
+    (
+        ["model.reference.sync_interval=-1"],
+        ["model.reference.sync_interval must be at least 0, got -1; 0: the reference stays"],
+    ),
+    (
+        ["model.reference.sync_alpha=0"],
+        ["model.reference.sync_alpha must be above 0 and at most 1, got 0.0; e.g. 0.6"],
+    ),
+    (
+        ["model.reference.sync_alpha=1.5"],
+        ["model.reference.sync_alpha must be above 0 and at most 1, got 1.5; e.g. 0.6"],
+    ),
+    (
+        ["model.reference.mode=adapter"],
+        [
+            "model.reference.mode must be auto, swap or cached without adapters, got adapter; "
+            "or set model.peft.peft_scheme=lora"
+        ],
+    ),
+    (
+        ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA],
+        [
+            "model.reference.sync_interval must be 0 with mode adapter, where the reference is the model without adapters, "
+            "got 5; use model.reference.mode=swap"
+        ],
+    ),
+    (
+        ["model.reference.mode=adapter", "model.reference.restore_from_path=MODEL", LORA],
+        [
+            "model.reference.restore_from_path must be null with mode adapter, where the reference is the model itself, "
+            "got MODEL; use model.reference.mode=cached"
+        ],
+    ),
+    (
+        ["model.reference.mode=cached", "model.reference.sync_interval=5"],
+        [
+            "model.reference.sync_interval must be 0 with mode cached, whose log-probs are computed once, got 5; "
+            "use model.reference.mode=swap"
+        ],
+    ),
+    (
+        ["model.reference.restore_from_path=MODEL", "model.peft.restore_from_path=ADAPTER", LORA],
+        [
+            "model.reference.restore_from_path must be null where model.peft.restore_from_path names the reference, "
+            "got MODEL; give one of them"
+        ],
+    ),
+    (["model.peft.peft_scheme=dora"], ["model.peft.peft_scheme must be none or lora, got dora"]),
+    (
+        ["model.peft.restore_from_path=ADAPTER"],
+        ["model.peft.restore_from_path must be null without adapters, got ADAPTER; set model.peft.peft_scheme=lora"],
+    ),
+    (
+        ["model.peft.restore_from_path=MODEL", LORA],
+        [
+            "model.peft.restore_from_path must be a folder in PEFT format (with adapter_config.json), got MODEL; "
+            "correct the path"
+        ],
+    ),
+    (
+        [f"{TUNING}.target_modules=[q_proj,qkv,k_proj,lm_head]"],
+        [f"{TUNING}.target_modules must be {MODULES}, got qkv", f"{TUNING}.target_modules must be {MODULES}, got lm_head"],
+    ),
+    (
+        [f"{TUNING}.target_modules=[]"],
+        [f"{TUNING}.target_modules must name at least one module, got none; e.g. [attention_qkv]"],
+    ),
+    ([f"{TUNING}.adapter_dim=0"], [f"{TUNING}.adapter_dim must be at least 1, got 0"]),  # and not alpha, which is made of it
+    ([f"{TUNING}.alpha=0"], [f"{TUNING}.alpha must be above 0, got 0.0; e.g. {TUNING}.alpha=32"]),
+    (
+        [f"{TUNING}.adapter_dropout=1"],
+        [f"{TUNING}.adapter_dropout must be from 0 to below 1, got 1.0; e.g. 0.05"],
+    ),
+    (
+        [f"{TUNING}.layer_selection=[0,3]"],
+        [f"{TUNING}.layer_selection must be at least 1, got 0; layers are counted from 1"],
+    ),
+    (
+        [f"{TUNING}.layer_selection=[]"],
+        [f"{TUNING}.layer_selection must name at least one layer, got none; null adapts all"],
+    ),
+]
+
+
+def with_folders(texts: Sequence[str], folder: Path) -> list[str]:
+    return [text.replace("ADAPTER", f"{folder}/adapter").replace("MODEL", f"{folder}/model") for text in texts]
+
+
+@pytest.mark.parametrize(("overrides", "said"), BROKEN, ids=lambda value: str(value)[:50])
+def test_a_rule_that_is_broken(
+    load: Load, tmp_path: Path, algorithm: Algorithm, overrides: list[str], said: list[str]
+) -> None:
+    config = load(*with_folders(of(algorithm, overrides), tmp_path), algorithm=algorithm)
+    assert problems(config, world_size=1) == with_folders(of(algorithm, said), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=block",
+            "model.activations_checkpoint_num_layers=2",
+        ],
+        ["model.optim.sched.warmup_steps=19", "trainer.ALGORITHM.max_steps=20"],
+        ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
+        ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
+        ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
+        ["model.reference.mode=auto", "model.reference.sync_interval=5"],
+        ["model.reference.mode=cached", "model.reference.restore_from_path=MODEL"],
+        ["model.reference.mode=adapter", LORA],
+        ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
+        ["model.reference.mode=cached", LORA],
+        ["model.reference.restore_from_path=MODEL", LORA],
+        [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=64"],
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_what_is_right_passes(load: Load, tmp_path: Path, algorithm: Algorithm, overrides: list[str]) -> None:
+    config = load(*with_folders(of(algorithm, overrides), tmp_path), algorithm=algorithm)
+    assert problems(config, world_size=1) == []
+
+
+def test_a_checkpoint_of_ours_can_be_the_reference(load: Load, algorithm: Algorithm, tmp_path: Path) -> None:
+    (tmp_path / "step=3").mkdir()
+    (tmp_path / "step=3" / "trainer.json").write_text("{}")
+    config = load(f"model.reference.restore_from_path='{tmp_path}/step=3'", algorithm=algorithm)
+    assert problems(config, world_size=1) == []
+
+
+def test_every_target_that_is_offered_is_taken(load: Load) -> None:
+    assert f"{', '.join(TARGET_MODULES[:-1])} or {TARGET_MODULES[-1]}" == MODULES
+    config = load(LORA)
+    config.model.peft.lora_tuning.target_modules = list(TARGET_MODULES)
+    assert problems(config, world_size=1) == []
+
+
+def test_names_are_those_of_the_modules_that_use_them() -> None:
+    assert set(validate_model.SCHEDULES) == set(SCHEDULES)
+    assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired"}
+    assert set(pair_losses.LOSSES) == {"dpo", "ipo", "hinge", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo"}
+    options = {name for loss in pair_losses.LOSSES.values() for name in loss.options}
+    assert set(validate_model._OPTIONS) == options
