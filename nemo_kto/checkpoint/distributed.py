@@ -6,6 +6,8 @@
       hf/           configuration and tokenizer: the checkpoint needs no other folder
       trainer.json  where the run stands, its metrics, the layout and the versions
 
+A model with adapters is saved as its adapters alone; trainer.json then names the base model.
+
 A checkpoint is written under another name and gets its own by one rename, when all of it is on disk: a folder with a
 checkpoint's name is complete.
 """
@@ -31,9 +33,17 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from nemo_kto.checkpoint.model_state import (
+    SavedAdapters,
+    adapters_in,
+    adapters_info,
+    adapters_of,
+    check_adapters,
+    load_model_state,
+    model_state,
+)
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.parallel import cpu, state
 
@@ -89,10 +99,25 @@ def checkpoint_dtype(path: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
 
 
+def saved_adapters(path: Path) -> SavedAdapters | None:
+    """What a checkpoint says of its adapters; None if it holds all weights of a model."""
+    return adapters_in(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
+
+
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else."""
-    loaded = dist_checkpointing.load(_model_state(chunks), str(path / "state"))
-    _load_model(chunks, loaded)
+    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else.
+
+    Of a checkpoint of adapters these alone are loaded, and the base model stays as it is; of any other checkpoint all but
+    the adapters.
+
+    Raises:
+        ValueError: the checkpoint holds other adapters than the model has.
+    """
+    saved = saved_adapters(path)
+    if saved is not None:
+        check_adapters(saved, chunks)
+    loaded = dist_checkpointing.load(model_state(chunks, adapters=saved is not None), str(path / "state"))
+    load_model_state(chunks, loaded)
 
 
 class CheckpointManager:
@@ -109,6 +134,7 @@ class CheckpointManager:
         mode: str,
         save_top_k: int,
         hugging_face_source: Path,
+        base_model: Path | None = None,
     ) -> None:
         """
         Args:
@@ -120,6 +146,7 @@ class CheckpointManager:
             mode: 'min' or 'max', whether small or large is good.
             save_top_k: checkpoints to keep besides the last; -1 keeps all.
             hugging_face_source: folder whose configuration and tokenizer belong to the model.
+            base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
         """
         self.folder = folder
         self.chunks = chunks
@@ -129,6 +156,7 @@ class CheckpointManager:
         self.sign = 1.0 if mode == "min" else -1.0
         self.save_top_k = save_top_k
         self.hugging_face_source = hugging_face_source
+        self.base_model = base_model or hugging_face_source
         self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
@@ -157,6 +185,8 @@ class CheckpointManager:
         state.barrier()
         dtype = str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
         info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": dtype}
+        if (adapters := adapters_of(self.chunks)) is not None:
+            info["adapters"] = adapters_info(adapters, self.base_model)
         info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
         _on_rank_zero(lambda: self._publish(partial, final, info))
 
@@ -169,7 +199,7 @@ class CheckpointManager:
             The trainer's state; None if there is no checkpoint.
 
         Raises:
-            ValueError: it holds the state of the other kind of optimizer.
+            ValueError: it holds the state of the other kind of optimizer, or other adapters.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
@@ -180,8 +210,9 @@ class CheckpointManager:
                 f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
                 "change it back, or start a new run in another folder"
             )
+        check_adapters(adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
-        _load_model(self.chunks, loaded)
+        load_model_state(self.chunks, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
@@ -202,7 +233,7 @@ class CheckpointManager:
             )
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        model = _model_state(self.chunks)
+        model = model_state(self.chunks, adapters=adapters_of(self.chunks) is not None)
         sharded = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
         return {**model, **optimizer, "scheduler": self.scheduler.state_dict()}
@@ -242,15 +273,6 @@ class CheckpointManager:
         for pattern in (".writing-*", ".removing-*"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover)
-
-
-def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(chunks)}
-
-
-def _load_model(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
-    for number, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[f"model{number}"])
 
 
 def _layout() -> dict[str, int]:

@@ -11,7 +11,8 @@ from torch import nn
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import Row
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora import is_adapter
+from nemo_kto.models.lora import adapted_rows, adapter_rows, is_adapter
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
@@ -73,18 +74,33 @@ def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Ite
         KeyError: the family's table has no row for a parameter.
     """
     rows = {row.ours: row for row in architecture.family.rows}
+    for name, layer, parameter in _parameters(chunks):
+        if is_adapter(name):
+            continue
+        if name == "output_layer.weight" and architecture.tied:
+            yield Weight(parameter=parameter, row=rows["embedding.word_embeddings.weight"], layer=None, copied=True)
+            continue
+        if name not in rows:
+            raise KeyError(f"the table of {architecture.family.name} has no row for the parameter {name}")
+        yield Weight(parameter=parameter, row=rows[name], layer=layer)
+
+
+def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
+    """The adapters of this rank's chunks, with their rows under PEFT's names."""
+    pairs = [adapter_rows(row, settings.rank) for row in adapted_rows(architecture, settings)]
+    rows = {row.ours: row for pair in pairs for row in pair}
+    for name, layer, parameter in _parameters(chunks):
+        if is_adapter(name):
+            yield Weight(parameter=parameter, row=rows[name], layer=layer)
+
+
+def _parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:
+    """Name, as the tables have it, layer and parameter."""
     for chunk in map(unwrap, chunks):
         for name, parameter in chunk.named_parameters():
-            if is_adapter(name):
-                continue
-            if name == "output_layer.weight" and architecture.tied:
-                yield Weight(parameter=parameter, row=rows["embedding.word_embeddings.weight"], layer=None, copied=True)
-                continue
             layer = None
             if name.startswith("decoder.layers."):
                 local, name = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = chunk.decoder.layers[int(local)].layer_number - 1  # counted from 1 over all stages
                 name = "decoder.layers.{layer}." + _ENGINE_NAMES.get(name, name)
-            if name not in rows:
-                raise KeyError(f"the table of {architecture.family.name} has no row for the parameter {name}")
-            yield Weight(parameter=parameter, row=rows[name], layer=layer)
+            yield name, layer, parameter

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from nemo_kto.parallel import cpu
+
 # canonical tensors, in the shapes of the weights: any layout can read them
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
@@ -64,6 +66,12 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _adam_step(optimizer: Any) -> int:
-    """Steps that torch's Adam has counted; 0 for others, which count in their groups, and megatron-core restores those."""
+    """Steps that torch's Adam has counted; 0 for others, which count in their groups, and megatron-core restores those.
+
+    The largest over all ranks: a pipeline stage may have nothing to train, and so no counter.
+    """
     inner = [part.optimizer for part in _parts(optimizer) if _is_torch_adam(part.optimizer)]
-    return max((int(kept["step"]) for one in inner for kept in one.state.values() if "step" in kept), default=0)
+    mine = max((int(kept["step"]) for one in inner for kept in one.state.values() if "step" in kept), default=0)
+    box = torch.tensor(mine, device=cpu.device())
+    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
+    return int(box)

@@ -12,7 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
 
-from nemo_kto.checkpoint import huggingface, safetensors_files
+from nemo_kto.checkpoint import safetensors_files, stream
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.checkpoint.mapping import rank_weights
 from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
@@ -190,7 +190,7 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
     state.start(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     sizes: list[int] = []
-    original = huggingface.safe_open
+    original = stream.safe_open
 
     class Slice:
         def __init__(self, inner: Any) -> None:
@@ -218,10 +218,10 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
             return Slice(self.inner.get_slice(name))
 
     try:
-        huggingface.safe_open = Opened
+        stream.safe_open = Opened
         load_weights([model], architecture, folder)
     finally:
-        huggingface.safe_open = original
+        stream.safe_open = original
     return sum(sizes), max(sizes), sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

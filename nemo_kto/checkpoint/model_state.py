@@ -1,0 +1,97 @@
+"""The weights of the model in and out of a checkpoint: all of them, or its adapters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from nemo_kto.models.lora import is_adapter
+from nemo_kto.models.lora_settings import LoRASettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
+    """What a checkpoint that holds adapters alone says of them.
+
+    Attributes:
+        base_model: where the weights of the base model came from: a Hugging Face folder or one of our own checkpoints.
+        settings: what is adapted and how.
+    """
+
+    base_model: Path
+    settings: LoRASettings
+
+
+def adapters_of(chunks: Sequence[nn.Module]) -> LoRASettings | None:
+    """What is adapted in a model; None where its own weights are trained."""
+    settings: LoRASettings | None = unwrap_model(chunks[0]).adapters
+    return settings
+
+
+def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, Any]:
+    """What trainer.json keeps of adapters."""
+    return {"base_model": str(base_model.absolute()), "settings": asdict(settings)}
+
+
+def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
+    """What the content of a trainer.json says of adapters; None if the checkpoint holds all weights of a model."""
+    kept = info.get("adapters")
+    if kept is None:
+        return None
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in kept["settings"].items()
+    }
+    return SavedAdapters(base_model=Path(kept["base_model"]), settings=LoRASettings(**settings))
+
+
+def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:
+    """Make sure that the adapters of a model are those of a checkpoint; their dropout may differ.
+
+    Raises:
+        ValueError: they are not.
+    """
+    theirs, ours = _described(None if saved is None else saved.settings), _described(adapters_of(chunks))
+    if theirs != ours:
+        raise ValueError(
+            f"the model must have the adapters of the checkpoint ({theirs}), got {ours}; change model.peft back, or start a "
+            "new run in another folder"
+        )
+
+
+def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> dict[str, Any]:
+    """The sharded state of the adapters alone, or of all that is no adapter: ``model0`` for the first chunk and so on."""
+    # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
+    metadata = {"non_homogeneous_layers": True} if adapters else None
+    whole = {
+        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
+    }
+    return {
+        part: {name: value for name, value in state.items() if is_adapter(name) == adapters} for part, state in whole.items()
+    }
+
+
+def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any]) -> None:
+    """Put back what :func:`model_state` gave the form of.
+
+    Raises:
+        RuntimeError: it is not all that this should be.
+    """
+    for number, chunk in enumerate(chunks):
+        state = loaded[f"model{number}"]
+        kinds = {is_adapter(name) for name in state}
+        missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
+        missing = [name for name in missing if is_adapter(name) in kinds]
+        if missing or unexpected:
+            raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
+
+
+def _described(settings: LoRASettings | None) -> str:
+    if settings is None:
+        return "none"
+    layers = "all layers" if settings.layers is None else f"layers {', '.join(map(str, settings.layers))}"
+    return f"rank {settings.rank}, alpha {settings.alpha:g}, {', '.join(settings.modules)} of {layers}"

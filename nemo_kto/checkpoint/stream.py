@@ -1,0 +1,128 @@
+"""Weights between files and ranks, one at a time, at any layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from torch import Tensor
+
+from nemo_kto.checkpoint.mapping import Weight
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import Row
+from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
+from nemo_kto.parallel import cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """Values to read: the slice ``where`` of the weight ``name`` belongs into ``place``, a view of a parameter."""
+
+    name: str
+    where: tuple[slice, ...]
+    place: Tensor
+
+
+def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
+    """Fill parameters of this rank from safetensors files.
+
+    Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
+    model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
+
+    Args:
+        weights: what to fill.
+        architecture: of the model.
+        files: name of a weight -> its file. What is not there keeps its value.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    copies: dict[Path, list[_Copy]] = defaultdict(list)
+    for weight in weights:
+        for piece in pieces(weight.parameter.data, weight.row, architecture, rank=rank):
+            name = weight.sources[piece.source]
+            if name in files:
+                copies[files[name]].append(_Copy(name=name, where=piece.where, place=piece.place))
+    for file in sorted(copies):
+        with safe_open(file, framework="pt") as handle, torch.no_grad():
+            for copy in copies[file]:
+                copy.place.copy_(handle.get_slice(copy.name)[copy.where])
+
+
+def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
+
+    For the ranks of one copy of the model, all of which must use the iterator up.
+
+    Args:
+        weights: of this rank.
+        architecture: of the model.
+    """
+    leads = parallel_state.get_tensor_model_parallel_rank() == 0
+    stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+    for weight in weights:
+        if weight.copied:
+            continue
+        whole = _gather_tensor_parallel(weight)
+        if leads and first_stage:
+            yield from _theirs(weight.row, weight.layer, whole, architecture)
+        elif leads:
+            header = (weight.row, weight.layer, whole.shape, whole.dtype)
+            dist.send_object_list([header], dst=stages[0], group=_pipeline())
+            dist.send(whole, dst=stages[0], group=_pipeline())
+    if not leads:
+        return
+    if not first_stage:
+        dist.send_object_list([None], dst=stages[0], group=_pipeline())
+        return
+    for stage in stages[1:]:
+        while (header := _receive_header(stage)) is not None:
+            row, layer, shape, dtype = header
+            whole = torch.empty(shape, dtype=dtype, device=cpu.device())
+            dist.recv(whole, src=stage, group=_pipeline())
+            yield from _theirs(row, layer, whole, architecture)
+
+
+def _pipeline() -> Any:
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _receive_header(stage: int) -> Any:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=stage, group=_pipeline())
+    return box[0]
+
+
+def _gather_tensor_parallel(weight: Weight) -> Tensor:
+    """On the first rank of a tensor-parallel group, its ranks' shards put together; on the others, their own shard."""
+    shard, dimension = weight.parameter.data, split_dimension(weight.row)
+    group = parallel_state.get_tensor_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    if dimension is None or not is_cut(weight.row) or len(ranks) == 1:
+        return shard.contiguous()
+    shards = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
+    dist.gather(shard.contiguous(), shards, dst=ranks[0], group=group)
+    return torch.cat(shards, dim=dimension) if shards else shard
+
+
+def _theirs(row: Row, layer: int | None, whole: Tensor, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """Take the weights of the file out of one of our parameters."""
+    dimension = split_dimension(row)
+    parts = [] if dimension is None else segments(row, architecture)
+    for source, (name, shape) in enumerate(zip(row.theirs, source_shapes(row, architecture), strict=True)):
+        if dimension is None or len(parts) == 1:
+            yield name.format(layer=layer), whole.cpu()
+            continue
+        values = torch.empty(shape, dtype=whole.dtype)
+        position = 0
+        for part in parts:
+            if part.source == source:
+                values.narrow(dimension, part.start, part.length).copy_(whole.narrow(dimension, position, part.length))
+            position += part.length
+        yield name.format(layer=layer), values
