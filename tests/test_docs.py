@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch import compose
+from nemo_kto.launch.schema import ALGORITHMS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -34,7 +35,8 @@ def names(document: Path) -> str:
 
 
 def known_keys() -> set[str]:
-    return set(compose.known_keys(compose.load(), sections=True))
+    sources = [compose.Source(algorithm.config_name) for algorithm in ALGORITHMS.values()]
+    return {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
@@ -60,7 +62,8 @@ def test_commands_exist(document: Path) -> None:
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-            unknown += [command for subcommand in words[1:2] if subcommand not in ("kto", "export", "--version", "--help")]
+            known = (*ALGORITHMS, "export", "--version", "--help")
+            unknown += [command for subcommand in words[1:2] if subcommand not in known]
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
     assert not unknown, f"{names(document)}: {unknown}"

@@ -137,7 +137,7 @@ def train(algorithm: Algorithm, argv: Sequence[str]) -> None:
     if flags.help:
         from nemo_kto.launch.keys import as_text
 
-        program = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else f"nemo-kto {algorithm.name}"
+        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {algorithm.name}"
         usage = {"title": algorithm.title, "name": algorithm.name, "program": program}
         print(_TRAINING_USAGE.format(**usage, keys=as_text(algorithm)), end="")
         return
@@ -251,10 +251,14 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
 
 def _own_command(algorithm: Algorithm) -> list[str]:
     """What the interpreter must be given to come here again: the script that was called, or this module."""
-    script = Path(sys.argv[0])
-    if script.suffix == ".py" and script.resolve() != Path(__file__).resolve():
-        return ["-u", str(script.resolve())]
-    return ["-u", "-m", "nemo_kto.launch.cli", algorithm.name]
+    script = _own_script()
+    return ["-u", str(script)] if script else ["-u", "-m", "nemo_kto.launch.cli", algorithm.name]
+
+
+def _own_script() -> Path | None:
+    """The script that was called, such as one of examples/, which stands for its algorithm; None for a command."""
+    script = Path(sys.argv[0]).resolve()
+    return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
 
 
 def _source_flags(source: compose.Source) -> list[str]:

@@ -16,11 +16,15 @@ import yaml
 
 import nemo_kto
 from nemo_kto.launch import keys
+from nemo_kto.launch.schema import ALGORITHMS, Algorithm
 from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
+
+of_every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
-told = {"rank": rank, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir, "export": cfg.export.path}
+told = {"rank": rank, "algorithm": cfg.algorithm.name, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir}
+told["export"] = cfg.export.path
 open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(told | {n: os.environ.get(n) for n in names}))
 """
 MEET = """
@@ -43,26 +47,28 @@ def ended(process_id: int) -> bool:
     return False
 
 
-def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path) -> None:
+@of_every_algorithm
+def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env)
+    done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ("0", "1"):
         assert json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) == {
             "rank": rank,
+            "algorithm": name,
             "lr": 3e-6,
-            "run": "results/gpt_kto",
-            "export": "results/gpt_kto/hf",
+            "run": f"results/gpt_{name}",
+            "export": f"results/gpt_{name}/hf",
             "WORLD_SIZE": "2",
             "LOCAL_RANK": rank,
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": threads,
             "NEMO_KTO_FORCE_CPU": "1",
         }
-    saved = yaml.safe_load((tmp_path / "results/gpt_kto/config.yaml").read_text())
+    saved = yaml.safe_load((tmp_path / f"results/gpt_{name}/config.yaml").read_text())
     assert saved["model"]["optim"]["lr"] == 3e-6
-    assert saved["export"]["path"] == "results/gpt_kto/hf"  # resolved
+    assert saved["export"]["path"] == f"results/gpt_{name}/hf"  # resolved
     assert saved["model"]["data"]["data_prefix"] == "rows.jsonl"
     # Hydra leaves nothing behind.
     assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("modules", "model", "rows.jsonl")) == [
@@ -72,12 +78,33 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path) -> None
     ]
 
 
-def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "print('rank', rank)")
-    script = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py"), *GOOD]
-    assert run(script, cwd=tmp_path, env=env).stdout == "rank None\n"
+@of_every_algorithm
+def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
+    env = {**pretend(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
+    done = run([*torchrun, *GOOD], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    for rank in ("0", "1"):
+        told = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
+        assert (told["rank"], told["algorithm"], told["WORLD_SIZE"]) == (rank, name, "2")
+
+
+@of_every_algorithm
+def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path, name: str) -> None:
+    env = pretend(tmp_path, "print('rank', rank, cfg.algorithm.name)")
+    script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
+    assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
     again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
     assert again.stderr == "nemo-kto: model.seed was 1234 when this was last started, and is 7\n"
+
+
+@of_every_algorithm
+def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str) -> None:
+    env = pretend(tmp_path, TELL)
+    script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
+    assert run(script, cwd=tmp_path, env=env).returncode == 0
+    told = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
+    assert [(one["rank"], one["algorithm"]) for one in told] == [("0", name), ("1", name)]
 
 
 def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_shown(tmp_path: Path) -> None:
@@ -134,32 +161,55 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status:
         assert ended(int(file.read_text()))
 
 
-def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path) -> None:
+@of_every_algorithm
+def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
-    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"], cwd=tmp_path, env=env)
+    done = run([*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     for number, seed in enumerate((1, 2)):
         told = json.loads((tmp_path / f"rank1-{seed}.json").read_text())
-        folder = str(tmp_path / "results" / "gpt_kto" / str(number))
+        folder = str(tmp_path / "results" / f"gpt_{name}" / str(number))
         assert (told["run"], told["export"]) == (folder, f"{folder}/hf")
         assert yaml.safe_load((Path(folder) / "config.yaml").read_text())["model"]["seed"] == seed
 
 
-def test_flags_that_only_show(tmp_path: Path) -> None:
+def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
+    """One that takes no reference and one that takes an option among them, each job with its own value."""
+    env = pretend(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.sft_loss_weight)")
+    losses = "dpo,ipo,simpo,orpo"
+    swept = ["--multirun", f"model.dpo.preference_loss={losses}", "model.dpo.sft_loss_weight=0.5"]
+    done = run([*CLI, "dpo", *GOOD, *swept], cwd=tmp_path, env=env)
+    assert (done.stdout, done.stderr) == ("".join(f"{loss} 0.5\n" for loss in losses.split(",")), "")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_flags_that_only_show(tmp_path: Path, algorithm: Algorithm) -> None:
+    name = algorithm.name
     env = pretend(tmp_path, "raise AssertionError('started')")
     shown = run(
-        [*CLI, "kto", "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
+        [*CLI, name, "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
     )
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
-    helped = run([*CLI, "kto", "--help"], cwd=tmp_path, env=env).stdout
-    for key in keys.all_keys():
+    helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
+    assert helped.startswith(f"{algorithm.title}\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL ")
+    assert f"torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..." in helped
+    for key in keys.all_keys(algorithm):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
+    assert helped.count("\n      ") == len(keys.all_keys(algorithm))  # and no key of another
+    script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
+    helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
+    assert helped.startswith(f"{algorithm.title}\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL ")
     assert not (tmp_path / "results").exists()
 
 
 def test_version_help_and_export(tmp_path: Path) -> None:
     env = pretend(tmp_path, "pass")
     assert run([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
-    assert "nemo-kto export CHECKPOINT OUT" in run(CLI, cwd=tmp_path, env=env).stdout
+    helped = run(CLI, cwd=tmp_path, env=env).stdout
+    for name in ALGORITHMS:
+        assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
+        assert f"The aligned model is in results/gpt_{name}/hf afterwards" in helped
+    assert "nemo-kto kto|dpo --help " in helped
+    assert "nemo-kto export CHECKPOINT OUT" in helped
     (tmp_path / "results").mkdir()
     assert run([*CLI, "export", "results", "out"], cwd=tmp_path, env=env).stdout == "export results out\n"

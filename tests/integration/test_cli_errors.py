@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
+from nemo_kto.launch.schema import ALGORITHMS
 from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
 
+# ALGORITHM stands for the name of each.
 WRONG = [
     "pretrained_checkpoint.restore_from_path=nowhere",
     "model.data.data_prefix=rows.jsonl",
@@ -15,39 +19,52 @@ WRONG = [
     "model.tensor_model_parallel_size=2",
     "model.micro_batchsize=2",
     "model.global_batch_size=many",
-    "model.peft.peft_scheme=lora",
+    "model.ALGORITHM.preference_loss=none",
+    "model.reference.mode=adapter",
+    "model.peft.peft_scheme=dora",
     "trainer.max_time=5h",
     "model.optim.betas=[0.9,1.5]",
     "model.sequence_parallel=perhaps",
 ]
 SAID = """\
-nemo-kto: 8 mistakes in the configuration, nothing was started
+nemo-kto: 9 mistakes in the configuration, nothing was started
   model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; did you mean model.micro_batch_size?
   model.global_batch_size must be a whole number, got 'many'
   model.sequence_parallel must be true or false, got 'perhaps'
   trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got '5h'; e.g. trainer.max_time=00:03:45:00
   pretrained_checkpoint.restore_from_path must be a Hugging Face folder (with config.json) or one of our checkpoints (with \
 trainer.json), got nowhere; download it or correct the path
-  model.peft.peft_scheme must be none, got lora: adapters are not supported in this version
   model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.5]; e.g. model.optim.betas=[0.9,0.98]
+  model.ALGORITHM.preference_loss must be LOSSES, got none
+  model.peft.peft_scheme must be none or lora, got dora
   model.tensor_model_parallel_size * pipeline_model_parallel_size = 2 * 1 = 2 must divide the number of ranks, got 3; \
 use a multiple of 2 ranks (trainer.devices) or smaller sizes
 """
 
 
-def test_all_mistakes_at_once(tmp_path: Path) -> None:
+LOSSES = {
+    "kto": "kto or apo_zero_unpaired",
+    "dpo": "dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_all_mistakes_at_once(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     before = sorted(tmp_path.iterdir())
-    script = str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")
-    for command in ([sys.executable, script], [*CLI, "kto"]):
-        done = run([*command, *WRONG], cwd=tmp_path, env=env)
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", SAID)
+    script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
+    wrong = [override.replace("ALGORITHM", name) for override in WRONG]
+    said = SAID.replace("ALGORITHM", name).replace("LOSSES", LOSSES[name])
+    for command in ([sys.executable, script], [*CLI, name]):
+        done = run([*command, *wrong], cwd=tmp_path, env=env)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_printed_once_and_not_once_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", "kto"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
     done = run([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert done.returncode != 0
     assert done.stderr.count("nothing was started") == 1
@@ -83,10 +100,59 @@ def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
     )
 
 
+def test_keys_of_one_algorithm_given_to_the_other(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    given = ["trainer.kto.max_steps=3", "model.kto.auto_balance=true", "model.dpo.label_smoothing=0.1"]
+    done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nemo-kto: 3 mistakes in the configuration, nothing was started\n"
+        "  trainer.kto.max_steps is not a key of the configuration, got trainer.kto.max_steps=3; "
+        "did you mean trainer.dpo.max_steps?\n"
+        "  model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
+        "`nemo-kto dpo --help` lists all keys\n"
+        "  model.dpo.label_smoothing must be 0.0 with ipo, which does not take it, got 0.1; it is for dpo and simpo\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "other"), [("kto", "dpo"), ("dpo", "kto")])
+def test_the_configuration_of_the_other_algorithm(tmp_path: Path, name: str, other: str) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{other}\n  - _self_\n")
+    done = run([*CLI, name, "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nemo-kto: 1 mistake in the configuration, nothing was started\n"
+        f"  mine.yaml must be a configuration for {name}, got one for {other}; run `nemo-kto {other}`\n"
+    )
+
+
+def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
+    done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nemo-kto: 1 mistake in the configuration, nothing was started\n"
+        "  mine.yaml does not compose: its defaults must begin with gpt_kto or gpt_dpo, which bring the types of the keys\n"
+    )
+
+
+def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "print('started')")
+    done = run([*CLI, "dpo", *GOOD, "--multirun", "model.dpo.label_smoothing=0.1,some"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "nemo-kto: 1 mistake in the configuration, nothing was started\n"
+        "  model.dpo.label_smoothing must be a number, got 'some'\n",
+    )
+
+
 def test_an_unknown_command(tmp_path: Path) -> None:
     done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
     assert done.returncode == 2
-    assert done.stderr.startswith("nemo-kto: the command must be kto or export, got ktoo\n")
+    assert done.stderr.startswith("nemo-kto: the command must be kto, dpo or export, got ktoo\n")
 
 
 def test_export_of_nothing(tmp_path: Path) -> None:
