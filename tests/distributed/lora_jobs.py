@@ -1,0 +1,209 @@
+"""What the ranks do in the tests of adapters, and what peft and transformers say of the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+
+from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
+from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.huggingface import load_weights
+from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
+from nemo_kto.models.lora import LoRASettings, add_adapters
+from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from nemo_kto.parallel import state
+
+ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
+LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 0.01, 0.1, (0.9, 0.99), 1e-4, 0.05
+
+
+def tokens(row: int) -> torch.Tensor:
+    """A text: [1, sequence]."""
+    return torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=torch.Generator().manual_seed(row))
+
+
+def cotangent(row: int) -> torch.Tensor:
+    """What the logits of a text are weighted with in the loss: [1, sequence, vocabulary]."""
+    return torch.randn(1, SEQUENCE, VOCABULARY, generator=torch.Generator().manual_seed(100 + row)) / VOCABULARY
+
+
+def build(
+    folder: Path, layout: state.Layout, settings: LoRASettings | None, *, recompute: bool = False, distributed: bool = True
+) -> tuple[list[Any], Architecture]:
+    """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None."""
+    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
+    gpt = build_gpt(
+        architecture,
+        params_dtype=torch.float32,
+        pipeline_parallel=layout.pipeline,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=layout.sequence_parallel,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        adaptable=settings is not None,
+    )
+    if settings is not None:
+        add_adapters(gpt, settings, architecture=architecture, seed=3)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=distributed)
+    gpt.config.finalize_model_grads_func = finalize_model_grads
+    load_weights(chunks, architecture, folder)
+    return chunks, architecture
+
+
+def optimizer_of(chunks: list[Any], *, distributed: bool = True) -> Any:
+    return build_optimizer(
+        chunks=chunks,
+        lr=LR,
+        min_lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        betas=BETAS,
+        eps=EPS,
+        clip_grad=CLIP,
+        params_dtype=torch.float32,
+        use_distributed_optimizer=distributed,
+    )
+
+
+def backward(chunks: list[Any]) -> None:
+    """Gradients of the mean over all texts of sum(logits * cotangent), one text a micro-batch."""
+    gpt = unwrap_model(chunks[0])
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None
+    mine = range(ROWS)[state.data_parallel_rank() :: state.data_parallel_size()]
+
+    def forward(rows: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        row = next(rows)
+
+        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            if gpt.config.sequence_parallel:
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden.transpose(0, 1)).transpose(0, 1)
+            else:
+                hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+            weight = gpt.output_weight()
+            first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+            part = cotangent(row)[..., first : first + weight.size(0)]
+            return (hidden @ weight[: part.size(-1)].T * part).sum(), torch.tensor(1, dtype=torch.int), {}
+
+        return chunk(tokens(row), torch.arange(SEQUENCE)[None], None), loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(mine)],
+        model=chunks,
+        num_microbatches=len(mine),
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def gradients_and_steps(
+    layout: state.Layout,
+    models: dict[str, tuple[Path, Path, LoRASettings]],
+    out: Path,
+    options: dict[str, Any],
+) -> dict[str, list[float]]:
+    """For each model (folder, adapter, settings): write the first gradients and the adapter after a few steps.
+
+    Returns:
+        The norm of the gradient at each step; last, the largest value where there must be zeros.
+    """
+    state.start(layout=layout, seed=3)
+    result = {}
+    for name, (folder, adapter, settings) in models.items():
+        # a distributed optimizer's ranks have parts of the summed gradient each, so that it is looked at without one
+        chunks, architecture = build(folder, layout, settings, **{**options, "distributed": False})
+        load_adapter(chunks, architecture, adapter)
+        backward(chunks)
+        for parameter in chunks[0].parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(parameter.main_grad)
+        export_adapter(chunks, architecture, out=out / name / "gradients", base_model=folder)
+        chunks, architecture = build(folder, layout, settings, **options)
+        load_adapter(chunks, architecture, adapter)
+        optimizer = optimizer_of(chunks, distributed=options.get("distributed", True))
+        norms = []
+        for _ in range(3):
+            backward(chunks)
+            _, norm, _ = optimizer.step()
+            norms.append(float(norm))
+        export_adapter(chunks, architecture, out=out / name / "trained", base_model=folder)
+        result[name] = [*norms, _where_zeros_belong(chunks)]
+    return result
+
+
+def _where_zeros_belong(chunks: list[Any]) -> float:
+    """Largest value of rows of B whose weight is zero: those of padded heads. (Weights of real rows are random.)"""
+    largest = 0.0
+    for name, module in unwrap_model(chunks[0]).named_modules():
+        if name.endswith("linear_qkv") and hasattr(module, "lora_b"):
+            padded = module.weight.abs().sum(1) == 0
+            largest = max([largest, *module.lora_b[padded].abs().flatten().tolist()])
+        if name.endswith("linear_proj") and hasattr(module, "lora_a"):
+            padded = module.weight.abs().sum(0) == 0
+            largest = max([largest, *module.lora_a[:, padded].abs().flatten().tolist()])
+    return largest
+
+
+def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path) -> CheckpointManager:
+    scheduler = build_scheduler(
+        optimizer=optimizer, name="constant", lr=LR, min_lr=LR, warmup_steps=0, max_steps=10, weight_decay=WEIGHT_DECAY
+    )
+    return CheckpointManager(
+        folder=folder,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        monitor="val_loss",
+        mode="min",
+        save_top_k=-1,
+        hugging_face_source=source,
+    )
+
+
+def train_and_save(
+    layout: state.Layout, folder: Path, settings: LoRASettings | None, run: Path, steps: int, distributed: bool = True
+) -> list[float]:
+    """Go on from the newest checkpoint of ``run``, if there is one, to step ``steps`` and save there.
+
+    Returns:
+        Norms of the gradient.
+    """
+    state.start(layout=layout, seed=3)
+    chunks, architecture = build(folder, layout, settings, distributed=distributed)
+    optimizer = optimizer_of(chunks, distributed=distributed)
+    manager = manager_of(chunks, optimizer, run, folder)
+    if settings is not None:  # from a B that is not zero, or nothing that is wrong with A shows in the first step
+        _perturb_b(chunks)
+        optimizer.reload_model_params()
+    done = (manager.load_latest() or {"step": 0})["step"]
+    norms = []
+    for _ in range(done, steps):
+        backward(chunks)
+        manager.scheduler.step(1)
+        _, norm, _ = optimizer.step()
+        norms.append(float(norm))
+    manager.save({"step": steps}, {})
+    if settings is not None:
+        export_adapter(chunks, architecture, out=run / f"adapter-{steps}", base_model=folder)
+    return norms
+
+
+def _perturb_b(chunks: list[Any]) -> None:
+    """The same pattern in every row of B of a layer, so that it does not depend on the layout; nothing where padding is."""
+    for name, module in unwrap_model(chunks[0]).named_modules():
+        if hasattr(module, "lora_b"):
+            used = module.weight.abs().sum(1, keepdim=True) != 0
+            pattern = torch.linspace(-0.1, 0.1, module.lora_b.size(1)) * (2 if name.endswith("linear_qkv") else 1)
+            module.lora_b.data.copy_(pattern * used)

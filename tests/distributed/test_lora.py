@@ -1,0 +1,136 @@
+"""Adapters at every layout against peft and plain autograd: every gradient, the norm, and the adapters after AdamW steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.parallel.state import Layout
+from tests.distributed import lora_jobs
+from tests.distributed.ranks import RankPool
+from tests.parity import hf_models
+
+# Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter.
+SETTINGS = {
+    "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
+    "qwen2": LoRASettings(rank=3, alpha=4, target_modules=("q_proj", "v_proj", "up_proj", "mlp_fc2"), layers=(2, 3)),
+    "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
+    "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
+}
+CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
+    "one_rank": (1, Layout(), {}),
+    "recompute": (1, Layout(), {"recompute": True}),
+    "tp2": (2, Layout(tensor=2), {}),
+    "tp4": (4, Layout(tensor=4), {}),
+    "pp2": (2, Layout(pipeline=2), {}),
+    "pp2_replicated_optimizer": (2, Layout(pipeline=2), {"distributed": False}),
+    "dp2": (2, Layout(), {}),
+    "tp2_pp2": (4, Layout(tensor=2, pipeline=2), {}),
+    "tp2_dp2": (4, Layout(tensor=2), {}),
+    "tp2_sequence_parallel": (2, Layout(tensor=2, sequence_parallel=True), {}),
+    "tp2_pp2_sequence_parallel_recompute": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": True}),
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def peft_model(folder: Path, settings: LoRASettings) -> Any:
+    """The model at ``folder`` under peft, with random A and B."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.modules),
+        layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    draw = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
+    return model
+
+
+def adapter_tensors(model: Any, what: Any) -> Tensors:
+    """``what`` of each adapter parameter, under the names of peft's files."""
+    named = ((name.replace(".default", ""), parameter) for name, parameter in model.named_parameters())
+    return {name: what(parameter) for name, parameter in named if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, LoRASettings]]:
+    """For each model its folder, an adapter in peft's own hand, and what is adapted."""
+    root = tmp_path_factory.mktemp("lora")
+    found = {}
+    for name, settings in SETTINGS.items():
+        hf_models.write_model(name, root / name)
+        peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter")
+        found[name] = (root / name, root / f"{name}-adapter", settings)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, tuple[Tensors, Tensors, list[float]]]:
+    """First gradients, adapters after three steps, and norms: peft, autograd and torch's AdamW."""
+    found = {}
+    for name, (folder, _, settings) in models.items():
+        model = peft_model(folder, settings)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        options = {"lr": lora_jobs.LR, "betas": lora_jobs.BETAS, "eps": lora_jobs.EPS}
+        optimizer = torch.optim.AdamW(trained, weight_decay=lora_jobs.WEIGHT_DECAY, **options)
+        gradients: Tensors = {}
+        norms = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            for row in range(lora_jobs.ROWS):
+                ((model(lora_jobs.tokens(row)).logits * lora_jobs.cotangent(row)).sum() / lora_jobs.ROWS).backward()
+            gradients = gradients or adapter_tensors(model, lambda parameter: parameter.grad.clone())
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, lora_jobs.CLIP)))
+            optimizer.step()
+        found[name] = (gradients, adapter_tensors(model, lambda parameter: parameter.detach().clone()), norms)
+    return found
+
+
+@pytest.fixture(scope="module", params=CASES)
+def outcome(
+    request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, list[float]]], Path]:
+    """What the ranks of one layout returned, and where they wrote."""
+    world_size, layout, options = CASES[request.param]
+    out = tmp_path_factory.mktemp(request.param)
+    return ranks.run(world_size, lora_jobs.gradients_and_steps, layout, models, out, options), out
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_gradient_and_the_steps(outcome: Any, expected: Any, name: str) -> None:
+    results, out = outcome
+    gradients, trained, norms = expected[name]
+    ours = load_file(out / name / "gradients" / "adapter_model.safetensors")
+    scale = max(gradient.abs().max() for gradient in gradients.values())
+    assert ours.keys() == gradients.keys()
+    for tensor, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-4 * scale, "the test must see every part"
+        assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
+    for result in results:
+        *our_norms, largest_padding = result[name]
+        assert our_norms == pytest.approx(norms, rel=2e-5)
+        assert largest_padding == 0.0
+    assert norms[0] > lora_jobs.CLIP, "the norm must matter"
+    after = load_file(out / name / "trained" / "adapter_model.safetensors")
+    for tensor, values in trained.items():
+        assert (after[tensor] - values).abs().max() < 1e-4 * values.abs().max(), tensor
+    assert os.listdir(out / name / "trained") == os.listdir(out / name / "gradients")
+
+
+def test_settings_name_all_modules() -> None:
+    assert SETTINGS["llama-odd-heads"].modules == HUGGING_FACE_TARGETS
