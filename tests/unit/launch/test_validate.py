@@ -31,6 +31,14 @@ BROKEN = [
             "use 63 or 66",
         ],
     ),
+    (
+        ["trainer.devices=1"],
+        2,
+        [
+            "trainer.devices must fit the ranks that were started (trainer.num_nodes * trainer.devices = 1 * 1 = 1), got 2; "
+            "start 1 ranks or set trainer.num_nodes and trainer.devices to what you started"
+        ],
+    ),
     (["trainer.accelerator=tpu"], 1, ["trainer.accelerator must be auto, cpu or gpu, got tpu"]),
     (["trainer.precision=fp16"], 1, ["trainer.precision must be bf16 or 32, got fp16"]),
     (["trainer.timeout_minutes=0"], 1, ["trainer.timeout_minutes must be at least 1, got 0"]),
@@ -193,6 +201,7 @@ def test_a_rule_that_is_broken(
         ),
         (["exp_manager.checkpoint_callback_params.monitor=train_rewards_chosen_mean", "model.data.splits_string=null"], 1),
         (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
+        (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -241,6 +250,8 @@ def test_gpus_of_this_machine(load: Load, monkeypatch: pytest.MonkeyPatch) -> No
     assert problems(load("trainer.accelerator=auto", "trainer.devices=4"), world_size=4) == [
         "trainer.devices must be at most the 2 GPUs of this machine, got 4; use fewer ranks, or trainer.accelerator=cpu",
     ]
+    assert problems(load("trainer.accelerator=gpu", "trainer.devices=2"), world_size=2) == []
+    assert problems(load("trainer.accelerator=cpu", "trainer.devices=4"), world_size=4) == []
 
 
 def test_the_form_of_a_blend(load: Load, tmp_path: Path) -> None:

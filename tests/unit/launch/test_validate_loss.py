@@ -28,6 +28,13 @@ BROKEN = [
             "got 1; use a larger batch"
         ],
     ),
+    (
+        DPO,
+        ["model.global_batch_size=1", "model.micro_batch_size=2"],
+        [
+            "model.global_batch_size must be divisible by micro_batch_size * data-parallel ranks = 2 * 1 = 2, got 1; use 2",
+        ],
+    ),
     (KTO, ["model.kto.desirable_loss_weight=-1"], ["model.kto.desirable_loss_weight must be at least 0, got -1.0"]),
     (
         KTO,

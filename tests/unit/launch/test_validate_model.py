@@ -29,6 +29,7 @@ MODULES = (
 # Overrides and what is said, of every algorithm.
 BROKEN = [
     (["model.micro_batch_size=0"], ["model.micro_batch_size must be at least 1, got 0"]),
+    (["model.global_batch_size=-1", "model.micro_batch_size=2"], ["model.global_batch_size must be at least 1, got -1"]),
     (["model.logprob_chunk_size=0"], ["model.logprob_chunk_size must be at least 1, got 0"]),
     (
         ["model.virtual_pipeline_model_parallel_size=2"],
@@ -62,6 +63,17 @@ BROKEN = [
         ],
     ),
     (
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=each",
+            "model.activations_checkpoint_num_layers=0",
+        ],
+        [
+            "model.activations_checkpoint_method must be null, uniform or block, got each",
+            "model.activations_checkpoint_num_layers must be at least 1, got 0",
+        ],
+    ),
+    (
         ["model.activations_checkpoint_method=block"],
         [
             "model.activations_checkpoint_method must be null unless "
@@ -76,6 +88,7 @@ BROKEN = [
             "distributed_fused_adam is adam with use_distributed_optimizer=true"
         ],
     ),
+    (["model.optim.lr=0"], ["model.optim.lr must be above 0, got 0.0; e.g. model.optim.lr=1e-5"]),
     (["model.optim.lr=-1"], ["model.optim.lr must be above 0, got -1.0; e.g. model.optim.lr=1e-5"]),
     (["model.optim.eps=0"], ["model.optim.eps must be above 0, got 0.0; e.g. model.optim.eps=1e-8"]),
     (["model.optim.weight_decay=-0.1"], ["model.optim.weight_decay must be at least 0, got -0.1"]),
@@ -95,6 +108,10 @@ BROKEN = [
     (
         ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=20"],
         ["model.optim.sched.warmup_steps must be below trainer.ALGORITHM.max_steps = 20, got 20; shorten the warm-up"],
+    ),
+    (
+        ["model.optim.sched.warmup_steps=1", "trainer.ALGORITHM.max_steps=1"],
+        ["model.optim.sched.warmup_steps must be below trainer.ALGORITHM.max_steps = 1, got 1; shorten the warm-up"],
     ),
     (
         ["model.optim.lr=1e-7"],
@@ -171,9 +188,9 @@ BROKEN = [
         ],
     ),
     (
-        ["model.reference.mode=cached", "model.reference.sync_interval=5"],
+        ["model.reference.mode=cached", "model.reference.sync_interval=1"],
         [
-            "model.reference.sync_interval must be 0 with mode cached, whose log-probs are computed once, got 5; "
+            "model.reference.sync_interval must be 0 with mode cached, whose log-probs are computed once, got 1; "
             "use model.reference.mode=swap"
         ],
     ),
@@ -205,7 +222,7 @@ BROKEN = [
         [f"{TUNING}.target_modules must name at least one module, got none; e.g. [attention_qkv]"],
     ),
     ([f"{TUNING}.adapter_dim=0"], [f"{TUNING}.adapter_dim must be at least 1, got 0"]),  # and not alpha, which is made of it
-    ([f"{TUNING}.alpha=0"], [f"{TUNING}.alpha must be above 0, got 0.0; e.g. {TUNING}.alpha=32"]),
+    ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [f"{TUNING}.alpha must be above 0, got 0.0; e.g. {TUNING}.alpha=32"]),
     (
         [f"{TUNING}.adapter_dropout=1"],
         [f"{TUNING}.adapter_dropout must be from 0 to below 1, got 1.0; e.g. 0.05"],
@@ -242,6 +259,8 @@ def test_a_rule_that_is_broken(
             "model.activations_checkpoint_num_layers=2",
         ],
         ["model.optim.sched.warmup_steps=19", "trainer.ALGORITHM.max_steps=20"],
+        ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
+        ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
         ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
         ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
         ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
@@ -251,7 +270,7 @@ def test_a_rule_that_is_broken(
         ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
         ["model.reference.mode=cached", LORA],
         ["model.reference.restore_from_path=MODEL", LORA],
-        [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=64"],
+        [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=0.5"],
     ],
     ids=lambda value: str(value)[:50],
 )
