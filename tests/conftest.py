@@ -158,6 +158,28 @@ def kto_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def make_pairs(number: int, *, seed: int = 1) -> list[dict[str, Any]]:
+    """Pairs of answers of varied length; every third has rewards."""
+    draw = random.Random(seed)
+    words = "amber birch cedar delta ember fjord grove heath inlet juniper knoll larch".split()
+    pairs: list[dict[str, Any]] = []
+    for index in range(number):
+        chosen, rejected = (" ".join(draw.choices(words, k=draw.randint(1, 8))) for _ in range(2))
+        pair: dict[str, Any] = {"prompt": f"{index}: {draw.choice(words)}", "chosen": chosen, "rejected": rejected}
+        if index % 3 == 0:
+            pair |= {"chosen_reward": 4 * draw.random(), "rejected_reward": 2 * draw.random()}
+        pairs.append(pair)
+    return pairs
+
+
+@pytest.fixture(scope="session")
+def dpo_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl file of 96 pairs."""
+    file = tmp_path_factory.mktemp("pairs") / "dpo.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(96)))
+    return file
+
+
 def load_script(path: str) -> ModuleType:
     """Import a file of the repository that is no part of a package, such as ``examples/quickstart/prepare.py``."""
     file = REPOSITORY / path

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import train
+from tests.distributed.jobs import difference, train, trajectory
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_layouts import difference, trajectory
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one_rank": (1, []),

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import train
+from tests.distributed.jobs import difference, train, trajectory
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_layouts import difference, trajectory
 
 OVERRIDES = [
     "model.global_batch_size=4",

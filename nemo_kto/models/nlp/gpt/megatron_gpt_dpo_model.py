@@ -52,7 +52,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
 
     def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
         """Reference log-prob of each answer: [2B], fp32, CPU; the chosen ones first, then the rejected ones."""
-        return self.reference_logprobs(*(rows_of(batch, side) for side in _SIDES))
+        return self.reference_logprobs(rows_of(batch, *_SIDES))
 
     def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
         """One step's loss over the global batch, the same on every rank.

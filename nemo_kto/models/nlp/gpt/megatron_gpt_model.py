@@ -132,7 +132,8 @@ class MegatronGPTModel(ABC):
         logps_B = torch.zeros(len(rows), device=cpu.device())
         if not len(rows):
             return logps_B.cpu()
-        micro_batches = rows.micro_batches(self.forward_micro_batch_size, multiple=self._width_multiple)
+        prompts = max(1, self.forward_micro_batch_size // rows.answers)
+        micro_batches = rows.micro_batches(prompts, multiple=self._width_multiple)
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor, *, non_loss_data: bool) -> None:
             logps_B[micro_batch.rows_b.to(logps_B.device)] = self._micro_batch_logps(micro_batch, hidden)
