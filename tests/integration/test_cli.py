@@ -17,7 +17,7 @@ import yaml
 import nemo_kto
 from nemo_kto.launch import keys
 from nemo_kto.launch.schema import ALGORITHMS, Algorithm
-from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
+from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, pretend, run
 
 of_every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -213,3 +213,30 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert "nemo-kto export CHECKPOINT OUT" in helped
     (tmp_path / "results").mkdir()
     assert run([*CLI, "export", "results", "out"], cwd=tmp_path, env=env).stdout == "export results out\n"
+
+
+@of_every_algorithm
+def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    job = {"CPUS_ON_NODE": "16", "NTASKS_PER_NODE": "8", "JOB_NUM_NODES": "2", "JOB_NAME": "mine", "JOB_ID": "7"}
+    env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
+    done = run([*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"], cwd=tmp_path, env=env)
+    assert done.stdout.splitlines() == [
+        "--kill-on-bad-exit=1",
+        "--label",
+        "nemo-kto",
+        name,
+        "trainer.num_nodes=2",
+        "trainer.devices=8",
+        "trainer.max_time=00:03:45:00",
+        "exp_manager.name=mine-7",
+        "pretrained_checkpoint.restore_from_path=/model",
+        "model.data.data_prefix=/a b.jsonl",
+        "model.optim.betas=[0.9, 0.95]",
+    ]
+    done = run([*script, "/model", "rows.jsonl", name], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"usage: sbatch train.sbatch kto|dpo MODEL DATA [KEY=VALUE ...], got: /model rows.jsonl {name}\n")
