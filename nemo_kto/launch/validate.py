@@ -210,3 +210,8 @@ def _export(cfg: RunConfig) -> Found:
     for name in ("path", "adapter_path"):
         if cfg.export.enabled and not getattr(cfg.export, name):
             yield Problem(f"export.{name}", "must name a folder, got nothing; or set export.enabled=false")
+    both = [os.path.abspath(path) for path in (cfg.export.path, cfg.export.adapter_path) if path]
+    if cfg.export.enabled and cfg.model.peft.peft_scheme != "none" and len(set(both)) < len(both):
+        # transformers would load the base model and the adapters from there, and never the merged weights
+        text = f"must be another folder than export.path, got {cfg.export.adapter_path} for both; merged weights go there"
+        yield Problem("export.adapter_path", text, ("export.path", "model.peft.peft_scheme"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nemo_kto.launch.problem import Found, Problem, at_least, one_of
+import math
+
+from nemo_kto.launch.problem import Found, Problem, at_least, either, one_of
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses
@@ -12,6 +14,8 @@ from nemo_kto.models.lora_settings import TARGET_MODULES
 SCHEDULES = ("CosineAnnealing", "LinearAnnealing", "constant")
 # Keys of model.dpo that only some of its losses take, with the value that they have where they mean nothing.
 _OPTIONS = {"label_smoothing": 0.0, "gt_reward_scale": 1.0, "simpo_gamma": 0.5}
+# The same of model.data, for losses that take the rewards of the rows.
+_REWARDS = {"default_chosen_reward": 1.0, "default_rejected_reward": 0.0}
 
 
 def _model(cfg: RunConfig) -> Found:
@@ -115,9 +119,17 @@ def _dpo(cfg: RunConfig) -> Found:
     dpo, reads = cfg.model.dpo, ("model.dpo.preference_loss",)
     for name, unused in _OPTIONS.items():
         if name not in loss.options and getattr(dpo, name) != unused:
-            takers = " and ".join(other for other, its in pair_losses.LOSSES.items() if name in its.options)
+            takers = [other for other, its in pair_losses.LOSSES.items() if name in its.options]
             text = f"must be {unused} with {dpo.preference_loss}, which does not take it, got {getattr(dpo, name)}"
-            yield Problem(f"model.dpo.{name}", f"{text}; it is for {takers}", reads)
+            yield Problem(f"model.dpo.{name}", f"{text}; it is for {either(takers)}", reads)
+    for name, unused in _REWARDS.items():
+        value = getattr(cfg.model.data, name)
+        if not math.isfinite(value):
+            yield Problem(f"model.data.{name}", f"must be a finite number, got {value}; e.g. {unused}")
+        elif not loss.uses_rewards and value != unused:
+            takers = [other for other, its in pair_losses.LOSSES.items() if its.uses_rewards]
+            text = f"must be {unused} with {dpo.preference_loss}, which takes no rewards, got {value}"
+            yield Problem(f"model.data.{name}", f"{text}; it is for {either(takers)}", reads)
     if not 0 <= dpo.label_smoothing < 0.5:
         yield Problem("model.dpo.label_smoothing", f"must be from 0 to below 0.5, got {dpo.label_smoothing}; e.g. 0.1")
     if not dpo.gt_reward_scale > 0:

@@ -173,6 +173,11 @@ BROKEN = [
     (["model.data.num_workers=-1"], 1, ["model.data.num_workers must be at least 0, got -1"]),
     (["export.max_shard_size_gb=0"], 1, ["export.max_shard_size_gb must be above 0, got 0.0; e.g. 5.0"]),
     (["export.path=''"], 1, ["export.path must name a folder, got nothing; or set export.enabled=false"]),
+    (
+        ["export.path=results/out", "export.adapter_path=results/./out", "model.peft.peft_scheme=lora"],
+        1,
+        ["export.adapter_path must be another folder than export.path, got results/./out for both; merged weights go there"],
+    ),
     (["export.adapter_path=''"], 1, ["export.adapter_path must name a folder, got nothing; or set export.enabled=false"]),
 ]
 
@@ -201,6 +206,8 @@ def test_a_rule_that_is_broken(
         ),
         (["exp_manager.checkpoint_callback_params.monitor=train_rewards_chosen_mean", "model.data.splits_string=null"], 1),
         (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
+        (["export.path=out", "export.adapter_path=out"], 1),  # no adapters, none written
+        (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
         (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
     ],
     ids=lambda value: str(value)[:50],

@@ -58,7 +58,7 @@ BROKEN = [
         DPO,
         ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
         [
-            "model.dpo.label_smoothing must be 0.0 with hinge, which does not take it, got 0.1; it is for dpo and simpo",
+            "model.dpo.label_smoothing must be 0.0 with hinge, which does not take it, got 0.1; it is for dpo or simpo",
         ],
     ),
     (
@@ -66,7 +66,7 @@ BROKEN = [
         ["model.dpo.gt_reward_scale=2"],
         [
             "model.dpo.gt_reward_scale must be 1.0 with dpo, which does not take it, got 2.0; "
-            "it is for rpo_sq and rpo_bwd_kl and rpo_fwd_kl"
+            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl"
         ],
     ),
     (
@@ -83,6 +83,28 @@ BROKEN = [
         DPO,
         ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=-1"],
         ["model.dpo.simpo_gamma must be at least 0, got -1.0"],
+    ),
+    (
+        DPO,
+        ["model.data.default_chosen_reward=5", "model.data.default_rejected_reward=1"],
+        [
+            "model.data.default_chosen_reward must be 1.0 with dpo, which takes no rewards, got 5.0; "
+            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
+            "model.data.default_rejected_reward must be 0.0 with dpo, which takes no rewards, got 1.0; "
+            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
+        ],
+    ),
+    (
+        DPO,
+        [
+            "model.dpo.preference_loss=rpo_sq",
+            "model.data.default_chosen_reward=nan",
+            "model.data.default_rejected_reward=-inf",
+        ],
+        [
+            "model.data.default_chosen_reward must be a finite number, got nan; e.g. 1.0",
+            "model.data.default_rejected_reward must be a finite number, got -inf; e.g. 0.0",
+        ],
     ),
 ]
 
@@ -131,8 +153,9 @@ def test_means_and_sums_both_pass_where_a_loss_always_takes_the_mean(load: Load,
 
 
 def test_what_an_option_has_where_it_means_nothing_is_its_default(load: Load) -> None:
-    dpo = load(algorithm=DPO).loss
-    assert {name: getattr(dpo, name) for name in validate_model._OPTIONS} == validate_model._OPTIONS
+    config = load(algorithm=DPO)
+    assert {name: getattr(config.loss, name) for name in validate_model._OPTIONS} == validate_model._OPTIONS
+    assert {name: getattr(config.model.data, name) for name in validate_model._REWARDS} == validate_model._REWARDS
 
 
 @pytest.mark.parametrize(
@@ -143,7 +166,14 @@ def test_what_an_option_has_where_it_means_nothing_is_its_default(load: Load) ->
         (KTO, ["model.kto.auto_balance=true", "model.kto.desirable_loss_weight=1.3"]),
         (KTO, ["model.kto.desirable_loss_weight=0"]),
         (DPO, ["model.global_batch_size=1"]),  # a pair has nothing to do with another pair
-        (DPO, ["model.data.default_chosen_reward=-1", "model.data.default_rejected_reward=-2"]),
+        (
+            DPO,
+            [
+                "model.dpo.preference_loss=rpo_sq",
+                "model.data.default_chosen_reward=-1",
+                "model.data.default_rejected_reward=-2",
+            ],
+        ),
     ],
 )
 def test_what_is_right_passes(load: Load, algorithm: Algorithm, overrides: list[str]) -> None:
