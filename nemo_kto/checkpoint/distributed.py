@@ -117,7 +117,7 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     if saved is not None:
         check_adapters(saved, chunks)
     loaded = dist_checkpointing.load(model_state(chunks, adapters=saved is not None), str(path / "state"))
-    load_model_state(chunks, loaded)
+    load_model_state(chunks, loaded, adapters=saved is not None)
 
 
 class CheckpointManager:
@@ -212,7 +212,7 @@ class CheckpointManager:
             )
         check_adapters(adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
-        load_model_state(self.chunks, loaded)
+        load_model_state(self.chunks, loaded, adapters=adapters_of(self.chunks) is not None)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():

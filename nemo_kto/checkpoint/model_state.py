@@ -75,17 +75,16 @@ def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> dict[str, Any
     }
 
 
-def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any]) -> None:
+def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], *, adapters: bool) -> None:
     """Put back what :func:`model_state` gave the form of.
 
     Raises:
         RuntimeError: it is not all that this should be.
     """
     for number, chunk in enumerate(chunks):
-        state = loaded[f"model{number}"]
-        kinds = {is_adapter(name) for name in state}
+        state = loaded.get(f"model{number}", {})  # a stage without adapters has none
         missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
-        missing = [name for name in missing if is_adapter(name) in kinds]
+        missing = [name for name in missing if is_adapter(name) == adapters]
         if missing or unexpected:
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
 

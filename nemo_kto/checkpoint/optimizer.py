@@ -6,7 +6,8 @@ counters are not weights and go their own way here: one number, saved and put ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +27,20 @@ def optimizer_state(optimizer: Any, model_state: Mapping[str, Any], *, is_loadin
         is_loading: give the optimizer a state first, if it has none, for the load to overwrite.
     """
     step = _adam_step(optimizer)
-    if is_loading:
-        for part in _parts(optimizer):
-            if hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
+    parts = _parts(optimizer)
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            if is_loading and hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
                 part._init_optimizer_states_with_dummy_values()
-    sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+            if is_distributed(part):
+                stack.enter_context(_counter_of_nothing(part.optimizer, step))
+        sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+    for form in [sharded] if len(parts) == 1 else [sharded[number] for number in range(len(parts))]:
+        inner = form.get("optimizer", form)
+        if "state" in inner and step:
+            inner["state"]["common_step"] = torch.tensor(float(step))  # rank 0's is the one that is kept
+        for group in inner["param_groups"] if step else ():
+            group.setdefault("step", step)
     return {"optimizer": sharded, "adam_step": step}
 
 
@@ -66,12 +76,27 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _adam_step(optimizer: Any) -> int:
-    """Steps that torch's Adam has counted; 0 for others, which count in their groups, and megatron-core restores those.
+    """Steps that Adam has counted: torch's a parameter, others a group.
 
     The largest over all ranks: a pipeline stage may have nothing to train, and so no counter.
     """
-    inner = [part.optimizer for part in _parts(optimizer) if _is_torch_adam(part.optimizer)]
-    mine = max((int(kept["step"]) for one in inner for kept in one.state.values() if "step" in kept), default=0)
+    mine = 0
+    for part in _parts(optimizer):
+        counted = part.optimizer.state.values() if _is_torch_adam(part.optimizer) else part.optimizer.param_groups
+        mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
     box = torch.tensor(mine, device=cpu.device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
     return int(box)
+
+
+@contextlib.contextmanager
+def _counter_of_nothing(optimizer: Any, step: int) -> Iterator[None]:
+    """The distributed optimizer asks torch's Adam for its counter, also on a stage that has nothing to train and so none."""
+    nothing = _is_torch_adam(optimizer) and not any(group["params"] for group in optimizer.param_groups)
+    if nothing:
+        optimizer.state["nothing"] = {"step": torch.tensor(float(step))}
+    try:
+        yield
+    finally:
+        if nothing:
+            optimizer.state.pop("nothing", None)
