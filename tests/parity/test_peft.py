@@ -1,0 +1,314 @@
+"""Adapters in PEFT's format: peft computes what we compute, we read what peft writes, and refuse what we cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.models.gpt import build_gpt, read_architecture
+from nemo_kto.models.lora import adapters_off, add_adapters, merge_adapters, unmerge_adapters
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.parallel import state
+from nemo_kto.parallel.state import Layout
+from tests.parity import hf_jobs, hf_models
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tensor=2),
+    "tp4": Layout(tensor=4),
+    "pp2": Layout(pipeline=2),
+    "tp2-pp2": Layout(tensor=2, pipeline=2),
+    "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+}
+SETTINGS = {
+    "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
+    "llama-one-kv-head": LoRASettings(rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4)),
+    "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
+    "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
+}
+SEED = 5
+
+
+def build(folder: Path, layout: Layout, settings: LoRASettings | None) -> tuple[Any, Any]:
+    from megatron.core import parallel_state
+
+    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
+    model = build_gpt(
+        architecture,
+        params_dtype=torch.float32,
+        pipeline_parallel=layout.pipeline,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=layout.sequence_parallel,
+        adaptable=settings is not None,
+    )
+    if settings is not None:
+        add_adapters(model, settings, architecture=architecture, seed=SEED)
+    load_weights([model], architecture, folder)
+    return model.eval(), architecture
+
+
+def logits(model: Any, architecture: Any) -> Any:
+    with torch.no_grad():
+        result = hf_jobs.logits(model, architecture, hf_models.tokens())
+    return None if result is None else result.numpy()
+
+
+def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], out: Path) -> dict[str, Any]:
+    """On a rank, for each model: logits in every state it can be in, and its adapters and merged weights written."""
+    state.start(layout=layout, seed=3)
+    results: dict[str, Any] = {}
+    for name, folder in folders.items():
+        model, architecture = build(folder, layout, SETTINGS[name])
+        export_adapter([model], architecture, out=out / name / "first", base_model=folder)
+        found = {"first": logits(model, architecture)}
+        load_adapter([model], architecture, adapters[name])
+        found["adapted"] = logits(model, architecture)
+        export_adapter([model], architecture, out=out / name / "again", base_model=folder)
+        with adapters_off([model]):
+            found["off"] = logits(model, architecture)
+        before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+        merge_adapters([model])
+        found["merged"] = logits(model, architecture)
+        export([model], architecture, source=folder, out=out / name / "merged", max_shard_bytes=10**9)
+        unmerge_adapters([model])
+        found["unmerged"] = logits(model, architecture)
+        found["left over"] = max((parameter - before[key]).abs().max().item() for key, parameter in model.named_parameters())
+        plain, _ = build(folder, layout, None)
+        found["base"] = logits(plain, architecture)
+        results[name] = found
+    return results
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name in SETTINGS:
+        hf_models.write_model(name, root / name)
+    return {name: root / name for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters that peft made and wrote, A and B random."""
+    root = tmp_path_factory.mktemp("adapters")
+    for name, settings in SETTINGS.items():
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=list(settings.modules),
+            layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32), config)
+        draw = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
+        model.save_pretrained(root / name)
+    return {name: root / name for name in SETTINGS}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def outcome(
+    request: pytest.FixtureRequest, ranks: Any, folders: Any, adapters: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
+    layout = LAYOUTS[request.param]
+    out = tmp_path_factory.mktemp(f"adapted-{request.param}")
+    return ranks.run(layout.model_ranks, check_adapters, layout, folders, adapters, out), out
+
+
+def peft_logits(folder: Path, adapter: Path) -> torch.Tensor:
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter).eval()
+    with torch.no_grad():
+        return model(hf_models.tokens()).logits
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+    results, out = outcome
+    expected = peft_logits(folders[name], adapters[name]).numpy()
+    base = hf_models.transformers_logits(folders[name]).numpy()
+    assert np.abs(expected - base).max() > 0.1, "the adapters must matter"
+    np.testing.assert_array_equal(peft_logits(folders[name], out / name / "again").numpy(), expected)
+    merged = hf_models.transformers_logits(out / name / "merged").numpy()
+    tolerance = {"rtol": 0, "atol": 1e-5 * np.abs(expected).max()}
+    np.testing.assert_allclose(merged, expected, **tolerance)
+    seen = [result[name] for result in results if result[name]["base"] is not None]
+    assert seen
+    for found in seen:
+        for which in ("adapted", "merged", "unmerged"):
+            np.testing.assert_allclose(found[which], expected, **tolerance, err_msg=which)
+        np.testing.assert_array_equal(found["off"], found["base"])
+        np.testing.assert_array_equal(found["first"], found["base"])
+        np.testing.assert_allclose(found["base"], base, rtol=0, atol=1e-5 * np.abs(base).max())
+    assert max(result[name]["left over"] for result in results) < 1e-5
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+    """What peft wrote, we write, bit for bit; and both say the same of themselves."""
+    again = outcome[1] / name / "again"
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    settings = read_adapter_settings(again)
+    assert settings == read_adapter_settings(adapters[name])
+    wanted = SETTINGS[name]
+    assert (settings.rank, settings.alpha, settings.dropout) == (wanted.rank, wanted.alpha, wanted.dropout)
+    assert (settings.modules, settings.layers) == (wanted.modules, wanted.layers)
+    ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (again, adapters[name]))
+    assert ours["base_model_name_or_path"] == theirs["base_model_name_or_path"] == str(folders[name])
+    for key in ours.keys() - {"target_modules"}:
+        assert ours[key] == theirs[key], key
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_first_values_are_the_same_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
+    """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero."""
+    first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
+    for tensor, values in first.items():
+        if ".lora_B." in tensor:
+            assert not values.any()
+            continue
+        bound = values.size(1) ** -0.5
+        assert 0.75 * bound < values.abs().max() <= bound
+        assert len(values.unique()) > 0.9 * values.numel()
+    a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
+    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two layers alike"
+    name_of_first = FIRST_VALUES.setdefault(name, a_of)
+    assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
+
+
+FIRST_VALUES: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def edited(adapter: Path, out: Path, *, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """A copy of an adapter with another configuration or other tensors."""
+    out.mkdir()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | changes))
+    if tensors is None:
+        tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(tensors, out / "adapter_model.safetensors")
+    return out
+
+
+def test_rank_stabilised_scaling(adapters: Any, tmp_path: Path) -> None:
+    folder = edited(adapters["llama-odd-heads"], tmp_path / "rs", use_rslora=True)
+    settings = read_adapter_settings(folder)
+    assert settings.alpha == 16.0
+    assert settings.scale == 8 / 4**0.5
+
+
+def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
+    """peft's configuration may say with a regular expression what is adapted: then the tensors tell."""
+    tensors = {
+        name: values
+        for name, values in load_file(adapters["llama-odd-heads"] / "adapter_model.safetensors").items()
+        if ".layers.0." in name and ".q_proj." in name
+    }
+    folder = edited(adapters["llama-odd-heads"], tmp_path / "regex", tensors=tensors, target_modules=r".*\.0\..*q_proj")
+    settings = read_adapter_settings(folder)
+    assert (settings.modules, settings.layers) == (("q_proj",), (1,))
+
+
+def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> None:
+    tensors = load_file(adapters["llama-odd-heads"] / "adapter_model.safetensors")
+    tensors = {name: values for name, values in tensors.items() if ".layers.0.self_attn.q_proj" not in name}
+    tensors["base_model.model.lm_head.weight"] = torch.zeros(2)
+    changes = {
+        "bias": "all",
+        "init_lora_weights": "pissa",
+        "modules_to_save": ["lm_head"],
+        "rank_pattern": {"q_proj": 8},
+        "alpha_pattern": {"q_proj": 8},
+        "use_dora": True,
+        "fan_in_fan_out": True,
+        "something_new": 1,
+    }
+    folder = edited(adapters["llama-odd-heads"], tmp_path / "edited", tensors=tensors, **changes)
+    with pytest.raises(ValueError) as error:
+        read_adapter_settings(folder)
+    assert str(error.value).splitlines() == [
+        f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:",
+        "  bias must be none, got all",
+        "  init_lora_weights must leave the base model as it is, got pissa",
+        "  alpha_pattern must not be set, got {'q_proj': 8}",
+        "  fan_in_fan_out must not be set, got True",
+        "  modules_to_save must not be set, got ['lm_head']",
+        "  rank_pattern must not be set, got {'q_proj': 8}",
+        "  use_dora must not be set, got True",
+        "  something_new must not be set, got 1",
+        f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as base_model.model.lm_head.weight",
+        "  every adapted layer must have the same modules adapted, got 4 layers that differ",
+    ]
+    folder = edited(adapters["llama-odd-heads"], tmp_path / "other", peft_type="IA3")
+    with pytest.raises(ValueError, match="peft_type must be LORA, got IA3"):
+        read_adapter_settings(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError) as missing:
+        read_adapter_settings(tmp_path / "empty")
+    assert str(missing.value) == (
+        f"{tmp_path / 'empty'} must be an adapter in PEFT's format, but adapter_config.json and adapter_model.safetensors "
+        "is not there; load it with peft and write it with save_pretrained"
+    )
+
+
+def load_only(folder: Path, adapter: Path, settings: LoRASettings | None) -> str:
+    """On a rank: load an adapter; returns the error."""
+    state.start(layout=Layout(), seed=3)
+    model, architecture = build(folder, Layout(), settings)
+    return hf_jobs.message_of(lambda: load_adapter([model], architecture, adapter))
+
+
+def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapters: Any) -> None:
+    name = "qwen3"
+    settings = LoRASettings(rank=3, alpha=16, target_modules=("k_proj", "up_proj", "down_proj"), layers=(1,))
+    (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
+    head, *problems = message.splitlines()
+    assert head == (
+        f"ValueError: {adapters[name]}: the adapters must be those that the model was given (rank 3, k_proj, up_proj, "
+        "down_proj), got 15 differences:"
+    )
+    prefix = "base_model.model.model.layers"
+    assert problems[0] == "  alpha / rank: expected 5.33333, got 16 / 2"
+    assert f"  missing: {prefix}.0.self_attn.k_proj.lora_A.weight" in problems
+    assert f"  unexpected: {prefix}.1.mlp.gate_proj.lora_B.weight" in problems
+    settings = LoRASettings(rank=4, alpha=32, target_modules=("k_proj", "mlp"), layers=(2,))
+    (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
+    assert f"  {prefix}.1.mlp.down_proj.lora_A.weight: expected shape [4, 48], got [2, 48]" in message.splitlines()
+    assert ranks.run(1, load_only, folders[name], adapters[name], None) == [
+        "ValueError: the model must have adapters, got one without; call models.lora.add_adapters"
+    ]
+
+
+def export_only(folder: Path, out: Path) -> str:
+    """On a rank: export new adapters; returns the error."""
+    state.start(layout=Layout(), seed=3)
+    model, architecture = build(folder, Layout(), SETTINGS["qwen3"])
+    return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
+
+
+def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp_path: Path) -> None:
+    assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
+    assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
+    for other in (adapters["qwen3"], folders["qwen3"]):
+        before = sorted((file.name, file.stat().st_size) for file in other.iterdir())
+        assert ranks.run(1, export_only, folders["qwen3"], other) == [
+            f"RuntimeError: export of the adapters failed: {other} exists and is no earlier export; remove it or export to "
+            "another folder"
+        ]
+        assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
