@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, add_adapters
+from nemo_kto.models.lora import LoRASettings, adapters_off, add_adapters, merge_adapters, unmerge_adapters
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.parallel import state
+from tests.parity.hf_jobs import message_of
 
 ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 0.01, 0.1, (0.9, 0.99), 1e-4, 0.05
@@ -34,13 +36,19 @@ def cotangent(row: int) -> torch.Tensor:
 
 
 def build(
-    folder: Path, layout: state.Layout, settings: LoRASettings | None, *, recompute: bool = False, distributed: bool = True
+    folder: Path,
+    layout: state.Layout,
+    settings: LoRASettings | None,
+    *,
+    recompute: bool = False,
+    distributed: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Any], Architecture]:
     """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None."""
     architecture = read_architecture(folder, tensor_parallel=layout.tensor)
     gpt = build_gpt(
         architecture,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
         pipeline_parallel=layout.pipeline,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -58,7 +66,7 @@ def build(
     return chunks, architecture
 
 
-def optimizer_of(chunks: list[Any], *, distributed: bool = True) -> Any:
+def optimizer_of(chunks: list[Any], *, distributed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     return build_optimizer(
         chunks=chunks,
         lr=LR,
@@ -67,7 +75,7 @@ def optimizer_of(chunks: list[Any], *, distributed: bool = True) -> Any:
         betas=BETAS,
         eps=EPS,
         clip_grad=CLIP,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
 
@@ -141,6 +149,87 @@ def gradients_and_steps(
         export_adapter(chunks, architecture, out=out / name / "trained", base_model=folder)
         result[name] = [*norms, _where_zeros_belong(chunks)]
     return result
+
+
+def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRASettings) -> tuple[Any, ...]:
+    """A few steps with dropout.
+
+    Returns:
+        Norms of the gradient, the adapter parameters that every tensor-parallel rank holds in full, and the state of the
+        generator that all of them share.
+    """
+    state.start(layout=layout, seed=3)
+    chunks, _ = build(folder, layout, settings)
+    _perturb_b(chunks)
+    optimizer = optimizer_of(chunks)
+    norms = []
+    for _ in range(2):
+        backward(chunks)
+        norms.append(float(optimizer.step()[1]))
+    held = {}
+    for name, parameter in unwrap_model(chunks[0]).named_parameters():
+        if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
+            held[name] = parameter.detach().numpy().copy()
+    return norms, held, torch.get_rng_state().tolist()
+
+
+def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[str, Any]:
+    """What A makes of ones, in training and in evaluation: the same input and A on every rank."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    state.start(layout=layout, seed=3)
+    chunks, _ = build(folder, layout, settings)
+    attention = unwrap_model(chunks[0]).decoder.layers[0].self_attention
+    result = {}
+    for name, linear in {"column": attention.linear_qkv, "row": attention.linear_proj}.items():
+        linear.lora_a.data.fill_(1.0)
+        ones = torch.ones(5, 1, linear.lora_a.size(1))
+        # the transformer block switches the generator where it is sequence parallel
+        switched = get_cuda_rng_tracker().fork() if layout.sequence_parallel else contextlib.nullcontext()
+        linear.train()
+        with switched, torch.no_grad():
+            result[name] = linear._times_a(ones, is_replicated=name == "column").numpy()
+        linear.eval()
+        with torch.no_grad():
+            result[f"{name}, evaluation"] = linear._times_a(ones, is_replicated=name == "column").unique().tolist()
+        result[f"{name}, width"] = ones.size(-1)
+    return result
+
+
+def half_precision(layout: state.Layout, folder: Path, adapter: Path, settings: LoRASettings, distributed: bool) -> Any:
+    """Norms of the gradient in bf16 over three steps, and the dtypes of base weights and adapters."""
+    state.start(layout=layout, seed=3)
+    chunks, architecture = build(folder, layout, settings, dtype=torch.bfloat16, distributed=distributed)
+    load_adapter(chunks, architecture, adapter)
+    optimizer = optimizer_of(chunks, dtype=torch.bfloat16, distributed=distributed)
+    norms = []
+    for _ in range(3):
+        backward(chunks)
+        norms.append(float(optimizer.step()[1]))
+    return norms, {str(parameter.dtype) for parameter in chunks[0].parameters()}
+
+
+def misuse(folder: Path) -> list[str]:
+    """The errors of adapters that are used in the wrong order."""
+    state.start(layout=state.Layout(), seed=3)
+    chunks, architecture = build(folder, state.Layout(), LoRASettings(rank=2, alpha=2))
+    gpt = unwrap_model(chunks[0])
+
+    def switch_off() -> None:
+        with adapters_off(chunks):
+            pass
+
+    beyond = LoRASettings(rank=2, alpha=2, layers=(4, 5))
+    actions = [
+        lambda: unmerge_adapters(chunks),
+        lambda: merge_adapters(chunks),
+        lambda: merge_adapters(chunks),
+        switch_off,
+        lambda: unmerge_adapters(chunks),
+        lambda: add_adapters(gpt, LoRASettings(rank=1, alpha=1), architecture=architecture, seed=1),
+        lambda: add_adapters(gpt, beyond, architecture=architecture, seed=1),
+    ]
+    return [message_of(action) for action in actions]
 
 
 def _where_zeros_belong(chunks: list[Any]) -> float:

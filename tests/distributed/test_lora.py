@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.parallel.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
@@ -132,5 +132,65 @@ def test_every_gradient_and_the_steps(outcome: Any, expected: Any, name: str) ->
     assert os.listdir(out / name / "trained") == os.listdir(out / name / "gradients")
 
 
-def test_settings_name_all_modules() -> None:
-    assert SETTINGS["llama-odd-heads"].modules == HUGGING_FACE_TARGETS
+DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))
+SHARED: dict[str, Layout] = {
+    "tp2": Layout(tensor=2),
+    "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_what_all_ranks_hold_stays_the_same_under_dropout(layout: str, ranks: RankPool, models: Any) -> None:
+    folder, _, _ = models["llama-odd-heads"]
+    first, second = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, DROPOUT)
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    assert len(first[1]) == 4 * 4, "four layers, four linear layers, A or B of each"
+    for name, values in first[1].items():
+        assert (values == second[1][name]).all(), name
+    assert first[2] == second[2]
+    without = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, SETTINGS["llama-odd-heads"])
+    assert abs(without[0][0][0] - first[0][0]) > 1e-3, "dropout must matter"
+
+
+def test_masks_are_shared_where_activations_are(ranks: RankPool, models: Any) -> None:
+    folder, _, _ = models["qwen2"]
+    scale = DROPOUT.scale
+    for layout, same in {
+        "tp2": {"column": True, "row": False},
+        "tp2_sequence_parallel": {"column": False, "row": False},
+    }.items():
+        first, second = ranks.run(2, lora_jobs.dropped, SHARED[layout], folder, DROPOUT)
+        for name, expected in same.items():
+            assert (first[name] == second[name]).all() == expected, (layout, name)
+            kept = first[name] / scale * (1 - DROPOUT.dropout)  # inputs that were kept, each of them 1 / (1 - p)
+            assert abs(kept - kept.round()).max() < 1e-4
+            assert 0.5 < kept.mean() / first[f"{name}, width"] < 0.9
+            assert first[f"{name}, evaluation"] == [scale * first[f"{name}, width"]]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "replicated"])
+@pytest.mark.parametrize("layout", ["one_rank", "tp2_sequence_parallel", "pp2", "dp2"])
+def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models: Any, expected: Any) -> None:
+    """Also where a stage of the pipeline has nothing to train."""
+    for name in ("qwen2", "llama-one-kv-head"):
+        folder, adapter, settings = models[name]
+        world_size, where, _ = CASES[layout]
+        arguments = (where, folder, adapter, settings, distributed)
+        for norms, dtypes in ranks.run(world_size, lora_jobs.half_precision, *arguments):
+            assert norms == pytest.approx(expected[name][2], rel=0.05)
+            assert dtypes == {"torch.bfloat16"}
+
+
+def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
+    (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
+    assert messages == [
+        "RuntimeError: the adapters are not merged into the weights",
+        "",
+        "RuntimeError: the adapters are already merged into the weights",
+        "RuntimeError: adapters that are switched off must not be merged into the weights; call unmerge_adapters first",
+        "",
+        "TypeError: a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got "
+        "LoRAColumnParallelLinear; build the model with adaptable=True, and adapt a layer once",
+        "ValueError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",
+    ]

@@ -1,0 +1,123 @@
+"""Which layers are adapted, under which names, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import FAMILIES, Split
+from nemo_kto.models.lora import adapt_linear, adapted_rows, adapter_rows, is_adapter
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
+from nemo_kto.models.rope import Rope
+from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
+
+# Three key-value heads that two ranks share as four; head size 2.
+ARCHITECTURE = Architecture(
+    family=FAMILIES["LlamaForCausalLM"],
+    tensor_parallel=2,
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=6,
+    num_query_groups=3,
+    head_dim=2,
+    ffn_hidden_size=24,
+    vocab_size=11,
+    max_position_embeddings=16,
+    norm_epsilon=1e-6,
+    rope=Rope(theta=1e4),
+    windows=(None, None),
+    tied=True,
+)
+INNER = "base_model.model.model.layers.{layer}."
+
+
+def settings(*target_modules: str) -> LoRASettings:
+    return LoRASettings(rank=3, alpha=6, target_modules=target_modules)
+
+
+def test_names_of_modules() -> None:
+    assert settings("attention_qkv").modules == ("q_proj", "k_proj", "v_proj")
+    assert settings("mlp", "attention").modules == settings("all").modules == HUGGING_FACE_TARGETS
+    assert settings("v_proj", "mlp_fc2", "q_proj").modules == ("q_proj", "v_proj", "down_proj")
+    assert settings("attention_dense", "mlp_fc1").modules == ("o_proj", "gate_proj", "up_proj")
+    assert settings("all").scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "the rank of an adapter must be at least 1, got 0"),
+        ({"alpha": 0.0}, "alpha of an adapter must be positive, got 0.0"),
+        ({"alpha": float("nan")}, "alpha of an adapter must be positive, got nan"),
+        ({"dropout": 1.0}, "the dropout of an adapter must be in [0, 1), got 1.0"),
+        ({"dropout": -0.1}, "the dropout of an adapter must be in [0, 1), got -0.1"),
+        (
+            {"target_modules": ("q_proj", "lm_head", "qkv")},
+            f"target_modules must be one or more of {', '.join(TARGET_MODULES)}; got lm_head, qkv",
+        ),
+        ({"target_modules": ()}, f"target_modules must be one or more of {', '.join(TARGET_MODULES)}; got none"),
+        ({"layers": (0, 1)}, "layers must be one or more numbers from 1, or None for all; got [0, 1]"),
+        ({"layers": ()}, "layers must be one or more numbers from 1, or None for all; got []"),
+    ],
+)
+def test_impossible_settings(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        replace(settings("all"), **changes)  # type: ignore[arg-type]
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_every_module(family: str) -> None:
+    rows = adapted_rows(replace(ARCHITECTURE, family=FAMILIES[family]), settings("all"))
+    assert [row.ours.removeprefix("decoder.layers.{layer}.") for row in rows] == [
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
+    (row,) = adapted_rows(replace(ARCHITECTURE, family=FAMILIES[family]), settings("k_proj"))
+    assert row.ours.endswith("linear_qkv.weight"), "and not its bias"
+
+
+def test_rows_of_a_fused_layer() -> None:
+    (row,) = adapted_rows(ARCHITECTURE, settings("q_proj"))
+    row_a, row_b = adapter_rows(row, 3)
+    assert (row_a.ours, row_b.ours) == tuple(
+        f"decoder.layers.{{layer}}.self_attention.linear_qkv.lora_{which}" for which in "ab"
+    )
+    assert all(is_adapter(each.ours) for each in (row_a, row_b))
+    assert not is_adapter(row.ours)
+    assert list(row_a.theirs) == [f"{INNER}self_attn.{part}_proj.lora_A.weight" for part in "qkv"]
+    assert list(row_b.theirs) == [f"{INNER}self_attn.{part}_proj.lora_B.weight" for part in "qkv"]
+    assert source_shapes(row_a, ARCHITECTURE) == [(3, 8)] * 3
+    assert source_shapes(row_b, ARCHITECTURE) == [(12, 3), (6, 3), (6, 3)]
+    assert (row_a.split, row_b.split) == (Split.STACKED, row.split)
+    assert segments(row_a, ARCHITECTURE) == [Segment(source=source, start=0, length=3) for source in range(3)]
+    assert segments(row_b, ARCHITECTURE) == segments(row, ARCHITECTURE)
+    for rank in (0, 1):  # every rank holds all of A
+        assert [offset for offset, _ in held(row_a, ARCHITECTURE, rank=rank, length=9)] == [0, 3, 6]
+
+
+def test_rows_of_a_row_parallel_layer() -> None:
+    (row,) = adapted_rows(ARCHITECTURE, settings("o_proj"))
+    row_a, row_b = adapter_rows(row, 3)
+    assert source_shapes(row_a, ARCHITECTURE) == [(3, 12)]
+    assert source_shapes(row_b, ARCHITECTURE) == [(8, 3)]
+    assert (row_a.split, row_b.split) == (Split.HEADS, Split.WHOLE)
+    values = torch.ones(3, 8)  # of the second rank: columns 8 to 11 are real, 12 to 15 belong to heads that are padding
+    (piece,) = pieces(values, row_a, ARCHITECTURE, rank=1)
+    assert piece.where == (slice(None), slice(8, 12))
+    assert piece.place.data_ptr() == values.data_ptr()
+    assert torch.equal(values, torch.tensor([[1.0] * 4 + [0.0] * 4] * 3))
+
+
+def test_only_megatron_layers_are_adapted() -> None:
+    with pytest.raises(TypeError) as error:
+        adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
+    assert str(error.value) == (
+        "a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got Linear; "
+        "build the model with adaptable=True, and adapt a layer once"
+    )
