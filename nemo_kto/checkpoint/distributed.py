@@ -42,9 +42,12 @@ from nemo_kto.checkpoint.model_state import (
     adapters_of,
     check_adapters,
     load_model_state,
+    load_reference_state,
     model_state,
+    reference_state,
 )
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
+from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import cpu, state
 
 _NAME = re.compile(r"step_(\d+)")
@@ -135,6 +138,7 @@ class CheckpointManager:
         save_top_k: int,
         hugging_face_source: Path,
         base_model: Path | None = None,
+        moving_reference: SwappedWeights | None = None,
     ) -> None:
         """
         Args:
@@ -147,6 +151,7 @@ class CheckpointManager:
             save_top_k: checkpoints to keep besides the last; -1 keeps all.
             hugging_face_source: folder whose configuration and tokenizer belong to the model.
             base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
+            moving_reference: weights of a reference that does not stay what it was at the start; None for one that does.
         """
         self.folder = folder
         self.chunks = chunks
@@ -157,6 +162,7 @@ class CheckpointManager:
         self.save_top_k = save_top_k
         self.hugging_face_source = hugging_face_source
         self.base_model = base_model or hugging_face_source
+        self.moving_reference = moving_reference
         self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
@@ -187,6 +193,7 @@ class CheckpointManager:
         info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": dtype}
         if (adapters := adapters_of(self.chunks)) is not None:
             info["adapters"] = adapters_info(adapters, self.base_model)
+        info["moving_reference"] = self.moving_reference is not None
         info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
         _on_rank_zero(lambda: self._publish(partial, final, info))
 
@@ -199,7 +206,7 @@ class CheckpointManager:
             The trainer's state; None if there is no checkpoint.
 
         Raises:
-            ValueError: it holds the state of the other kind of optimizer, or other adapters.
+            ValueError: it holds the state of the other kind of optimizer or of reference, or other adapters.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
@@ -210,9 +217,16 @@ class CheckpointManager:
                 f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
                 "change it back, or start a new run in another folder"
             )
+        if (moved := newest.info["moving_reference"]) != (self.moving_reference is not None):
+            raise ValueError(
+                f"the reference must {'go on moving' if moved else 'stay'} in a run that goes on; change "
+                "model.reference.sync_interval back, or start a new run in another folder"
+            )
         check_adapters(adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         load_model_state(self.chunks, loaded, adapters=adapters_of(self.chunks) is not None)
+        if self.moving_reference is not None:
+            load_reference_state(self.chunks, self.moving_reference, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
@@ -233,10 +247,14 @@ class CheckpointManager:
             )
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        model = model_state(self.chunks, adapters=adapters_of(self.chunks) is not None)
+        adapters = adapters_of(self.chunks) is not None
+        model = model_state(self.chunks, adapters=adapters)
         sharded = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
-        return {**model, **optimizer, "scheduler": self.scheduler.state_dict()}
+        reference = {}
+        if self.moving_reference is not None:
+            reference = reference_state(self.chunks, self.moving_reference, adapters=adapters)
+        return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _begin(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.reference import SwappedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,28 @@ def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], *, 
         missing = [name for name in missing if is_adapter(name) == adapters]
         if missing or unexpected:
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
+
+
+def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> dict[str, Any]:
+    """The sharded state of a reference that moves: that of the model, with the reference's values in it."""
+    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
+    whole = {}
+    for (part, state), chunk in zip(model_state(chunks, adapters=adapters).items(), chunks, strict=True):
+        held = {name: host.get(id(parameter)) for name, parameter in unwrap_model(chunk).named_parameters()}
+        entries = {name: entry for name, entry in state.items() if held.get(name) is not None}
+        for name, entry in entries.items():
+            entry.key, entry.data = f"reference.{entry.key}", held[name]
+        whole[part.replace("model", "reference")] = entries
+    return whole
+
+
+def load_reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: Mapping[str, Any]) -> None:
+    """Put back what :func:`reference_state` gave the form of."""
+    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
+    for number, chunk in enumerate(chunks):
+        parameters = dict(unwrap_model(chunk).named_parameters())
+        for name, values in loaded.get(f"reference{number}", {}).items():
+            host[id(parameters[name])].copy_(values)
 
 
 def _described(settings: LoRASettings | None) -> str:

@@ -74,12 +74,13 @@ class DPODataset(_TokenDataset[DPORow]):
         self._default_rewards = default_rewards
 
     def _rows(self, table: Any) -> list[DPORow]:
-        ids = [_ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-        rewards = [
-            [default if value is None else value for value in table.column(f"{side}_reward").to_pylist()]
-            for side, default in zip(("chosen", "rejected"), self._default_rewards, strict=True)
-        ]
-        return [DPORow(*row) for row in zip(*ids, *rewards, strict=True)]
+        columns: dict[str, list[Any]] = {
+            name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+        }
+        for side, default in zip(("chosen", "rejected"), self._default_rewards, strict=True):
+            rewards = table.column(f"{side}_reward").to_pylist()
+            columns[f"{side}_reward"] = [default if reward is None else reward for reward in rewards]
+        return [DPORow(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 Rows = TypeVar("Rows", KTODataset, DPODataset)

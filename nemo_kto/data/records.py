@@ -122,7 +122,7 @@ class DPORecord:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DPORow:
     """One tokenised pair.
 

@@ -17,7 +17,7 @@ from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.kto import KTOTrainer
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data, loss_weights
-from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
+from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy
 from nemo_kto.launch.build_reference import HeldReference, with_reference
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
@@ -48,7 +48,7 @@ def train(cfg: RunConfig) -> None:
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
     build_trainer(cfg, policy).fit()
     if cfg.export.enabled:
-        export_policy(policy, Path(cfg.export.path), max_shard_size_gb=cfg.export.max_shard_size_gb)
+        export_policy(policy, cfg.export)
     state.stop()
 
 
@@ -67,7 +67,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     )
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))  # type: ignore[arg-type]  # it has a length
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
-    checkpoints = build_checkpoint_manager(cfg, policy, optimizer, scheduler)
+    checkpoints = build_checkpoint_manager(cfg, policy, model, optimizer, scheduler)
     if not cfg.exp_manager.resume_if_exists:
         checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
@@ -153,7 +153,9 @@ def build_optimizer_and_schedule(cfg: RunConfig, policy: Policy, *, max_steps: i
     return optimizer, scheduler
 
 
-def build_checkpoint_manager(cfg: RunConfig, policy: Policy, optimizer: Any, scheduler: Any) -> CheckpointManager:
+def build_checkpoint_manager(
+    cfg: RunConfig, policy: Policy, model: MegatronGPTModel, optimizer: Any, scheduler: Any
+) -> CheckpointManager:
     """Checkpoints in RUN FOLDER/checkpoints."""
     kept = cfg.exp_manager.checkpoint_callback_params
     return CheckpointManager(
@@ -165,6 +167,8 @@ def build_checkpoint_manager(cfg: RunConfig, policy: Policy, optimizer: Any, sch
         mode=kept.mode,
         save_top_k=kept.save_top_k,
         hugging_face_source=policy.folder,
+        base_model=base_model(policy.source),
+        moving_reference=None if model.moving_reference is None else model.moving_reference.weights,
     )
 
 

@@ -85,19 +85,18 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
 def loss_weights(cfg: KTOConfig, rows: KTODataset) -> tuple[float, float]:
     """Weights of desirable and undesirable rows; says so where they do not balance, or balances them."""
     kto, desirable = cfg.model.kto, rows.desirable_count()
-    counts = {"desirable": desirable, "undesirable": len(rows) - desirable}
-    weights = {"desirable_weight": kto.desirable_loss_weight, "undesirable_weight": kto.undesirable_loss_weight}
-    warnings = [one_class_warning(**counts, lr=cfg.model.optim.lr)]
+    undesirable = len(rows) - desirable
+    weights = kto.desirable_loss_weight, kto.undesirable_loss_weight
+    warnings = [one_class_warning(desirable, undesirable, cfg.model.optim.lr)]
     if kto.auto_balance:
-        balanced = balanced_weights(**counts, **weights)
-        if state.is_rank_zero() and balanced != tuple(weights.values()):
-            print(f"loss weights, balanced: desirable {balanced[0]:.4g}, undesirable {balanced[1]:.4g}", flush=True)
-        weights = dict(zip(weights, balanced, strict=True))
+        given, weights = weights, balanced_weights(desirable, undesirable, *weights)
+        if state.is_rank_zero() and weights != given:
+            print(f"loss weights, balanced: desirable {weights[0]:.4g}, undesirable {weights[1]:.4g}", flush=True)
     else:
-        warnings.append(balance_warning(**counts, **weights))
+        warnings.append(balance_warning(desirable, undesirable, *weights))
     for warning in filter(None, warnings if state.is_rank_zero() else ()):
         logger.warning(warning)
-    return weights["desirable_weight"], weights["undesirable_weight"]
+    return weights
 
 
 def _as_it_is(batch: Any) -> Any:

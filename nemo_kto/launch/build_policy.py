@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,12 +12,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.checkpoint.distributed import checkpoint_dtype, find_checkpoints, hugging_face_folder, load_weights_only
+from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.checkpoint.distributed import (
+    checkpoint_dtype,
+    find_checkpoints,
+    hugging_face_folder,
+    load_weights_only,
+    saved_adapters,
+)
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.data.chat import load_tokenizer
-from nemo_kto.launch.schema import GPTConfig, PeftConfig
+from nemo_kto.launch.schema import ExportConfig, GPTConfig, PeftConfig
 from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, add_adapters
+from nemo_kto.models.lora import LoRASettings, add_adapters, merge_adapters
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
 
@@ -74,13 +81,17 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         adapters=adapters,
     )
     load_base_weights(policy, source)
+    _load_adapters(policy, cfg.peft)
     return policy
 
 
 def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
+    """What is to be adapted; adapters that are there already say it themselves."""
     if cfg.peft_scheme == "none":
         return None
     tuning = cfg.lora_tuning
+    if cfg.restore_from_path is not None:
+        return replace(read_adapter_settings(cfg.restore_from_path), dropout=tuning.adapter_dropout)
     return LoRASettings(
         rank=tuning.adapter_dim,
         alpha=tuning.alpha,
@@ -88,6 +99,14 @@ def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
         target_modules=tuple(tuning.target_modules),
         layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
     )
+
+
+def _load_adapters(policy: Policy, cfg: PeftConfig) -> None:
+    """Adapters that are there already: in a folder of their own, or in the checkpoint that the model comes from."""
+    if cfg.restore_from_path is not None:
+        load_adapter(policy.chunks, policy.architecture, cfg.restore_from_path)
+    elif hugging_face_folder(policy.source) is not None and saved_adapters(policy.source) is not None:
+        load_weights_only(policy.source, policy.chunks)
 
 
 def load_base_weights(policy: Policy, source: Path) -> None:
@@ -103,41 +122,91 @@ def load_base_weights(policy: Policy, source: Path) -> None:
             f"the reference must be a model of the same shape as the policy in {policy.folder}, got {found} from {folder} "
             f"instead of {policy.architecture}"
         )
-    if folder == source:
+    saved = None if folder == source else saved_adapters(source)
+    if saved is not None and policy.adapters is None:
+        raise ValueError(
+            f"{source} holds adapters alone, and model.peft.peft_scheme is none; set it to lora, or merge them into their "
+            f"base model first: nemo-kto export {source} FOLDER"
+        )
+    if saved is not None:
+        load_base_weights(policy, saved.base_model)
+    elif folder == source:
         load_weights(policy.chunks, policy.architecture, folder)
     else:
         load_weights_only(source, policy.chunks)
 
 
-def export_policy(policy: Policy, out: Path, *, max_shard_size_gb: float) -> None:
-    """Write the model in Hugging Face format; every rank takes part."""
+def export_policy(policy: Policy, cfg: ExportConfig) -> None:
+    """Write the model in Hugging Face format, and its adapters, if it has any, in PEFT's; every rank takes part.
+
+    Adapters are merged into the weights that are written, and stay merged.
+    """
+    if policy.adapters is not None:
+        _export_adapters(policy, Path(cfg.adapter_path))
+        merge_adapters(policy.chunks)
+    _export_model(policy, Path(cfg.path), max_shard_size_gb=cfg.max_shard_size_gb)
+
+
+def _export_model(policy: Policy, out: Path, *, max_shard_size_gb: float) -> None:
     export(policy.chunks, policy.architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
     if state.is_rank_zero():
         print(f"aligned model in Hugging Face format: {out}", flush=True)
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, max_shard_size_gb: float = 5.0) -> None:
+def _export_adapters(policy: Policy, out: Path) -> None:
+    export_adapter(policy.chunks, policy.architecture, out=out, base_model=base_model(policy.source))
+    if state.is_rank_zero():
+        print(f"adapters in PEFT format: {out}", flush=True)
+
+
+def base_model(source: Path) -> Path:
+    """The model that adapters are put on: where the weights came from, or what those were themselves adapters of."""
+    saved = None if hugging_face_folder(source) is None else saved_adapters(source)
+    return source.absolute() if saved is None else saved.base_model
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max_shard_size_gb: float = 5.0) -> None:
     """Write one of our own checkpoints in Hugging Face format, on this one process.
 
     Args:
         checkpoint: a checkpoint, or a run folder, whose newest one is taken.
         out: folder to write to.
+        adapter: write the adapters, in PEFT format, instead of the model they are merged into.
+        max_shard_size_gb: largest weight file, in 10^9 bytes.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
+        ValueError: ``adapter`` of a checkpoint without adapters.
     """
     if hugging_face_folder(checkpoint) is None:
         complete = find_checkpoints(checkpoint / "checkpoints")
         if not complete:
             raise FileNotFoundError(f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none")
         checkpoint = complete[-1].folder
+    saved = saved_adapters(checkpoint)
+    if adapter and saved is None:
+        raise ValueError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
     state.start(layout=state.Layout(), seed=0)
     folder = checkpoint / "hf"
     architecture = read_architecture(folder, tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint))
-    load_weights_only(checkpoint, [gpt])
+    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=saved is not None)
+    if saved is not None:
+        add_adapters(gpt, saved.settings, architecture=architecture, seed=0)
     policy = Policy(
-        source=checkpoint, folder=folder, architecture=architecture, tokenizer=load_tokenizer(folder), chunks=[gpt]
+        source=checkpoint,
+        folder=folder,
+        architecture=architecture,
+        tokenizer=load_tokenizer(folder),
+        chunks=[gpt],
+        adapters=None if saved is None else saved.settings,
     )
-    export_policy(policy, out, max_shard_size_gb=max_shard_size_gb)
+    load_base_weights(policy, checkpoint)
+    if saved is not None:
+        load_weights_only(checkpoint, policy.chunks)
+    if adapter:
+        _export_adapters(policy, out)
+    else:
+        if saved is not None:
+            merge_adapters(policy.chunks)
+        _export_model(policy, out, max_shard_size_gb=max_shard_size_gb)
     state.stop()

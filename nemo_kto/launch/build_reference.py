@@ -53,7 +53,7 @@ def hold_reference(cfg: RunConfig, policy: Policy, timers: PhaseTimers) -> HeldR
     if mode == "cached":
         return HeldReference(CachedReference(cache=_open_cache(cfg, policy)))
     if mode == "adapter" and cfg.model.peft.restore_from_path is None:
-        return HeldReference(LiveReference(partial(adapters_off, policy.chunks)))
+        return HeldReference(LiveReference(active=partial(adapters_off, policy.chunks)))
     # Adapters that come trained are the reference: they are exchanged, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
@@ -64,7 +64,7 @@ def hold_reference(cfg: RunConfig, policy: Policy, timers: PhaseTimers) -> HeldR
     if cfg.model.reference.sync_interval:
         settings = cfg.model.reference
         moving = MovingReference(weights=weights, interval=settings.sync_interval, share=settings.sync_alpha)
-    return HeldReference(LiveReference(weights.active), moving)
+    return HeldReference(LiveReference(active=weights.active), moving)
 
 
 def with_reference(

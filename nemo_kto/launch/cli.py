@@ -109,18 +109,19 @@ def _usage() -> str:
 def _export(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="nemo-kto export",
-        description="Write a checkpoint in Hugging Face format: configuration, tokenizer and weights.",
+        description="Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged.",
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
+    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT format")
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     from nemo_kto.launch.build_policy import export_checkpoint
 
     try:
-        export_checkpoint(arguments.checkpoint, arguments.out)
-    except FileNotFoundError as error:
+        export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
+    except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
 
 

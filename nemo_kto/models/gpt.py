@@ -139,22 +139,22 @@ def build_gpt(
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
     )
+    engine = uses_transformer_engine() and not adaptable
+    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type, vp_stage=vp_stage)
+    return _assemble(architecture, config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+
+def _assemble(
+    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: Any
+) -> HiddenStateGPT:
     model = HiddenStateGPT(
         config=config,
-        transformer_layer_spec=_block_spec(
-            architecture,
-            config,
-            engine=uses_transformer_engine() and not adaptable,
-            attn_mask_type=attn_mask_type,
-            vp_stage=vp_stage,
-        ),
+        transformer_layer_spec=spec,
         vocab_size=architecture.padded_vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        vp_stage=vp_stage,
+        **part,
     )
     model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(cpu.device())
     return model

@@ -34,7 +34,7 @@ class ReferencePolicy(Protocol):
 class LiveReference:
     """Asks the model itself, in a state in which it is the reference."""
 
-    def __init__(self, active: Active) -> None:
+    def __init__(self, *, active: Active) -> None:
         """Args: active: gives a context in which the model computes as the reference does."""
         self._active = active
 

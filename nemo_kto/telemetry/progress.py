@@ -105,7 +105,7 @@ def bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterat
     elif stream.isatty():
         yield from tqdm(items, total=total, desc=title, file=stream, unit="batch", leave=False)
     else:
-        tenth = max(1, total // 10)
+        tenth = -(-total // 10)
         for number, item in enumerate(items, start=1):
             yield item
             if number % tenth == 0 or number == total:

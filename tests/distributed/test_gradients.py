@@ -70,7 +70,7 @@ def kto_step(
         desirable_loss_weight=W_DESIRABLE,
         undesirable_loss_weight=W_UNDESIRABLE,
         chunks=chunks,
-        reference=LiveReference(held.active),
+        reference=LiveReference(active=held.active),
         vocab_size=architecture.vocab_size,
         micro_batch_size=micro_batch_size,
         forward_micro_batch_size=3,

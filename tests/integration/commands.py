@@ -18,8 +18,8 @@ def train(cfg):
     import job
     job.run(cfg)
 
-def export_checkpoint(checkpoint, out):
-    print(f"export {checkpoint} {out}")
+def export_checkpoint(checkpoint, out, *, adapter):
+    print(f"export {checkpoint} {out}" + " as adapters" * adapter)
 
 for name in ("build", "build_policy"):
     module = types.ModuleType(f"nemo_kto.launch.{name}")

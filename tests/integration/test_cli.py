@@ -213,6 +213,8 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert "nemo-kto export CHECKPOINT OUT" in helped
     (tmp_path / "results").mkdir()
     assert run([*CLI, "export", "results", "out"], cwd=tmp_path, env=env).stdout == "export results out\n"
+    alone = run([*CLI, "export", "--adapter", "results", "out"], cwd=tmp_path, env=env)
+    assert alone.stdout == "export results out as adapters\n"
 
 
 @of_every_algorithm

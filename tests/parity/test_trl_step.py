@@ -85,7 +85,7 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     load_weights(chunks, architecture, policy)
     return MegatronGPTKTOModel(
         chunks=chunks,
-        reference=LiveReference(frozen.active),
+        reference=LiveReference(active=frozen.active),
         preference_loss=loss,
         ref_policy_kl_penalty=BETA,
         desirable_loss_weight=WEIGHTS[0],

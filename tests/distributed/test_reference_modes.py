@@ -1,0 +1,123 @@
+"""One trajectory, however the reference is held: swapped, switched off or asked beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import make_checkpoint
+from tests.distributed.jobs import assert_same, train, trajectory
+from tests.distributed.ranks import RankPool
+
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
+CACHED = "model.reference.mode=cached"
+
+
+class Job:
+    """The same run again and again, with other overrides."""
+
+    def __init__(self, ranks: RankPool, model: Path, rows: Path, folder: Path, algorithm: str) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.rows = rows
+        self.folder = folder
+        self.algorithm = algorithm
+        self.runs = 0
+
+    def __call__(self, *overrides: str, world_size: int = 1, folder: Path | None = None) -> list[dict[str, float]]:
+        self.runs += 1
+        out = folder or self.folder / str(self.runs)
+        arguments = [f"model.data.cache_dir={self.folder / 'cache'}", *overrides]
+        self.ranks.run(world_size, train, self.model, self.rows, out, world_size, arguments, self.algorithm)
+        return trajectory(out)
+
+    def parts(self) -> list[Path]:
+        """The files of reference log-probs."""
+        return sorted((self.folder / "cache").glob("reference/*/part-*.npy"))
+
+
+@pytest.fixture
+def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path) -> Callable[[str], Job]:
+    rows = {"kto": kto_rows, "dpo": dpo_rows}
+    return lambda algorithm: Job(ranks, tiny_llama, rows[algorithm], tmp_path, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["kto", "dpo"])
+@pytest.mark.parametrize("adapters", [[], LORA], ids=["full", "lora"])
+def test_every_mode_gives_one_trajectory(algorithm: str, adapters: list[str], job: Callable[[str], Job]) -> None:
+    run = job(algorithm)
+    swapped = run(*adapters)
+    assert_same(run(*adapters, CACHED), swapped)
+    if adapters:
+        assert_same(run(*adapters, "model.reference.mode=adapter"), swapped)
+
+
+def test_a_cache_serves_other_runs_and_layouts(job: Callable[[str], Job]) -> None:
+    run = job("kto")
+    swapped = run()
+    assert_same(run(CACHED, "model.pipeline_model_parallel_size=2", world_size=2), swapped)
+    written = [(part, part.stat().st_mtime_ns) for part in run.parts()]
+    assert written
+    assert_same(run(CACHED, world_size=2), swapped)
+    # the values are those that another layout rounded, so that policy and reference are not one to the last bit
+    assert_same(run(CACHED, "model.tensor_model_parallel_size=2", world_size=2), swapped, first=1e-4)
+    run(CACHED, "model.kto.ref_policy_kl_penalty=0.7", "model.optim.lr=1e-4")
+    assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all rows were known"
+    run(CACHED, "model.seed=99")  # other pairs for KL rows, the same samples
+    assert len(run.parts()) == len(written) + 1
+
+
+def test_the_first_step_asks_no_reference(job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("kto")
+
+    def reference_seconds(folder: Path) -> list[float]:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row["timing/reference"] for row in rows if "timing/reference" in row]
+
+    run(folder=tmp_path / "swap")
+    run(CACHED, folder=tmp_path / "cached")
+    swapped, cached = reference_seconds(tmp_path / "swap"), reference_seconds(tmp_path / "cached")
+    assert len(swapped) == len(cached) == 10
+    assert max(cached) < min(swapped) / 2, "looking rows up is no forward pass"
+
+
+@pytest.mark.parametrize("mode", ["swap", "cached"])
+def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+    run = job("dpo")
+    same = run(f"model.reference.mode={mode}", f"model.reference.restore_from_path={run.model}")
+    assert_same(same, run())
+    steps = run(f"model.reference.mode={mode}", f"model.reference.restore_from_path={other}")
+    assert abs(steps[0]["train/rewards_all_mean"]) > 0.1
+    if mode == "cached":
+        assert_same(steps, run(f"model.reference.restore_from_path={other}"))
+
+
+def test_another_model_of_another_shape_is_refused(job: Callable[[str], Job], tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", hidden_size=32)
+    with pytest.raises(RuntimeError, match="the reference must be a model of the same shape as the policy"):
+        job("dpo")(f"model.reference.restore_from_path={other}")
+
+
+def test_a_moving_reference(job: Callable[[str], Job]) -> None:
+    run = job("dpo")
+    stays = run()
+    replaced = run("model.reference.sync_interval=5", "model.reference.sync_alpha=1.0")
+    for step in range(5):
+        assert replaced[step]["train/loss"] == stays[step]["train/loss"]
+    assert replaced[5]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
+    assert stays[5]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
+    moved = run("model.reference.sync_interval=5", "model.reference.sync_alpha=0.5")
+    assert_same(run("model.reference.sync_interval=5", "model.reference.sync_alpha=0.5", world_size=2), moved)
+
+
+def test_a_run_with_a_moving_reference_goes_on_exactly(job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("dpo")
+    moving: tuple[Any, ...] = ("model.reference.sync_interval=3", "model.reference.sync_alpha=0.5")
+    whole = run(*moving)
+    run(*moving, "trainer.dpo.max_steps=5", folder=tmp_path / "halves")
+    assert run(*moving, folder=tmp_path / "halves")[5:] == whole[5:]
