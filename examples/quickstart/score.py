@@ -15,9 +15,15 @@ Messages = list[dict[str, str]]
 
 
 def read_rows(file: Path) -> tuple[list[Messages], list[bool]]:
-    """The conversations and labels of a jsonl file."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [row["messages"] for row in rows], [row["label"] for row in rows]
+    """The conversations of a jsonl file and whether each is good; of a pair, the good one comes first."""
+    conversations: list[Messages] = []
+    labels: list[bool] = []
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        sides = {row["label"]: row["messages"]} if "label" in row else {}
+        sides = sides or {True: row["prompt"] + row["chosen"], False: row["prompt"] + row["rejected"]}
+        labels += sides
+        conversations += sides.values()
+    return conversations, labels
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -77,6 +83,12 @@ def auc(scores: Tensor, labels: list[bool]) -> float:
     bad = scores[~torch.tensor(labels)]
     difference = good[:, None] - bad[None, :]
     return float((difference > 0).float().mean() + 0.5 * (difference == 0).float().mean())
+
+
+def accuracy(rewards: Tensor) -> float:
+    """Share of the pairs (rows 0 and 1, rows 2 and 3, ...) whose first row has the greater reward; ties count as half."""
+    first, second = rewards.view(-1, 2).unbind(dim=1)
+    return float((first > second).float().mean() + 0.5 * (first == second).float().mean())
 
 
 def margin(rewards: Tensor, labels: list[bool]) -> float:
