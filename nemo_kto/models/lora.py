@@ -109,7 +109,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
                 )
                 _draw_a(linear.lora_a, row, layer.layer_number - 1, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
-    if chunk.pre_process:
+    if chunk.pre_process and chunk.config.recompute_granularity == "full":
         chunk.embedding.register_forward_hook(_require_grad)
 
 
