@@ -1,11 +1,12 @@
 """One KTO step against TRL 1.5.1's KTOTrainer: seconds, memory, and the proof that both did the same.
 
-    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--threads 2]
+    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--threads 2] [--only NAME ...]
 
 MODEL is a Hugging Face folder. Both train it in fp32 on the CPU, in one process with the same number of threads, on the
 same 8 rows of up to 384 tokens with the same KL pairs, constant learning rate, Adam and clipping; each trainer in a
 process of its own, one after the other. The first step is not counted. Loss and KL of the last step stand in the table:
-where they agree, both have computed the same steps.
+where they agree, both have computed the same steps. Ours holds the reference in three ways; with adapters it trains
+less, so that its losses are others.
 
 ROWS.jsonl holds {"prompt": str, "completion": str, "label": bool}; without it rows of random words are made, the same
 every time.
@@ -31,10 +32,22 @@ NUM_ROWS, MAX_TOKENS = 8, 384
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
 OPTIMIZER = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
 BETA = 0.1
-RUNS = {
-    "TRL, gradient checkpointing (its default)": ("trl", True),
-    "TRL, no gradient checkpointing": ("trl", False),
-    "nemo_kto": ("ours", False),
+LORA = [
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.target_modules=[all]",
+    "model.peft.lora_tuning.adapter_dim=16",
+]
+OURS = {
+    "nemo_kto, reference swapped": ["model.reference.mode=swap"],
+    "nemo_kto, reference cached": ["model.reference.mode=cached"],
+    "nemo_kto, LoRA": [*LORA, "model.reference.mode=adapter"],
+    "nemo_kto, LoRA, reference cached": [*LORA, "model.reference.mode=cached"],
+}
+# Name of a run -> whether TRL checkpoints its gradients; our overrides.
+RUNS: dict[str, Any] = {
+    "TRL, gradient checkpointing (its default)": True,
+    "TRL, no gradient checkpointing": False,
+    **OURS,
 }
 
 
@@ -142,8 +155,9 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
     return clock
 
 
-def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, folder: str) -> Clock:
+def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: list[str], folder: str) -> Clock:
     """Train with nemo_kto's KTOTrainer on one rank; settings that are not named are those of conf/gpt_kto.yaml."""
+    from nemo_kto.checkpoint.reference_cache import CachedReference
     from nemo_kto.data.records import KTORow
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
@@ -151,7 +165,9 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, folder: str
     # TRL pairs a row with the response of the row before it, we with that of the row after it
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
-    cfg, problems = compose.to_config(compose.load(our_overrides(model, rows_file, steps=steps, folder=folder)))
+    cfg, problems = compose.to_config(
+        compose.load([*our_overrides(model, rows_file, steps=steps, folder=folder), *overrides])
+    )
     assert cfg is not None, problems
     state.start(layout=state.Layout(), seed=cfg.model.seed)
     trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
@@ -159,6 +175,9 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, folder: str
     dataset: list[KTORow] = [loader.dataset[index] for index in range(NUM_ROWS)]
     in_order = loader.collate_fn(dataset)  # the loader shuffles, and other neighbours are other pairs
 
+    if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the rows
+        with trainer.model.reference.filling():
+            trainer.model.get_ref_policy_logprobs(in_order)
     clock = Clock()
     clock.start()
     for batch in trainer.augment_dataloader(in_order for _ in range(steps)):
@@ -214,13 +233,12 @@ def work(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     rows = rows_to_use(arguments)
-    trainer, checkpointing = RUNS[arguments.work]
     with tempfile.TemporaryDirectory() as folder:
         options = {"steps": arguments.steps + 1, "folder": folder}
-        if trainer == "trl":
-            clock = run_trl(arguments.model, rows, gradient_checkpointing=checkpointing, **options)
+        if arguments.work in OURS:
+            clock = run_ours(arguments.model, rows, overrides=OURS[arguments.work], **options)
         else:
-            clock = run_ours(arguments.model, rows, **options)
+            clock = run_trl(arguments.model, rows, gradient_checkpointing=RUNS[arguments.work], **options)
     arguments.result.write_text(json.dumps(asdict(clock)))
 
 
@@ -239,6 +257,16 @@ def table(results: dict[str, Clock]) -> str:
             f"| {clock.losses[-1]:.6f} | {clock.kls[-1]:.6f} |"
         )
     return "\n".join(lines)
+
+
+def cost_of_the_reference(results: dict[str, Clock]) -> str:
+    """A step with cached reference log-probs over a step that swaps the reference in; nothing if not both were run."""
+    swapped, cached = (results.get(f"nemo_kto, reference {mode}") for mode in ("swapped", "cached"))
+    if swapped is None or cached is None:
+        return ""
+    wall = statistics.median(cached.seconds[1:]) / statistics.median(swapped.seconds[1:])
+    cpu = statistics.median(cached.cpu_seconds[1:]) / statistics.median(swapped.cpu_seconds[1:])
+    return f"\nA step with cached reference log-probs takes {wall:.2f} of a step that swaps ({cpu:.2f} in CPU seconds)."
 
 
 def main() -> None:
@@ -279,6 +307,7 @@ def main() -> None:
             results[name] = Clock(**json.loads(result.read_text()))
     print(f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads, {arguments.steps} steps\n")
     print(table(results))
+    print(cost_of_the_reference(results))
     return None
 
 
