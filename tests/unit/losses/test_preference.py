@@ -1,0 +1,364 @@
+"""Losses of pairs against closed forms in double precision, their minima, and their metrics against brute force."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.losses import preference
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
+
+BETA = 0.3
+OPTIONS = {"label_smoothing": 0.2, "simpo_gamma": 0.7, "gt_reward_scale": 1.5}
+CHOSEN = [-0.4, -2.0, -0.1, -3.0, -1.0]  # log-probs, so that every loss can take them; log-ratios may be such too
+REJECTED = [-1.9, -0.3, -4.0, -3.0, -0.9]
+DELTAS = [2.0, -1.0, 0.5, 0.0, 3.0]  # reward of the chosen answer minus that of the rejected one
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def logistic(x: float, smoothing: float = 0.0) -> float:
+    return -(1 - smoothing) * math.log(sigmoid(x)) - smoothing * math.log(sigmoid(-x))
+
+
+def bernoulli_kl(a: float, b: float) -> float:
+    return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+
+def odds(logp: float) -> float:
+    return math.exp(logp) / (1 - math.exp(logp))
+
+
+# name -> (chosen, rejected, reward delta) -> loss, each written as its paper has it
+FORMULAS: dict[str, Callable[[float, float, float], float]] = {
+    "dpo": lambda c, r, d: logistic(BETA * (c - r), 0.2),
+    "ipo": lambda c, r, d: (c - r - 1 / (2 * BETA)) ** 2,
+    "hinge": lambda c, r, d: max(0.0, 1 - BETA * (c - r)),
+    "rpo_sq": lambda c, r, d: (BETA * (c - r) - 1.5 * d) ** 2,
+    "rpo_bwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(1.5 * d), sigmoid(BETA * (c - r))),
+    "rpo_fwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(BETA * (c - r)), sigmoid(1.5 * d)),
+    "simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2),
+    "orpo": lambda c, r, d: -c + BETA * logistic(math.log(odds(c) / odds(r))),
+}
+WITH_REWARDS = [name for name in LOSSES if LOSSES[name].uses_rewards]
+
+
+def loss_of(name: str, deltas: torch.Tensor | None = None, **options: float) -> Callable[..., torch.Tensor]:
+    """The loss with all that it takes besides the two answers; one reward delta for all pairs where none are given."""
+    loss = LOSSES[name]
+    arguments: dict[str, Any] = {"beta": BETA, **{key: OPTIONS[key] for key in loss.options}, **options}
+    if loss.uses_rewards:
+        arguments["reward_delta_P"] = torch.tensor(2.0) if deltas is None else deltas
+    return partial(loss.losses, **arguments)
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(preference)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def test_the_name_table() -> None:
+    assert LOSSES.keys() == FORMULAS.keys()
+    assert {name: loss.options for name, loss in LOSSES.items() if loss.options} == {
+        "dpo": ("label_smoothing",),
+        "rpo_sq": ("gt_reward_scale",),
+        "rpo_bwd_kl": ("gt_reward_scale",),
+        "rpo_fwd_kl": ("gt_reward_scale",),
+        "simpo": ("simpo_gamma", "label_smoothing"),
+    }
+    assert [name for name, loss in LOSSES.items() if loss.reference_free] == ["simpo", "orpo"]
+    assert [name for name, loss in LOSSES.items() if loss.averaged] == ["simpo", "orpo"]
+    assert WITH_REWARDS == ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_is_its_closed_form(name: str) -> None:
+    expected = [FORMULAS[name](*pair) for pair in zip(CHOSEN, REJECTED, DELTAS, strict=True)]
+    losses = loss_of(name, torch.tensor(DELTAS))(torch.tensor(CHOSEN), torch.tensor(REJECTED))
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dpo", math.log(2)),
+        ("ipo", 1 / (2 * BETA) ** 2),
+        ("hinge", 1.0),
+        ("rpo_sq", 9.0),
+        ("rpo_bwd_kl", bernoulli_kl(sigmoid(3.0), 0.5)),
+        ("rpo_fwd_kl", bernoulli_kl(0.5, sigmoid(3.0))),
+    ],
+)
+def test_where_policy_is_reference(name: str, expected: float) -> None:
+    losses = loss_of(name)(torch.zeros(3), torch.zeros(3))
+    torch.testing.assert_close(losses, torch.full((3,), expected), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_pair_alone_and_no_pair_at_all(name: str) -> None:
+    chosen, rejected, deltas = torch.tensor(CHOSEN), torch.tensor(REJECTED), torch.tensor(DELTAS)
+    together = loss_of(name, deltas)(chosen, rejected)
+    alone = [loss_of(name, d[None])(c[None], r[None]) for c, r, d in zip(chosen, rejected, deltas, strict=True)]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-6, atol=1e-7)
+    nothing = loss_of(name, deltas[:0])(chosen[:0], rejected[:0])
+    assert nothing.shape == (0,)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_in_float64(name: str) -> None:
+    # away from the hinge's edge, where there is none
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in (CHOSEN, REJECTED))
+    deltas = torch.tensor(DELTAS, dtype=torch.float64)
+    assert torch.autograd.gradcheck(loss_of(name, deltas), (chosen, rejected))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "orpo"])
+def test_only_the_difference_counts(name: str) -> None:
+    chosen, rejected = torch.tensor(CHOSEN, requires_grad=True), torch.tensor(REJECTED, requires_grad=True)
+    loss = loss_of(name, torch.tensor(DELTAS))
+    torch.testing.assert_close(loss(chosen + 8, rejected + 8), loss(chosen, rejected), rtol=1e-5, atol=1e-6)
+    loss(chosen, rejected).sum().backward()
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    torch.testing.assert_close(chosen.grad, -rejected.grad, rtol=1e-6, atol=0)
+
+
+def test_gradient_of_dpo_is_the_closed_form() -> None:
+    """Rafailov et al., section 4: the weight of a pair is beta sigmoid(rejected reward - chosen reward)."""
+    chosen, rejected = torch.tensor(CHOSEN, requires_grad=True), torch.tensor(REJECTED)
+    loss_of("dpo", label_smoothing=0.0)(chosen, rejected).sum().backward()
+    expected = [-BETA * sigmoid(BETA * (r - c)) for c, r in zip(CHOSEN, REJECTED, strict=True)]
+    torch.testing.assert_close(chosen.grad, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+# name -> (what else it takes, the difference that the loss draws to, what is left of it there)
+MINIMA = {
+    "dpo": ({}, math.log(4) / BETA, logistic(math.log(4), 0.2)),  # sigmoid(beta h) = 1 - e
+    "ipo": ({}, 1 / (2 * BETA), 0.0),
+    "rpo_sq": ({}, 1.5 * 2.0 / BETA, 0.0),
+    "rpo_bwd_kl": ({}, 1.5 * 2.0 / BETA, 0.0),
+    "rpo_fwd_kl": ({}, 1.5 * 2.0 / BETA, 0.0),
+    "simpo": ({}, (math.log(4) + 0.7) / BETA, logistic(math.log(4), 0.2)),
+}
+
+
+@pytest.mark.parametrize("name", MINIMA)
+def test_where_a_loss_is_least(name: str) -> None:
+    options, best, least = MINIMA[name]
+    chosen = torch.tensor([best, best - 1, best + 1, best - 20, best + 20], dtype=torch.float64, requires_grad=True)
+    losses = loss_of(name, torch.tensor(2.0, dtype=torch.float64), **options)(chosen, torch.zeros_like(chosen))
+    assert losses[0].item() == pytest.approx(least, abs=1e-12)
+    assert (losses[1:3] > losses[0]).all()
+    assert (losses[3:] > losses[1:3]).all()
+    losses.sum().backward()
+    assert chosen.grad is not None
+    assert chosen.grad[0].item() == pytest.approx(0, abs=1e-12)
+    assert chosen.grad[1:].sign().tolist() == [-1, 1, -1, 1]
+
+
+@pytest.mark.parametrize("name", ["dpo", "hinge", "simpo", "orpo"])
+def test_a_better_answer_lowers_the_loss(name: str) -> None:
+    options = {"label_smoothing": 0.0} if "label_smoothing" in LOSSES[name].options else {}
+    better, middle = torch.linspace(-4, -0.5, 8), torch.full((8,), -2.0)
+    assert (loss_of(name, **options)(better, middle).diff() < 0).all()
+    assert (loss_of(name, **options)(middle, better).diff() > 0).all()
+
+
+def test_the_hinge_lets_go_of_pairs_that_are_far_enough_apart() -> None:
+    chosen = torch.tensor([1 / BETA + 0.1, 1 / BETA - 0.1], requires_grad=True)
+    losses = loss_of("hinge")(chosen, torch.zeros(2))
+    losses.sum().backward()
+    torch.testing.assert_close(losses, torch.tensor([0.0, 0.1 * BETA]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(chosen.grad, torch.tensor([0.0, -BETA]))
+
+
+def test_the_two_divergences_weigh_their_own_side() -> None:
+    """The first mean is over the rewards' preference, the second over the policy's: they differ, and swap with the sides."""
+    h, d = torch.tensor([4.0]), torch.tensor([0.5])
+    backward = loss_of("rpo_bwd_kl", d, gt_reward_scale=2.0, beta=0.25)(h, torch.zeros(1))
+    forward = loss_of("rpo_fwd_kl", d, gt_reward_scale=2.0, beta=0.25)(h, torch.zeros(1))
+    torch.testing.assert_close(backward, torch.zeros(1))  # 0.25 * 4 = 2 * 0.5
+    torch.testing.assert_close(forward, torch.zeros(1))
+    one, other = torch.tensor([3.0]), torch.tensor([-1.0])
+    unscaled = {"beta": 1.0, "gt_reward_scale": 1.0}
+    backward = loss_of("rpo_bwd_kl", one, **unscaled)(other, torch.zeros(1))
+    torch.testing.assert_close(backward, loss_of("rpo_fwd_kl", other, **unscaled)(one, torch.zeros(1)))
+    assert backward.item() != pytest.approx(loss_of("rpo_fwd_kl", one, **unscaled)(other, torch.zeros(1)).item(), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["dpo", "hinge", "rpo_bwd_kl", "rpo_fwd_kl", "simpo"])
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_extreme_log_ratios_stay_finite(name: str, size: float) -> None:
+    chosen = torch.tensor([size, -size, size, -size], requires_grad=True)
+    losses = loss_of(name)(chosen, torch.tensor([0.0, 0.0, size, -size]))
+    losses.sum().backward()
+    assert chosen.grad is not None
+    assert losses.isfinite().all()
+    assert (losses >= 0).all()
+    assert chosen.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo"])
+def test_a_small_loss_keeps_its_digits(name: str) -> None:
+    """log(sigmoid(x)) in fp32 is 0 from x = 17 on."""
+    options = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options, 0.0)}
+    losses = loss_of(name, **options)(torch.tensor([20.0, 40.0]), torch.zeros(2))
+    torch.testing.assert_close(losses, torch.tensor([math.exp(-20.0), math.exp(-40.0)]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("distance", [1e-6, 1e-4, 1e-2, 1.0, 20.0, 100.0, 1e4])
+def test_odds_keep_their_digits_from_the_surest_to_the_least_likely_answer(distance: float) -> None:
+    """1 - p, with p rounded to fp32, would have one digit left at a log-prob of -1e-6."""
+    logps = torch.tensor([-distance, -1.0])
+    exact = logps.double()
+    log_odds = exact - torch.log(-torch.expm1(exact))
+    expected = -exact[0] - BETA * torch.nn.functional.logsigmoid(log_odds[0] - log_odds[1])
+    losses = loss_of("orpo")(logps[:1], logps[1:])
+    torch.testing.assert_close(losses[0].double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_an_answer_that_is_certain_has_finite_odds() -> None:
+    chosen, rejected = torch.tensor([0.0, -1.0, 0.0], requires_grad=True), torch.tensor([-1.0, 0.0, 0.0], requires_grad=True)
+    losses = loss_of("orpo")(chosen, rejected)
+    losses.sum().backward()
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    assert losses.isfinite().all()
+    assert chosen.grad.isfinite().all()
+    assert rejected.grad.isfinite().all()
+    assert losses[2].item() == pytest.approx(BETA * math.log(2))
+    assert losses[0] < losses[2] < losses[1]
+
+
+Sides = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sums_of(chosen: torch.Tensor, rejected: torch.Tensor, *logps_and_valid: torch.Tensor) -> dict[str, float]:
+    """Sums of pairs that learn from twice their DPO loss and a tenth of their SFT loss."""
+    chosen_logps, rejected_logps, valid = logps_and_valid
+    preference_losses = LOSSES["dpo"].losses(chosen, rejected, beta=BETA)
+    sums = preference_metric_sums(
+        2 * preference_losses - 0.1 * chosen_logps,
+        preference_losses_P=preference_losses,
+        sft_losses_P=-chosen_logps,
+        chosen_P=chosen,
+        rejected_P=rejected,
+        chosen_logps_P=chosen_logps,
+        rejected_logps_P=rejected_logps,
+        valid_P=valid,
+        beta=BETA,
+    )
+    return {name: value.item() for name, value in sums.items()}
+
+
+@pytest.fixture
+def batch() -> Sides:
+    torch.manual_seed(0)
+    valid = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1]).bool()
+    return 4 * torch.randn(9), 4 * torch.randn(9), -torch.rand(9) * 50, -torch.rand(9) * 50, valid
+
+
+def test_every_metric_by_brute_force(batch: Sides) -> None:
+    rows = [pair[:4] for pair in zip(*(values.tolist() for values in batch), strict=True) if pair[4]]
+    preference_losses = [logistic(BETA * (c - r)) for c, r, _, _ in rows]
+    chosen, rejected = [BETA * c for c, *_ in rows], [BETA * r for _, r, *_ in rows]
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    expected = {
+        "loss": statistics.fmean(2 * p - 0.1 * logp for p, (_, _, logp, _) in zip(preference_losses, rows, strict=True)),
+        "preference_loss": statistics.fmean(preference_losses),
+        "sft_loss": -statistics.fmean(logp for _, _, logp, _ in rows),
+        "acc": statistics.fmean(margin > 0 for margin in margins),
+        "rewards_chosen_mean": statistics.fmean(chosen),
+        "rewards_rejected_mean": statistics.fmean(rejected),
+        "rewards_margin": statistics.fmean(margins),
+        "rewards_margin_std": statistics.stdev(margins),
+        "rewards_all_mean": statistics.fmean(chosen + rejected),
+        "rewards_all_std": statistics.stdev(chosen + rejected),
+        "logps_chosen_mean": statistics.fmean(logp for _, _, logp, _ in rows),
+        "logps_rejected_mean": statistics.fmean(logp for *_, logp in rows),
+        "rows": 7,
+        "invalid_rows": 2,
+    }
+    assert 0 < expected["acc"] < 1
+    assert preference_metrics(sums_of(*batch)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("split", [[9], [1] * 9, [2, 7], [4, 4, 1], [0, 9], [3, 0, 6]])
+def test_any_split_gives_the_same_metrics(batch: Sides, split: list[int]) -> None:
+    parts = zip(*(values.split(split) for values in batch), strict=True)
+    first, *others = [Metrics(sums_of(*part), preference_metrics) for part in parts]
+    assert sum(others, first) == pytest.approx(Metrics(sums_of(*batch), preference_metrics), rel=1e-6)
+
+
+def test_what_stands_in_an_invalid_pair_does_not_matter(batch: Sides) -> None:
+    *values, valid = batch
+    subset = sums_of(*(tensor[valid] for tensor in values), valid[valid])
+    for spoiler in (float("nan"), float("inf")):
+        spoilt = [torch.where(valid, tensor, spoiler) for tensor in values]
+        assert sums_of(*spoilt, valid) == pytest.approx(subset | {"invalid_rows": 2}, rel=1e-6)
+
+
+def test_the_loss_alone_has_a_gradient_and_valid_pairs_alone_get_it() -> None:
+    chosen, rejected = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    losses = LOSSES["dpo"].losses(chosen, rejected, beta=BETA)
+    sums = preference_metric_sums(
+        losses,
+        preference_losses_P=losses,
+        sft_losses_P=-chosen,
+        chosen_P=chosen,
+        rejected_P=rejected,
+        chosen_logps_P=chosen,
+        rejected_logps_P=rejected,
+        valid_P=torch.tensor([True, False, True]),
+        beta=BETA,
+    )
+    assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]
+    kinds = {name: value.dtype for name, value in sums.items()}
+    assert kinds.pop("loss_sum") == torch.float32
+    assert {name for name, kind in kinds.items() if kind == torch.int64} == {"rows", "invalid_rows", "correct"}
+    assert {kind for name, kind in kinds.items() if name.endswith("_sum")} == {torch.float64}
+    sums["loss_sum"].backward()
+    torch.testing.assert_close(chosen.grad, torch.tensor([-BETA / 2, 0.0, -BETA / 2]))
+    torch.testing.assert_close(rejected.grad, torch.tensor([BETA / 2, 0.0, BETA / 2]))
+
+
+def test_equal_rewards_are_not_right() -> None:
+    chosen, rejected, valid = torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]), torch.ones(4).bool()
+    assert preference_metrics(sums_of(chosen, rejected, chosen, rejected, valid))["acc"] == 0.25
+
+
+def test_one_pair_has_no_deviation_of_margins_and_none_has_no_mean() -> None:
+    one, two, valid = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True])
+    got = preference_metrics(sums_of(one, two, one, two, valid))
+    assert "rewards_margin_std" not in got
+    assert got["rewards_all_std"] == pytest.approx(BETA * math.sqrt(2))
+    two_pairs = preference_metrics(sums_of(*[torch.tensor([1.0, 3.0]), torch.zeros(2)] * 2, torch.ones(2).bool()))
+    assert two_pairs["rewards_margin_std"] == pytest.approx(BETA * math.sqrt(2))
+    nothing = preference_metrics(sums_of(one, two, one, two, ~valid))
+    assert nothing == {"loss": 0.0, "rows": 0, "invalid_rows": 1}
+    assert preference_metrics(sums_of(*[torch.zeros(0)] * 4, valid[:0])) == {"loss": 0.0, "rows": 0, "invalid_rows": 0}
+
+
+def test_sums_of_many_pairs_keep_their_digits() -> None:
+    rows = torch.tensor([2.0**24, 1.0, 1.0])  # in fp32 2**24 + 1 is 2**24
+    sums = sums_of(rows, rows, rows, rows, torch.ones(3).bool())
+    assert sums["logps_chosen_sum"] == sums["logps_rejected_sum"] == -sums["sft_loss_sum"] == 2**24 + 2
+    assert sums["rewards_chosen_sum"] == sums["rewards_rejected_sum"] == BETA * (2**24 + 2)
+
+
+def test_deviations_of_equal_rewards_are_no_root_of_a_negative_number(batch: Sides) -> None:
+    equal = dict.fromkeys(("rewards_chosen_sum", "rewards_rejected_sum"), 3.0)
+    rounded_down = {"rows": 3, **equal, "rewards_square_sum": 6.0 - 1e-12, "margin_square_sum": -1e-12}
+    got = preference_metrics(sums_of(*batch) | rounded_down)
+    assert (got["rewards_all_std"], got["rewards_margin_std"]) == (0.0, 0.0)
