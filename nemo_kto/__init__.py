@@ -1,3 +1,3 @@
 """nemo_kto: alignment on feedback, with or without pairs, at Megatron scale."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -217,7 +217,7 @@ class CheckpointManager:
                 f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
                 "change it back, or start a new run in another folder"
             )
-        if (moved := newest.info["moving_reference"]) != (self.moving_reference is not None):
+        if (moved := newest.info.get("moving_reference", False)) != (self.moving_reference is not None):
             raise ValueError(
                 f"the reference must {'go on moving' if moved else 'stay'} in a run that goes on; change "
                 "model.reference.sync_interval back, or start a new run in another folder"
