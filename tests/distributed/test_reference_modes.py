@@ -71,18 +71,54 @@ def test_a_cache_serves_other_runs_and_layouts(job: Callable[[str], Job]) -> Non
     assert len(run.parts()) == len(written) + 1
 
 
-def test_the_first_step_asks_no_reference(job: Callable[[str], Job], tmp_path: Path) -> None:
+def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
+    """On a rank: rows that the model was asked about without gradient, before training and in a run of ten steps."""
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_kto.models.optimizer import build_optimizer
+
+    asked, before_training = [0], [0]
+    original = MegatronGPTModel.row_logprobs
+
+    def counted(self: MegatronGPTModel, rows: Any) -> Any:
+        asked[0] += len(rows)
+        return original(self, rows)
+
+    def noted(**arguments: Any) -> Any:
+        before_training[0] = asked[0]
+        return build_optimizer(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MegatronGPTModel, "row_logprobs", counted)
+        patch.setattr("nemo_kto.launch.build.build_optimizer", noted)
+        train(model, rows, folder, 1, ["trainer.kto.limit_val_batches=0", *overrides])
+    return [before_training[0], asked[0] - before_training[0]]
+
+
+def test_the_reference_is_asked_once_and_before_the_optimizer_exists(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    def passes(number: int, *overrides: str) -> list[int]:
+        arguments = [f"model.data.cache_dir={tmp_path / 'cache'}", *overrides]
+        (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
+        return list(counts)
+
+    samples = kl_rows = 10 * 16  # two epochs: 96 samples once, and 64 of them again, with KL rows of their own
+    assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
+    assert passes(2, CACHED) == [96 + kl_rows, kl_rows]
+    assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
+
+
+def test_rows_of_one_kind(job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("kto")
-
-    def reference_seconds(folder: Path) -> list[float]:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [row["timing/reference"] for row in rows if "timing/reference" in row]
-
-    run(folder=tmp_path / "swap")
-    run(CACHED, folder=tmp_path / "cached")
-    swapped, cached = reference_seconds(tmp_path / "swap"), reference_seconds(tmp_path / "cached")
-    assert len(swapped) == len(cached) == 10
-    assert max(cached) < min(swapped) / 2, "looking rows up is no forward pass"
+    for preference, absent in (("chosen", "rejected"), ("rejected", "chosen")):
+        rows = [json.loads(line) for line in run.rows.read_text().splitlines()]
+        run_of_one = Job(run.ranks, run.model, tmp_path / f"{preference}.jsonl", tmp_path / preference, "kto")
+        run_of_one.rows.write_text("".join(json.dumps({**row, "preference": preference}) + "\n" for row in rows))
+        (tmp_path / preference).mkdir()
+        steps = run_of_one("trainer.kto.max_steps=2")
+        assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
+        assert f"train/rewards_{preference}_mean" in steps[1]
+        assert not [name for name in steps[1] if absent in name or "margin" in name]
 
 
 @pytest.mark.parametrize("mode", ["swap", "cached"])
