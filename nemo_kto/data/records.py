@@ -235,9 +235,13 @@ def _reward(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number of more than 308 digits
+        reward = math.inf
+    if not math.isfinite(reward):
         raise RowError(f'"{key}" must be a finite number, got {_show(value)}; correct it or leave both rewards out')
-    return float(value)
+    return reward
 
 
 def _record(side: tuple[Turns, Turns], desirable: bool, line: int) -> KTORecord:
