@@ -38,6 +38,7 @@ class Policy:
         folder: Hugging Face folder with the configuration and the tokenizer.
         chunks: model chunks, wrapped for data parallelism.
         adapters: what is adapted; None where all weights are trained.
+        adapters_came_trained: the run starts from adapters that were there before; these are the reference too.
     """
 
     source: Path
@@ -46,6 +47,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     chunks: Sequence[MegatronModule]
     adapters: LoRASettings | None = None
+    adapters_came_trained: bool = False
 
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
@@ -79,6 +81,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         tokenizer=load_tokenizer(folder),
         chunks=chunks,
         adapters=adapters,
+        adapters_came_trained=adapters is not None and (cfg.peft.restore_from_path is not None or _is_of_adapters(source)),
     )
     load_base_weights(policy, source)
     _load_adapters(policy, cfg.peft)
@@ -105,8 +108,13 @@ def _load_adapters(policy: Policy, cfg: PeftConfig) -> None:
     """Adapters that are there already: in a folder of their own, or in the checkpoint that the model comes from."""
     if cfg.restore_from_path is not None:
         load_adapter(policy.chunks, policy.architecture, cfg.restore_from_path)
-    elif hugging_face_folder(policy.source) is not None and saved_adapters(policy.source) is not None:
+    elif policy.adapters_came_trained:
         load_weights_only(policy.source, policy.chunks)
+
+
+def _is_of_adapters(source: Path) -> bool:
+    """True for one of our checkpoints that holds adapters alone."""
+    return hugging_face_folder(source) is not None and saved_adapters(source) is not None
 
 
 def load_base_weights(policy: Policy, source: Path) -> None:

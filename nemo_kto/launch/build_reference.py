@@ -11,7 +11,7 @@ from nemo_kto.algorithms.batches import batches_of_run, number_of_batches
 from nemo_kto.algorithms.dpo import TrainerConfig
 from nemo_kto.checkpoint.reference_cache import CachedReference, ReferenceCache
 from nemo_kto.launch.build_data import RunData
-from nemo_kto.launch.build_policy import Policy, load_base_weights
+from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
 from nemo_kto.launch.schema import DPOConfig, RunConfig
 from nemo_kto.losses.preference import LOSSES
 from nemo_kto.models.lora import adapters_off
@@ -39,7 +39,7 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     if settings.sync_interval:
         return "swap", "it moves, so that its log-probs change"
     if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
-        return "adapter", "it is the model without what its adapters have learned, and costs no memory"
+        return "adapter", "it is the model without what its adapters learn, and costs no memory to speak of"
     return "cached", "it stays as it is: one pass over the rows serves this run, its validations and later runs"
 
 
@@ -52,7 +52,7 @@ def hold_reference(cfg: RunConfig, policy: Policy, timers: PhaseTimers) -> HeldR
         return HeldReference(None)
     if mode == "cached":
         return HeldReference(CachedReference(cache=_open_cache(cfg, policy)))
-    if mode == "adapter" and cfg.model.peft.restore_from_path is None:
+    if mode == "adapter" and not policy.adapters_came_trained:
         return HeldReference(LiveReference(active=partial(adapters_off, policy.chunks)))
     # Adapters that come trained are the reference: they are exchanged, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
@@ -81,6 +81,11 @@ def with_reference(
     Where the reference is another model than the policy, its weights are loaded first, kept or asked, and then replaced.
     """
     other = cfg.model.reference.restore_from_path
+    if other is not None and policy.adapters_came_trained:
+        raise ValueError(
+            f"model.reference.restore_from_path must be null where {policy.source} brings trained adapters, which are the "
+            f"reference, got {other}; leave it out, or merge the adapters first: nemo-kto export"
+        )
     if other is not None:
         load_base_weights(policy, Path(other))
     held = hold_reference(cfg, policy, timers)
@@ -100,10 +105,9 @@ def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
         "mean over tokens": cfg.loss.preference_average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
-    models = [Path(cfg.model.reference.restore_from_path or policy.source)]
+    models = [Path(cfg.model.reference.restore_from_path or policy.source), base_model(policy.source)]
     if cfg.model.peft.restore_from_path is not None:
         models.append(Path(cfg.model.peft.restore_from_path))
-        settings["adapter scale"] = cfg.model.peft.lora_tuning.alpha / cfg.model.peft.lora_tuning.adapter_dim
     return ReferenceCache(folder=Path(cfg.model.data.cache_dir).expanduser(), settings=settings, models=models)
 
 

@@ -47,7 +47,8 @@ def ipo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float)
     """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
     Args:
-        chosen_P: r of the chosen answers; fp32. Means over tokens keep the target in reach of long answers.
+        chosen_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the answers does
+            not decide how far h has to go.
         rejected_P: r of the rejected answers.
         beta: tau in the paper; h is drawn to 1 / (2 beta).
 

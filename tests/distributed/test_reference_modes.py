@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,24 @@ def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tm
     assert abs(steps[0]["train/rewards_all_mean"]) > 0.1
     if mode == "cached":
         assert_same(steps, run(f"model.reference.restore_from_path={other}"))
+
+
+def test_adapters_that_come_trained_are_the_reference(job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("dpo")
+    run(*LORA, "export.enabled=true", f"export.path={tmp_path / 'hf'}", folder=tmp_path / "first")
+    (checkpoint,) = (tmp_path / "first" / "checkpoints").iterdir()
+    sources = {
+        "checkpoint": f"pretrained_checkpoint.restore_from_path={checkpoint}",
+        "folder": f"model.peft.restore_from_path={tmp_path / 'first' / 'adapter'}",
+    }
+    runs = [
+        run(*LORA, source, f"model.reference.mode={mode}")
+        for source in sources.values()
+        for mode in ("adapter", "swap", "cached")
+    ]
+    for steps in runs:
+        assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert_same(steps, runs[0])
 
 
 def test_another_model_of_another_shape_is_refused(job: Callable[[str], Job], tmp_path: Path) -> None:
