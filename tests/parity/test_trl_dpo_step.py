@@ -18,7 +18,7 @@ from tests.distributed.ranks import RankPool
 pytestmark = pytest.mark.parity
 
 STEPS, PAIRS, BETA = 3, 6, 0.1
-LEARNING_RATE, MAX_GRAD_NORM = 2e-4, 0.5  # below the gradients' norm: clipping is compared too
+MAX_GRAD_NORM = 0.5  # below the gradients' norm: clipping is compared too
 COMPARED = {
     "loss": "loss",
     "grad_norm": "grad_norm",
@@ -31,7 +31,9 @@ COMPARED = {
 }
 
 
-def trl_steps(policy: Path, reference: Path, pairs: list[dict[str, str]], loss: str, out: Path) -> list[dict[str, float]]:
+def trl_steps(
+    policy: Path, reference: Path, pairs: list[dict[str, str]], loss: str, lr: float, out: Path
+) -> list[dict[str, float]]:
     """What TRL logs at each step, of which each takes all pairs."""
     trl = pytest.importorskip("trl", reason="TRL 1.5.1 is the oracle")
     from datasets import Dataset
@@ -49,7 +51,7 @@ def trl_steps(policy: Path, reference: Path, pairs: list[dict[str, str]], loss: 
             beta=BETA,
             per_device_train_batch_size=len(pairs),
             max_steps=STEPS,
-            learning_rate=LEARNING_RATE,
+            learning_rate=lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=MAX_GRAD_NORM,
@@ -86,8 +88,6 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
         f"model.global_batch_size={PAIRS}",
         "model.micro_batch_size=2",
         f"model.dpo.ref_policy_kl_penalty={BETA}",
-        f"model.optim.lr={LEARNING_RATE}",
-        f"model.optim.sched.min_lr={LEARNING_RATE}",
         "model.optim.betas=[0.9,0.999]",
         "model.optim.weight_decay=0",
         "model.optim.sched.name=constant",
@@ -98,7 +98,9 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
     build.train(cfg)
 
 
-def compare(ranks: RankPool, policy: Path, reference: Path, folder: Path, *, loss: str, tensor_parallel: int = 1) -> None:
+def compare(
+    ranks: RankPool, policy: Path, reference: Path, folder: Path, *, loss: str, lr: float, tensor_parallel: int = 1
+) -> None:
     pairs = [
         {"prompt": f"{pair['prompt']}:", "chosen": f" {pair['chosen']}", "rejected": f" {pair['rejected']}"}
         for pair in make_pairs(PAIRS)
@@ -107,9 +109,10 @@ def compare(ranks: RankPool, policy: Path, reference: Path, folder: Path, *, los
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     ours_of = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
     overrides = [f"model.dpo.preference_loss={ours_of[loss]}", f"model.tensor_model_parallel_size={tensor_parallel}"]
+    overrides += [f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr}"]
     if loss == "ipo":  # TRL takes means over tokens there, and logs sums
         overrides.append("model.dpo.preference_average_log_probs=true")
-    theirs = trl_steps(policy, reference, pairs, loss, folder / "trl")
+    theirs = trl_steps(policy, reference, pairs, loss, lr, folder / "trl")
     ranks.run(tensor_parallel, our_steps, policy, reference, rows, folder / "ours", overrides)
     logged = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
     ours: list[dict[str, Any]] = [row for row in logged if "train/loss" in row]
@@ -130,7 +133,7 @@ def test_whole_steps(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
 ) -> None:
     policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
-    compare(ranks, policy, reference, tmp_path, loss=loss, tensor_parallel=tensor_parallel)
+    compare(ranks, policy, reference, tmp_path, loss=loss, lr=2e-4, tensor_parallel=tensor_parallel)
 
 
 @pytest.mark.slow
@@ -148,4 +151,4 @@ def test_whole_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_path: P
                 parameter += 0.02 * parameter.std() * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "reference")
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "reference")
-    compare(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid")
+    compare(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
