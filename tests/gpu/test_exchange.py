@@ -1,0 +1,38 @@
+"""What only a GPU can show of the swapped reference: pinned copies, two streams, and room for two tensors at most."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_kto.models.reference import SwappedWeights
+from nemo_kto.parallel import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.on_gpu(), reason="needs a GPU")
+
+
+def test_an_exchange_there_and_back_is_exact() -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(size, device=cpu.device())) for size in (7, 1000, 123_457, 1)]
+    reference = [parameter.detach().clone() for parameter in parameters]
+    held = SwappedWeights(parameters=parameters)
+    assert all(host.is_pinned() for host in held.host)
+    for parameter in parameters:
+        parameter.data.mul_(2).add_(1)
+    policy = [parameter.detach().clone() for parameter in parameters]
+    for _ in range(3):
+        with held.active():
+            assert all(torch.equal(now, then) for now, then in zip(parameters, reference, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
+
+
+def test_an_exchange_needs_room_for_two_tensors() -> None:
+    size, count = 4 * 2**20, 16  # 16 MiB each
+    parameters = [torch.nn.Parameter(torch.ones(size, device=cpu.device())) for _ in range(count)]
+    held = SwappedWeights(parameters=parameters)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with held.active():
+        pass
+    assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * size
