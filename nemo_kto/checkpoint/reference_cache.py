@@ -107,7 +107,7 @@ class ReferenceCache:
         about = self.folder / "about.json"
         if about.exists() and (reason := _difference(json.loads(about.read_text(encoding="utf-8")), self._about)):
             self._refuse(list(self.folder.glob("part-*.npy")), reason)
-            about.unlink()
+            about.unlink(missing_ok=True)  # another machine may have been first
         self.folder.mkdir(parents=True, exist_ok=True)
         if not about.exists():
             self._publish("about.json", lambda file: file.write(json.dumps(self._about, indent=2).encode()))
