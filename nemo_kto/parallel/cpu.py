@@ -258,6 +258,12 @@ def _is_cuda(where: Any) -> bool:
 
 
 def _map_cuda_literals() -> None:
+    from torch.utils._device import _device_constructors
+
+    # "with torch.device(...)" knows the factories by identity, and takes note of them when it is first used: transformers
+    # builds its models on "meta", and would be left with values that nobody has set.
+    _device_constructors()
+
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
         def create(*args: Any, **kwargs: Any) -> Any:
