@@ -45,7 +45,7 @@ OWN = {
         "model.peft.lora_tuning.adapter_dim=16",
         "model.optim.lr=1e-3",
         "model.optim.sched.min_lr=2e-4",
-        "trainer.dpo.max_steps=18",
+        "trainer.dpo.max_steps=24",
         "trainer.dpo.limit_val_batches=2",
     ],
 }
