@@ -1,0 +1,125 @@
+"""Pairs from a line of a file to the tensors of a batch, and the balance of judged answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_kto.data.balance import LEAST, MOST, balance_warning, balanced_weights, loss_balance, one_class_warning
+from nemo_kto.data.collate import dpo_custom_collate
+from nemo_kto.data.dataset import build_dpo_splits, build_kto_splits
+from nemo_kto.data.records import DataError, DPORow, RowError, pair_of_row, read_dpo_records
+from nemo_kto.data.truncation import fit_pair
+from tests.unit.data.toys import chatml_tokenizer, write_rows
+
+EOS = 0
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
+
+
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> DPORow:
+    ids = (np.array(part, dtype=np.int32) for part in (prompt, chosen, rejected))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return DPORow(**dict(zip(names, ids, strict=True)), chosen_reward=2.5, rejected_reward=-1.0)
+
+
+def test_the_names_of_nemo_aligner_and_of_trl() -> None:
+    theirs = pair_of_row({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, 7)
+    assert theirs == pair_of_row(PAIR, 7)
+    assert (theirs.prompt, theirs.chosen, theirs.rejected, theirs.line) == ("p", "a", "b", 7)
+    assert theirs.chosen_reward is None
+    rated = pair_of_row({**PAIR, "chosen_reward": 3, "rejected_reward": -0.5}, 1)
+    assert (rated.chosen_reward, rated.rejected_reward) == (3.0, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "p", "response": "a", "preference": "chosen"}, "answers that were judged one by one are for KTO"),
+        ({**PAIR, "chosen_reward": 1.0}, '"rejected_reward" is missing'),
+        ({**PAIR, "chosen_reward": True, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got True'),
+        ({**PAIR, "chosen_reward": 10**400, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got 1000'),
+        ({**PAIR, "chosen_reward": float("nan"), "rejected_reward": 0}, '"chosen_reward" must be a finite number, got nan'),
+        ({"prompt": "p", "chosen": "a"}, '"rejected" is missing'),
+    ],
+)
+def test_a_broken_pair_says_why(row: dict, text: str) -> None:
+    with pytest.raises(RowError) as error:
+        pair_of_row(row, 1)
+    assert text in str(error.value)
+
+
+def test_a_broken_pair_says_where(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
+    with pytest.raises(DataError, match=r"1 broken row:\n  .*rows\.jsonl:2: a pair must have"):
+        list(read_dpo_records(file))
+
+
+def test_the_prompt_is_cut_once_so_that_the_longer_answer_fits() -> None:
+    prompt, answers = fit_pair([1, 2, 3, 4], ([5], [6, 7, 8]), seq_length=5, mode="keep_end", bos_id=None)
+    assert (prompt, answers) == ([3, 4], ([5], [6, 7, 8]))
+    prompt, answers = fit_pair([1, 2, 3], ([5] * 9, [6]), seq_length=4, mode="keep_start", bos_id=None)
+    assert (prompt, answers) == ([1], ([5] * 3, [6]))
+
+
+def test_every_tensor_of_a_batch_of_pairs() -> None:
+    batch = dpo_custom_collate([pair([1, 2], [3, EOS], [4, 5, EOS]), pair([6], [7, EOS], [EOS])], EOS, pad_to_multiple=2)
+    assert batch["chosen"].tolist() == [[1, 2, 3, 0, 0, 0], [6, 7, 0, 0, 0, 0]]
+    assert batch["chosen_labels"].tolist() == [[-100, -100, 3, 0, -100, -100], [-100, 7, 0, -100, -100, -100]]
+    assert batch["rejected"].tolist() == [[1, 2, 4, 5, 0, 0], [6, 0, 0, 0, 0, 0]]
+    assert batch["rejected_labels"].tolist() == [[-100, -100, 4, 5, 0, -100], [-100, 0, -100, -100, -100, -100]]
+    assert batch["chosen_lengths"].tolist() == [4, 3]
+    assert batch["rejected_lengths"].tolist() == [5, 2]
+    assert batch["chosen_rewards"].tolist() == [2.5, 2.5]
+    assert batch["rejected_rewards"].tolist() == [-1.0, -1.0]
+    assert batch["chosen_position_ids"].tolist() == [list(range(6))] * 2
+    assert batch["rejected_attention_mask"].sum(1).tolist() == [5, 2]
+    with pytest.raises(ValueError, match="at most seq_length=4 tokens, got 5"):
+        dpo_custom_collate([pair([1, 2], [3], [4, 5, EOS])], EOS, seq_length=4)
+    assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
+
+
+def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
+    rows = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
+    rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}
+    shared |= {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": tmp_path / "cache", "seed": 1}
+    for defaults in ((1.0, 0.0), (9.0, 8.0)):
+        splits = build_dpo_splits(**shared, default_chosen_reward=defaults[0], default_rejected_reward=defaults[1])
+        assert splits.train is not None
+        rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
+        assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
+    judged = build_kto_splits(**shared).train
+    assert judged is not None
+    assert len(judged) == 8
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_balanced_weights_balance(good: int, bad: int, w_good: float, w_bad: float) -> None:
+    balanced = balanced_weights(good, bad, w_good, w_bad)
+    balance = loss_balance(good, bad, *balanced)
+    assert balance is not None
+    assert LEAST * (1 - 1e-9) <= balance <= MOST * (1 + 1e-9)
+    assert balanced[0] >= w_good
+    assert balanced[1] >= w_bad
+    assert balance_warning(good, bad, *balanced) is None
+
+
+def test_what_is_said_of_rows_that_do_not_balance() -> None:
+    assert balance_warning(30, 60, 1.0, 1.0) == (
+        "desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be from 1 to 4/3, got "
+        "1 * 30 / (1 * 60) = 0.5; set model.kto.desirable_loss_weight=2 and model.kto.undesirable_loss_weight=1, "
+        "or model.kto.auto_balance=true"
+    )
+    assert balance_warning(7, 0, 1.0, 1.0) is None
+    assert one_class_warning(7, 0, 5e-6) is None
+    assert one_class_warning(7, 3, 1e-3) is None
+    assert one_class_warning(0, 7, 9e-6) == (
+        "all training rows are undesirable: nothing balances what they teach, so the learning rate should be from 5e-07 to "
+        "5e-06 (as TRL advises for KTO), got 9e-06; set model.optim.lr, and rather train for more epochs"
+    )
