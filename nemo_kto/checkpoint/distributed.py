@@ -50,6 +50,7 @@ from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, 
 from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import cpu, state
 
+CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
@@ -189,8 +190,7 @@ class CheckpointManager:
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
         state.barrier()
-        dtype = str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
-        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": dtype}
+        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": self._dtype()}
         if (adapters := adapters_of(self.chunks)) is not None:
             info["adapters"] = adapters_info(adapters, self.base_model)
         info["moving_reference"] = self.moving_reference is not None
@@ -206,12 +206,18 @@ class CheckpointManager:
             The trainer's state; None if there is no checkpoint.
 
         Raises:
-            ValueError: it holds the state of the other kind of optimizer or of reference, or other adapters.
+            ValueError: it holds weights of another precision, the state of the other kind of optimizer or of reference, or
+                other adapters.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
             return None
         newest = checkpoints[-1]
+        if (dtype := newest.info["dtype"]) != self._dtype():
+            raise ValueError(
+                f"trainer.precision must stay that of {dtype} in a resumed run, got that of {self._dtype()}; "
+                "use trainer.precision=auto, which keeps it, or start a new run in another folder"
+            )
         if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
             raise ValueError(
                 f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
@@ -245,6 +251,9 @@ class CheckpointManager:
                 f"the last of step {checkpoints[-1].step}; go on from it with exp_manager.resume_if_exists=true, or choose "
                 "another exp_manager.name"
             )
+
+    def _dtype(self) -> str:
+        return str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         adapters = adapters_of(self.chunks) is not None

@@ -5,20 +5,21 @@ Configuration objects stop here; everything below takes plain keyword arguments.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.kto import KTOTrainer
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data, loss_weights
 from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy
 from nemo_kto.launch.build_reference import HeldReference, with_reference
+from nemo_kto.launch.precision import DTYPES, resolve_precision
+from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
@@ -30,7 +31,7 @@ from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
-DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
+logger = logging.getLogger(__name__)
 
 
 def train(cfg: RunConfig) -> None:
@@ -45,6 +46,9 @@ def train(cfg: RunConfig) -> None:
         sequence_parallel=cfg.model.sequence_parallel,
     )
     state.start(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
+    cfg = resolve_precision(cfg)
+    if state.is_rank_zero():
+        save_config(cfg)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
     build_trainer(cfg, policy).fit()
     if cfg.export.enabled:
@@ -147,10 +151,21 @@ def build_optimizer_and_schedule(cfg: RunConfig, policy: Policy, *, max_steps: i
         use_distributed_optimizer=optim.use_distributed_optimizer,
         **rates,
     )
+    warmup_steps = fitting_warmup(optim.sched.warmup_steps, max_steps=max_steps)
     scheduler = build_scheduler(
-        optimizer=optimizer, name=optim.sched.name, warmup_steps=optim.sched.warmup_steps, max_steps=max_steps, **rates
+        optimizer=optimizer, name=optim.sched.name, warmup_steps=warmup_steps, max_steps=max_steps, **rates
     )
     return optimizer, scheduler
+
+
+def fitting_warmup(warmup_steps: int, *, max_steps: int) -> int:
+    """The warm-up of a run of ``max_steps`` steps: one that would not end within the run is shortened, with a warning."""
+    if warmup_steps < max_steps:
+        return warmup_steps
+    if state.is_rank_zero():
+        text = f"model.optim.sched.warmup_steps must be below the {max_steps} steps of this run, got {warmup_steps}"
+        logger.warning(f"{text}; shortened to {max_steps - 1}")
+    return max_steps - 1
 
 
 def build_checkpoint_manager(
@@ -159,7 +174,7 @@ def build_checkpoint_manager(
     """Checkpoints in RUN FOLDER/checkpoints."""
     kept = cfg.exp_manager.checkpoint_callback_params
     return CheckpointManager(
-        folder=Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
+        folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
         chunks=policy.chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -176,7 +191,7 @@ def build_logger(cfg: RunConfig, *, max_steps: int, resumed_step: int | None) ->
     """What the run tells, and whom; rank 0 alone speaks."""
     settings = cfg.exp_manager
     progress = (Progress(total_steps=max_steps, start_step=resumed_step or 0),) if state.is_rank_zero() else ()
-    logger = RunLogger(
+    run_logger = RunLogger(
         folder=Path(settings.explicit_log_dir),
         enabled=state.is_rank_zero(),
         resumed_step=resumed_step,
@@ -185,5 +200,5 @@ def build_logger(cfg: RunConfig, *, max_steps: int, resumed_step: int | None) ->
         mlflow=asdict(settings.mlflow_logger_kwargs) if settings.create_mlflow_logger else None,
         extra=progress,
     )
-    logger.log_hyperparams(asdict(cfg))
-    return logger
+    run_logger.log_hyperparams(asdict(cfg))
+    return run_logger

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.distributed import (
+    CHECKPOINTS,
     checkpoint_dtype,
     find_checkpoints,
     hugging_face_folder,
@@ -187,7 +188,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
         ValueError: ``adapter`` of a checkpoint without adapters.
     """
     if hugging_face_folder(checkpoint) is None:
-        complete = find_checkpoints(checkpoint / "checkpoints")
+        complete = find_checkpoints(checkpoint / CHECKPOINTS)
         if not complete:
             raise FileNotFoundError(f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none")
         checkpoint = complete[-1].folder

@@ -19,7 +19,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_kto import __version__
@@ -28,8 +28,6 @@ from nemo_kto.launch import compose, ranks
 from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm, MachineConfig, RunConfig
 from nemo_kto.launch.validate import Problem, find_problems
 from nemo_kto.parallel import cpu
-
-CONFIG_FILE = "config.yaml"
 
 _USAGE = """\
 nemo-kto: aligns large language models on feedback, on one processor or many GPUs
@@ -235,8 +233,6 @@ def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | Non
             overrides.append(f"exp_manager.explicit_log_dir='{typed.exp_manager.explicit_log_dir}'")
         ranks.start(count, [*_own_command(typed.algorithm), *_source_flags(source), *overrides])
         return
-    if world is None or world.rank == 0:
-        _save(typed)
     from nemo_kto.launch import build
 
     try:
@@ -269,20 +265,6 @@ def _source_flags(source: compose.Source) -> list[str]:
         if value is not None
         for part in (f"--{name.replace('_', '-')}", value)
     ]
-
-
-def _save(config: RunConfig) -> None:
-    """Write the resolved configuration into the run folder, and say what has changed since the run began."""
-    file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    now = OmegaConf.structured(config)
-    if file.exists() and config.exp_manager.resume_if_exists:
-        before = OmegaConf.load(file)
-        for key in compose.known_keys(now):
-            old, new = OmegaConf.select(before, key), OmegaConf.select(now, key)
-            if old != new:
-                print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
-    file.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
 
 if __name__ == "__main__":

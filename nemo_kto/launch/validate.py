@@ -23,6 +23,13 @@ _SHARED_METRICS = (
 )  # fmt: skip
 METRICS = {"kto": (*_SHARED_METRICS, "kl"), "dpo": (*_SHARED_METRICS, "acc", "rewards_margin_std")}
 
+# Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
+# keeps fp32 main weights however it is spelled.
+PRECISIONS = {
+    "auto": "auto", "bf16": "bf16", "32": "32",
+    "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
+}  # fmt: skip
+
 
 def problems(cfg: RunConfig, *, world_size: int) -> list[str]:
     """All mistakes in a configuration, one line each.
@@ -49,7 +56,7 @@ def _trainer(cfg: RunConfig) -> Found:
     yield from at_least("trainer.num_nodes", trainer.num_nodes, 1)
     yield from at_least("trainer.timeout_minutes", trainer.timeout_minutes, 1)
     yield from one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu"))
-    yield from one_of("trainer.precision", trainer.precision, ("bf16", "32"))
+    yield from one_of("trainer.precision", trainer.precision, tuple(PRECISIONS), "fp16 and fp64 are not supported")
     if trainer.accelerator == "gpu" and not gpus:
         text = "must be cpu or auto on a machine without GPUs that torch can use, got gpu"
         yield Problem("trainer.accelerator", text)

@@ -73,10 +73,6 @@ def _optim(cfg: RunConfig) -> Found:
         yield Problem(f"{prefix}.betas", text)
     yield from one_of(f"{prefix}.sched.name", sched.name, SCHEDULES)
     yield from at_least(f"{prefix}.sched.warmup_steps", sched.warmup_steps, 0)
-    steps, key = cfg.loop.max_steps, f"trainer.{cfg.algorithm.name}.max_steps"
-    if steps >= 1 and sched.warmup_steps >= steps:
-        text = f"must be below {key} = {steps}, got {sched.warmup_steps}; shorten the warm-up"
-        yield Problem(f"{prefix}.sched.warmup_steps", text, (key,))
     if optim.lr > 0 and not 0 <= sched.min_lr <= optim.lr:
         text = f"must be from 0 to model.optim.lr = {optim.lr}, got {sched.min_lr}; set both, or {prefix}.sched.min_lr=0"
         yield Problem(f"{prefix}.sched.min_lr", text, (f"{prefix}.lr",))

@@ -61,6 +61,11 @@ def communication_backend() -> str:
     return "nccl" if on_gpu() else "gloo"
 
 
+def gpu_has_bf16() -> bool:
+    """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def synchronize() -> None:
     """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
     if on_gpu():

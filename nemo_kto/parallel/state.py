@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_kto.parallel import cpu
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,13 @@ def agree(answer: bool) -> bool:
     box = torch.tensor([int(answer)], device=cpu.device())
     dist.broadcast(box, src=0)
     return bool(box.item())
+
+
+def from_rank_zero(value: Item) -> Item:
+    """Rank 0's value (anything that can be pickled), on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 @contextlib.contextmanager

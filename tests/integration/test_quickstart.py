@@ -1,4 +1,4 @@
-"""The quickstart: what it prepares, what it measures, and (slow) that it learns."""
+"""The quickstart: what it plans, what it prepares, what it measures, that it is never silent, and (slow) that it learns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_kto.launch import compose
 from tests.conftest import REPOSITORY, load_script
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
@@ -21,7 +22,7 @@ FOLDER = REPOSITORY / "examples" / "quickstart"
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    return {name: load_script(f"examples/quickstart/{name}.py") for name in ("prepare", "score")}
+    return {name: load_script(f"examples/quickstart/{name}.py") for name in ("prepare", "plan", "score", "run")}
 
 
 def test_auc_counts_ties_as_half(scripts: dict[str, Any]) -> None:
@@ -45,17 +46,18 @@ def test_answer_logps_are_those_of_a_plain_forward(scripts: dict[str, Any], tiny
         [{"role": "user", "content": "b"}, {"role": "assistant", "content": "no, not at all"}],
         [{"role": "user", "content": "c"}, {"role": "assistant", "content": "x"}],
     ]
-    found = score.answer_logps(tiny_llama, conversations, rows_at_once=2)
-    model, tokenizer = score.load(tiny_llama)
+    loaded = score.load(tiny_llama, dtype=torch.float32)
+    found = score.answer_logps(loaded, conversations, rows_at_once=2)
+    model, tokenizer = loaded.model, loaded.tokenizer
     for row, messages in enumerate(conversations):
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
         before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer = [*tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
-            logits = model(torch.tensor([[*before, *answer]])).logits[0].float()
+            logits = model(torch.tensor([[*before, *answer]])).logits[0]
         logps = logits.log_softmax(dim=1)[len(before) - 1 : -1]
         expected = sum(float(logps[place, token]) for place, token in enumerate(answer))
-        assert float(found[row]) == pytest.approx(expected, abs=0.1)  # the model is in bf16
+        assert float(found[row]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_rows_are_balanced_disjoint_and_the_same_every_time(
@@ -74,6 +76,9 @@ def test_rows_are_balanced_disjoint_and_the_same_every_time(
         assert len({row["messages"][1]["content"] for row in rows}) == number, "prompts are distinct"
         texts += [row["messages"][-1]["content"] for row in rows]
     assert len(set(texts)) == 60
+    more, same = prepare.prepare_rows(tmp_path / "a", tiny_llama, train=80, validation=20, seed=7)
+    assert same.read_bytes() == made[0][1].read_bytes(), "the held-out rows do not depend on the others"
+    assert more.read_bytes() != made[0][0].read_bytes()
     with pytest.raises(ValueError, match="must be even"):
         prepare.prepare_rows(tmp_path, tiny_llama, train=41, validation=20, seed=7)
     with pytest.raises(ValueError, match="must be at most 200, got 240"):
@@ -104,7 +109,7 @@ def test_a_pair_is_a_good_and_a_bad_review_to_one_prompt(
     prepare, score = scripts["prepare"], scripts["score"]
     reviews = [(f"review {number}", number % 2 == 0) for number in range(100)]
     monkeypatch.setattr(prepare, "_short_reviews", lambda cache, tokenizer: reviews)
-    files = prepare.prepare_rows(tmp_path, tiny_llama, train=40, validation=20, seed=7, pairs=True)
+    files = prepare.prepare_rows(tmp_path, tiny_llama, train=20, validation=10, seed=7, pairs=True)
     seen = []
     for file, number in zip(files, (20, 10), strict=True):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -126,10 +131,114 @@ def test_accuracy_counts_ties_as_half(scripts: dict[str, Any]) -> None:
     assert scripts["score"].accuracy(rewards) == 2.5 / 4
 
 
+def test_figures_are_those_of_implied_rewards(scripts: dict[str, Any]) -> None:
+    reference, aligned = torch.tensor([-5.0, -7.0, -6.0, -9.0]), torch.tensor([-3.0, -8.0, -6.0, -8.0])
+    figures = scripts["score"].measure([reference, aligned], [True, False, True, False], pairs=True)
+    assert figures == pytest.approx(  # rewards 0.2, -0.1, 0, 0.1
+        {
+            "rows": 2,
+            "margin_before": 0.0,
+            "auc_before": 0.5,
+            "accuracy_before": 0.5,
+            "margin_after": 0.1,
+            "auc_after": 0.75,
+            "accuracy_after": 0.5,
+        }
+    )
+    alone = scripts["score"].measure([reference, aligned], [True, False, True, False], pairs=False)
+    assert alone["rows"] == 4
+    assert "accuracy_after" not in alone
+
+
+def test_samples_are_drawn_with_the_seed(scripts: dict[str, Any], tiny_llama: Path) -> None:
+    score = scripts["score"]
+    loaded = score.load(tiny_llama, dtype=torch.float32)
+    first, again, other = (score.sample(loaded, ["film 1", "film 2"], seed=seed, new_tokens=5) for seed in (1, 1, 2))
+    assert len(first) == 2
+    assert first == again != other
+
+
+def test_the_work_counted_is_that_of_the_model(scripts: dict[str, Any]) -> None:
+    plan = scripts["plan"]
+    norms = 61 * 576
+    assert plan.LAYER_WEIGHTS + plan.OUTPUT_WEIGHTS + norms == 134_515_008, "parameters of SmolLM2-135M"
+    per_layer = sum(narrow * wide for narrow, wide in plan.WIDTHS)
+    assert 30 * per_layer == plan.LAYER_WEIGHTS
+
+
+@pytest.mark.parametrize("algorithm", ["kto", "dpo"])
+def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -> None:
+    plan, recipe = scripts["plan"], scripts["plan"].RECIPES[algorithm]
+
+    def made(gflops: float, steps: int | None = None) -> Any:
+        return plan.make_plan(algorithm, precision="32", why="", flops=gflops * 1e9, ranks=2, steps=steps)
+
+    slow, fast = made(1.0), made(1e6)
+    assert (slow.steps, fast.steps) == (recipe.fewest, recipe.most)
+    assert slow.minutes > 60, "it says so where it cannot be done in time"
+    assert fast.minutes == pytest.approx(plan.FIXED_SECONDS / 60, rel=0.01)
+    lengths = [made(gflops) for gflops in range(20, 400)]
+    between = [one for one in lengths if recipe.fewest < one.steps < recipe.most]
+    assert between
+    assert all(0.8 * plan.MINUTES["32"] < one.minutes <= 0.9 * plan.MINUTES["32"] for one in between)
+    assert [one.steps for one in lengths] == sorted(one.steps for one in lengths)
+    assert all(one.held_out >= 200 and one.train == one.steps * recipe.batch for one in [slow, fast, *lengths])
+    assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * recipe.batch, 8)
+
+
+def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "plan.py"), "dpo", "--precision", "fp32", "--out", str(tmp_path / "plan.json")]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "QUICKSTART_STEPS": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["precision"], plan["steps"], plan["train"], plan["held_out"]) == ("32", 3, 48, 12)
+    minutes = max(1, round(plan["minutes"]))
+    assert done.stdout == (
+        "precision 32: as asked\n"
+        f"{plan['gflops']:.0f} GFLOP/s in matrix products, so this will take about {minutes} minutes:\n"
+        "3 steps, 48 pairs of reviews to learn from and 12 held-out ones to measure on\n"
+    )
+    wrong = subprocess.run(
+        command, env={**environment, "QUICKSTART_STEPS": "0"}, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.endswith("error: the number of steps (QUICKSTART_STEPS) must be at least 1, got 0\n")
+
+
+def test_a_stage_is_shown_and_never_silent(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = scripts["run"]
+    monkeypatch.setattr(run, "QUIET_SECONDS", 0.2)
+    # it says something, is silent, closes its output and has something to do even then
+    code = "import os, time; print('one', flush=True); time.sleep(1); print('two', flush=True); os.close(1); os.close(2)\n"
+    code += f"time.sleep(0.5); open({str(tmp_path / 'done')!r}, 'w').close()"
+    assert run.stage("A stage", [sys.executable, "-c", code], shown=["as", "typed"]) == ["one", "two"]
+    assert (tmp_path / "done").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["", "== A stage", "$ as typed"]
+    said = lines[3:]
+    assert [line for line in said if not line.startswith("   ... ")] == ["one", "two"]
+    assert len(said[said.index("one") : said.index("two")]) >= 3, "the silence between was filled"
+    with pytest.raises(SystemExit) as failed:
+        run.stage("Another", [sys.executable, "-c", "raise SystemExit(3)"])
+    assert failed.value.code == 3
+
+
+def test_the_recipe_follows_the_plan(scripts: dict[str, Any]) -> None:
+    plan = {"precision": "32", "ranks": 1, "steps": 3, "train": 48}
+    overrides = scripts["run"].recipe("kto", plan, "MODEL", "ROWS", Path("RUN"))
+    for expected in ("trainer.precision=32", "trainer.devices=1", "trainer.kto.max_steps=3", "model.global_batch_size=16"):
+        assert expected in overrides
+    config, mistakes = compose.check_overrides(overrides)
+    assert mistakes == []
+    assert config.model.optim.lr == 6e-5
+
+
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
     """Run the script as `make quickstart` does; its figures and what it printed."""
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    environment = {**os.environ, **threads, "PYTHONPATH": str(REPOSITORY)}
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
     command = [sys.executable, str(FOLDER / "run.py"), algorithm]
     shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]

@@ -1,0 +1,61 @@
+"""trainer.precision: what its spellings mean, and what auto becomes on the machine at hand."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, checkpoint_dtype, find_checkpoints
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.validate import PRECISIONS
+from nemo_kto.parallel import state
+from nemo_kto.parallel.precision import bf16_support
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
+
+
+def resolve_precision(cfg: RunConfig) -> RunConfig:
+    """The same configuration with trainer.precision bf16 or 32; collective.
+
+    Rank 0 decides for all ranks, and says what auto became and why: a resumed run keeps the precision of its newest
+    checkpoint, any other run takes bf16 where the machine computes faster with it.
+    """
+    chosen = state.from_rank_zero(_choose(cfg) if state.is_rank_zero() else "")
+    return replace(cfg, trainer=replace(cfg.trainer, precision=chosen))
+
+
+def _choose(cfg: RunConfig) -> str:
+    precision = PRECISIONS[cfg.trainer.precision]
+    if precision == "32":
+        return precision
+    resumed = _of_checkpoint(cfg) if precision == "auto" else None
+    if resumed == "32":
+        print("precision: 32 (that of the checkpoint it resumes from)", flush=True)
+        return resumed
+    support = bf16_support()
+    if precision == "auto" and resumed is None:
+        chosen = "bf16" if support.native else "32"
+        print(f"precision: {chosen} ({support.why})", flush=True)
+        return chosen
+    if resumed is not None:
+        print("precision: bf16 (that of the checkpoint it resumes from)", flush=True)
+    if not support.native:
+        remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
+        logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
+    return "bf16"
+
+
+def _of_checkpoint(cfg: RunConfig) -> str | None:
+    """The precision of the checkpoint that the run resumes from; None if it does not resume."""
+    if not cfg.exp_manager.resume_if_exists:
+        return None
+    checkpoints = find_checkpoints(Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS)
+    if not checkpoints:
+        return None
+    dtype = checkpoint_dtype(checkpoints[-1].folder)
+    return next(name for name, of_name in DTYPES.items() if of_name == dtype)
