@@ -163,7 +163,7 @@ def fitting_warmup(warmup_steps: int, *, max_steps: int) -> int:
     if warmup_steps < max_steps:
         return warmup_steps
     if state.is_rank_zero():
-        text = f"model.optim.sched.warmup_steps must be below the {max_steps} steps of this run, got {warmup_steps}"
+        text = f"model.optim.sched.warmup_steps must be below the number of steps, {max_steps}, got {warmup_steps}"
         logger.warning(f"{text}; shortened to {max_steps - 1}")
     return max_steps - 1
 

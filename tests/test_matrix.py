@@ -1,0 +1,50 @@
+"""--matrix: each combination that is marked full is in one third and no other, and what is not marked is in all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("number", range(30))
+@pytest.mark.full
+def test_marked(number): ...
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_one_of_two(number): ...
+
+def test_not_marked(): ...
+"""
+# All in one process: what matters is which tests are chosen, and starting five times would take five times as long.
+CODE = """
+import sys, pytest
+for matrix in ("quick", "full", "0", "1", "2"):
+    print(f"== {matrix}", flush=True)
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", f"--matrix={matrix}", "--rootdir", sys.argv[1], sys.argv[1]])
+"""
+
+
+def test_what_each_part_of_the_matrix_holds(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_collection_modifyitems\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    (tmp_path / "test_cases.py").write_text(CASES)
+    command = [sys.executable, "-c", CODE, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    parts: dict[str, set[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("== "):
+            parts[line[3:]] = chosen = set()
+        elif "::" in line:
+            chosen.add(line.split("::")[1])
+    quick, full = parts["quick"], parts["full"]
+    assert quick == {"test_one_of_two[0]", "test_not_marked"}
+    assert len(full) == 33
+    thirds = [parts[number] - quick for number in "012"]
+    assert all(parts[number] >= quick for number in "012")
+    assert sum(map(len, thirds)) == len(set.union(*thirds)) == 31
+    assert all(thirds), "no third is empty"
