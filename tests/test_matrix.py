@@ -23,9 +23,10 @@ def test_not_marked(): ...
 # All in one process: what matters is which tests are chosen, and starting five times would take five times as long.
 CODE = """
 import sys, pytest
+folder = sys.argv[1]
 for matrix in ("quick", "full", "0", "1", "2"):
     print(f"== {matrix}", flush=True)
-    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", f"--matrix={matrix}", "--rootdir", sys.argv[1], sys.argv[1]])
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", f"--matrix={matrix}", "--rootdir", folder, folder])
 """
 
 

@@ -54,9 +54,9 @@ class Recipe:
 
 RECIPES = {
     # reference: answer and KL answer; policy: KL answer, answer forward and backward (twice the work of forward)
-    "kto": Recipe(batch=16, answers=1, passes=2 + 1 + 3, fewest=20, most=32),
+    "kto": Recipe(batch=16, answers=1, passes=2 + 1 + 3, fewest=16, most=24),
     # reference; policy forward, and backward with adapters, whose own gradients are hardly work
-    "dpo": Recipe(batch=16, answers=2, passes=1 + 2.2, fewest=14, most=24),
+    "dpo": Recipe(batch=16, answers=2, passes=1 + 2.2, fewest=14, most=20),
 }
 # Seconds that do not depend on the number of rows: processes start, the model is unpacked, exported, loaded, sampled from.
 FIXED_SECONDS = 75.0

@@ -29,6 +29,8 @@ _NO_NEWS = (
     ".*full scope is deprecated.*",
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
     ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
+    ".*`load_state_dict` is deprecated and will be removed.*",
+    ".*we are deprecating ShardedTensor.*",
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
 
