@@ -55,7 +55,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
-	git ls-files -z '*.sh' .ci examples/slurm | xargs -0 grep -lE '^#!.*\b(ba)?sh' | xargs $(BIN)/shellcheck
+	grep -rlE '^#!.*\b(ba)?sh' .ci examples | xargs $(BIN)/shellcheck
 
 test: lint
 	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS)
