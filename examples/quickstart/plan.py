@@ -19,10 +19,8 @@ from pathlib import Path
 import torch
 from prepare import MOST_TOKENS
 
-from nemo_kto.launch.precision import DTYPES
-from nemo_kto.launch.validate import PRECISIONS
 from nemo_kto.parallel import cpu
-from nemo_kto.parallel.precision import bf16_support
+from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
 
 MINUTES = {"bf16": 5.0, "32": 8.0}  # that the run may take, by precision
 HELD_OUT = 200  # reviews, or pairs of them, that measure what was learned

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan import DTYPES, PRECISIONS, choose_precision
+from plan import choose_precision
 from prepare import PROMPTS, SEED, SYSTEM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from nemo_kto.parallel import cpu
+from nemo_kto.parallel.precision import DTYPES, PRECISIONS
 
 BETA = 0.1
 

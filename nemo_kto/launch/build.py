@@ -18,7 +18,7 @@ from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data, loss_weights
 from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy
 from nemo_kto.launch.build_reference import HeldReference, with_reference
-from nemo_kto.launch.precision import DTYPES, resolve_precision
+from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
@@ -26,6 +26,7 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter

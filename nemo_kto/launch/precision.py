@@ -6,17 +6,12 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, checkpoint_dtype, find_checkpoints
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.launch.validate import PRECISIONS
 from nemo_kto.parallel import state
-from nemo_kto.parallel.precision import bf16_support
+from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
 
 
 def resolve_precision(cfg: RunConfig) -> RunConfig:

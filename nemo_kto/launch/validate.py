@@ -13,6 +13,7 @@ from nemo_kto.launch.problem import Found, Problem, at_least, one_of, raises
 from nemo_kto.launch.schema import LoopConfig, RunConfig
 from nemo_kto.launch.validate_model import MODEL_CHECKS
 from nemo_kto.parallel import cpu
+from nemo_kto.parallel.precision import PRECISIONS
 from nemo_kto.telemetry.loggers import installed, missing_package
 from nemo_kto.telemetry.timers import parse_duration
 
@@ -22,13 +23,6 @@ _SHARED_METRICS = (
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
 METRICS = {"kto": (*_SHARED_METRICS, "kl"), "dpo": (*_SHARED_METRICS, "acc", "rewards_margin_std")}
-
-# Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
-# keeps fp32 main weights however it is spelled.
-PRECISIONS = {
-    "auto": "auto", "bf16": "bf16", "32": "32",
-    "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
-}  # fmt: skip
 
 
 def problems(cfg: RunConfig, *, world_size: int) -> list[str]:

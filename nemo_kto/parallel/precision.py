@@ -1,4 +1,4 @@
-"""Whether bf16 is worth having on this machine: asked of torch, confirmed by a measurement."""
+"""Names of precisions, and whether bf16 is worth having on this machine: asked of torch, confirmed by a measurement."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from nemo_kto.parallel import cpu
+
+DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
+# Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
+# keeps fp32 main weights however it is spelled.
+PRECISIONS = {
+    "auto": "auto", "bf16": "bf16", "32": "32",
+    "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
+}  # fmt: skip
 
 _ROWS, _WIDTH = 64, 512  # of the matrices that are timed: 34 MFLOP, 60 ms where bf16 is emulated at its slowest
 _SECONDS = 0.1  # for each of the two types
