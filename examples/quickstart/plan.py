@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Recipe:
 
 RECIPES = {
     # reference: answer and KL answer; policy: KL answer, answer forward and backward (twice the work of forward)
-    "kto": Recipe(batch=16, answers=1, passes=2 + 1 + 3, fewest=16, most=24),
+    "kto": Recipe(batch=16, answers=1, passes=2 + 1 + 3, fewest=20, most=24),
     # reference; policy forward, and backward with adapters, whose own gradients are hardly work
     "dpo": Recipe(batch=16, answers=2, passes=1 + 2.2, fewest=14, most=20),
 }
@@ -87,8 +88,19 @@ class Plan:
     minutes: float
 
 
-def matmul_speed(dtype: torch.dtype, *, seconds: float = 1.0) -> float:
-    """Floating-point operations a second in forward and backward products of one layer's matrices, on the whole device."""
+def matmul_speed(dtype: torch.dtype, *, ranks: int, seconds: float = 1.0) -> float:
+    """Floating-point operations a second of ``ranks`` that multiply matrices like the model's side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))  # as the ranks of a run share the processors
+    try:
+        with ThreadPoolExecutor(ranks) as pool:
+            return sum(pool.map(lambda _: _speed(dtype, seconds), range(ranks)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _speed(dtype: torch.dtype, seconds: float) -> float:
+    """The same of one rank: forward and backward through one layer's matrices, again and again."""
     device = cpu.device()
     weights = [torch.randn(wide, narrow, device=device, dtype=dtype) for narrow, wide in WIDTHS]
     inputs = [torch.randn(TOKENS, narrow, device=device, dtype=dtype) for narrow, _ in WIDTHS]
@@ -164,7 +176,8 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
     """
     chosen, why = choose_precision(precision)
     ranks = min(2, cpu.device_count() or len(os.sched_getaffinity(0)))
-    return make_plan(algorithm, precision=chosen, why=why, flops=matmul_speed(DTYPES[chosen]), ranks=ranks, steps=steps)
+    flops = matmul_speed(DTYPES[chosen], ranks=ranks)
+    return make_plan(algorithm, precision=chosen, why=why, flops=flops, ranks=ranks, steps=steps)
 
 
 def main() -> None:

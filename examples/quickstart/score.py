@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,14 @@ def main() -> None:
     pairs, dtype = arguments.algorithm == "dpo", DTYPES[choose_precision(arguments.precision)[0]]
     conversations, labels = read_rows(arguments.rows)
     prompts = list(PROMPTS[10:12])
-    logps, samples = [], []
-    for name, folder in (("before", arguments.reference), ("after", arguments.aligned)):
-        print(f"the model {name}: {len(conversations)} answers and {len(prompts)} samples", flush=True)
-        loaded = load(folder, dtype=dtype)
-        logps.append(answer_logps(loaded, conversations))
-        samples.append(sample(loaded, prompts, seed=SEED))
+    # A thread for each model and half of the processors for each: two that share every operation wait for each other.
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    models = [load(folder, dtype=dtype) for folder in (arguments.reference, arguments.aligned)]
+    print(f"log-probs of {len(conversations)} answers, before and after", flush=True)
+    with ThreadPoolExecutor() as threads:
+        logps = list(threads.map(lambda loaded: answer_logps(loaded, conversations), models))
+    print(f"sample texts for {len(prompts)} prompts, before and after", flush=True)
+    samples = [sample(loaded, prompts, seed=SEED) for loaded in models]
     figures = measure(logps, labels, pairs=pairs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
