@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 3.0  # after which a stage that says nothing is said to be still running
 # What is particular to each algorithm.
 OWN = {
-    "kto": ["model.optim.lr=6e-5", "model.optim.sched.min_lr=1e-5"],
+    "kto": ["model.optim.lr=8e-5", "model.optim.sched.min_lr=2e-5"],
     "dpo": [
         "model.peft.peft_scheme=lora",
         "model.peft.lora_tuning.target_modules=[all]",

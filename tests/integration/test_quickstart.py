@@ -232,7 +232,7 @@ def test_the_recipe_follows_the_plan(scripts: dict[str, Any]) -> None:
         assert expected in overrides
     config, mistakes = compose.check_overrides(overrides)
     assert mistakes == []
-    assert config.model.optim.lr == 6e-5
+    assert config.model.optim.lr == 8e-5
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
