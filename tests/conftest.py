@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import importlib.util
 import sys
 import zlib
@@ -30,6 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("quick", "full", "0", "1", "2"),
         help="which of the combinations marked full to run: none (quick), all (full), or one third of them (its number)",
     )
+
+
+def pytest_configure() -> None:
+    """Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Gloo ranks for tests: worker processes that import torch and megatron-core once and then run many small jobs.
+"""Gloo ranks for tests: workers, forked from a process that has imported torch and megatron-core, that run many small jobs.
 
     ranks.run(world_size, function, *arguments) -> [result of rank 0, result of rank 1, ...]
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -17,6 +18,8 @@ from typing import Any
 import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 500
+# Found from the repository's root, where pytest is started; from elsewhere each rank imports by itself, which is only slow.
+PRELOADED = ["tests.distributed.preload"]
 
 
 def _worker(number: int, inbox: Any, outbox: Any) -> None:
@@ -44,13 +47,16 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
             outbox.put((number, False, traceback.format_exc()))
         finally:
             state.stop()
+            gc.collect()
+            gc.freeze()  # as in preload.py; what a job has imported stays, and its tensors are gone
 
 
 class RankPool:
     """Keeps up to ``max_ranks`` processes; a failed job ends them all, and the next one starts fresh."""
 
     def __init__(self, *, max_ranks: int = 4) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._max_ranks = max_ranks
         self._workers: list[tuple[Any, Any]] = []
         self._outbox: Any = self._context.Queue()

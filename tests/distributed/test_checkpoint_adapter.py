@@ -41,7 +41,10 @@ CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (case not in ("one_rank", "pp2_last_layer"))) for case in CASES],
+)
 def test_goes_on_to_the_last_bit(case: str, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     world_size, layout, distributed, settings = CASES[case]
     whole = ranks.run(world_size, lora_jobs.train_and_save, layout, folder, settings, tmp_path / "whole", 4, distributed)
@@ -56,7 +59,7 @@ def test_goes_on_to_the_last_bit(case: str, ranks: RankPool, folder: Path, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.fixture(scope="module", params=["all", "last_layer"])
+@pytest.fixture(scope="module")
 def stopped(
     request: pytest.FixtureRequest, ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LoRASettings, Path, list[float], dict[str, torch.Tensor]]:
@@ -68,6 +71,7 @@ def stopped(
     return settings, root / "run", norms, adapters(root / "whole" / "adapter-4")
 
 
+QUICK = ("all", "tp2")
 OTHERS = {
     "tp2": (2, Layout(tensor=2)),
     "tp4": (4, Layout(tensor=4)),
@@ -76,7 +80,16 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("stopped", "other"),
+    [
+        pytest.param(settings, other, id=f"{settings}-{other}", marks=[pytest.mark.full] * ((settings, other) != QUICK))
+        for settings in ("all", "last_layer")
+        for other in OTHERS
+    ],
+    indirect=["stopped"],
+    scope="module",
+)
 def test_goes_on_at_another_layout(other: str, stopped: Any, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     settings, run, norms, expected = stopped
     shutil.copytree(run, tmp_path / "run")

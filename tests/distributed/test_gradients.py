@@ -92,7 +92,7 @@ def kto_step(
     return loss, dict(metrics)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module")
 def oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, dict[str, float], Any]:
@@ -152,7 +152,27 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {
+    ("llama", "one_rank"),
+    ("llama", "micro_batch_4"),
+    ("llama", "recompute"),
+    ("llama", "tp2"),
+    ("llama", "pp2"),
+    ("llama", "tp2_pp2_sequence_parallel"),
+    ("qwen2", "dp2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("oracle", "case"),
+    [
+        pytest.param(family, case, id=f"{family}-{case}", marks=[pytest.mark.full] * ((family, case) not in QUICK))
+        for family in ("llama", "qwen2")
+        for case in CASES
+    ],
+    indirect=["oracle"],
+    scope="module",
+)
 def test_every_gradient(
     case: str, oracle: tuple[Path, Path, dict[str, float], Any], ranks: RankPool, tmp_path: Path
 ) -> None:

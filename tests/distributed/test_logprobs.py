@@ -67,12 +67,45 @@ def gathered(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return logps, hidden_grad, torch.cat([torch.tensor(result[2], dtype=torch.float64) for result in results])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK_SIZES = [1, 4, 22, 23, 1000]
+Problem = tuple[torch.dtype, int, int, int, bool]
+Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def every_problem() -> list[Problem]:
+    """Arguments of ``on_a_rank``: each dtype and vocabulary in chunks of 7, and the first vocabulary in other chunks."""
+    in_sevens = [(dtype, rows, vocab, 7, True) for dtype in DTYPES.values() for vocab, rows in VOCABS.values()]
+    return [*in_sevens, *((torch.float32, 104, VOCAB, size, True) for size in CHUNK_SIZES)]
+
+
+def on_a_rank_for_each(problems: list[Problem]) -> list[Any]:
+    return [on_a_rank(*arguments) for arguments in problems]
+
+
+@pytest.fixture(scope="module")
+def answers(ranks: RankPool) -> Callable[[int], dict[Problem, Gathered]]:
+    """Number of tensor-parallel ranks -> what they say of each problem, asked in one job."""
+    known: dict[int, dict[Problem, Gathered]] = {}
+
+    def get(tensor_parallel: int) -> dict[Problem, Gathered]:
+        if tensor_parallel not in known:
+            of_ranks = ranks.run(tensor_parallel, on_a_rank_for_each, every_problem())
+            known[tensor_parallel] = {
+                arguments: gathered(list(results))
+                for arguments, results in zip(every_problem(), zip(*of_ranks, strict=True), strict=True)
+            }
+        return known[tensor_parallel]
+
+    return get
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("vocabulary", VOCABS)
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
-def test_values_and_gradients(ranks: RankPool, dtype: torch.dtype, vocabulary: str, tensor_parallel: int) -> None:
+def test_values_and_gradients(answers: Any, dtype: torch.dtype, vocabulary: str, tensor_parallel: int) -> None:
     vocab, rows = VOCABS[vocabulary]
-    logps, hidden_grad, weight_grad = gathered(ranks.run(tensor_parallel, on_a_rank, dtype, rows, vocab, 7, True))
+    logps, hidden_grad, weight_grad = answers(tensor_parallel)[dtype, rows, vocab, 7, True]
     true_logps, true_hidden_grad, true_weight_grad = expected(dtype, rows=rows, vocab=vocab)
     # bf16 on CPU rounds the product of the matrices to 8 bits; nothing after it is rounded but the gradients
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
@@ -91,10 +124,10 @@ def test_a_hidden_gradient_that_is_summed_elsewhere(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("chunk_size", [1, 4, 22, 23, 1000])
-def test_the_chunk_size_changes_nothing(ranks: RankPool, tensor_parallel: int, chunk_size: int) -> None:
-    whole = gathered(ranks.run(tensor_parallel, on_a_rank, torch.float32, 104, VOCAB, NUM_TOKENS, True))
-    chunked = gathered(ranks.run(tensor_parallel, on_a_rank, torch.float32, 104, VOCAB, chunk_size, True))
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_the_chunk_size_changes_nothing(answers: Any, tensor_parallel: int, chunk_size: int) -> None:
+    whole = answers(tensor_parallel)[torch.float32, 104, VOCAB, NUM_TOKENS, True]
+    chunked = answers(tensor_parallel)[torch.float32, 104, VOCAB, chunk_size, True]
     for one, other in zip(chunked, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
 

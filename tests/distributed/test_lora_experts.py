@@ -172,8 +172,17 @@ def one_rank(ranks: RankPool) -> tuple[list[float], dict[str, Any], set[str], di
     return ranks.run(1, train_mixture, 1, 1, False)[0]
 
 
-@pytest.mark.parametrize(("tensor_parallel", "expert_parallel"), [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+@pytest.mark.parametrize(
+    ("tensor_parallel", "expert_parallel", "distributed"),
+    [
+        pytest.param(1, 2, True, id="ep2-distributed"),
+        pytest.param(2, 2, False, id="tp2-ep2-replicated"),
+        pytest.param(1, 1, False, id="replicated", marks=pytest.mark.full),
+        pytest.param(1, 1, True, id="distributed", marks=pytest.mark.full),
+        pytest.param(1, 2, False, id="ep2-replicated", marks=pytest.mark.full),
+        pytest.param(2, 2, True, id="tp2-ep2-distributed", marks=pytest.mark.full),
+    ],
+)
 def test_experts_shared_out_over_ranks(
     tensor_parallel: int, expert_parallel: int, distributed: bool, ranks: RankPool, one_rank: Any
 ) -> None:

@@ -47,33 +47,47 @@ def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_p
     return lambda algorithm: Job(ranks, tiny_llama, rows[algorithm], tmp_path, algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["kto", "dpo"])
-@pytest.mark.parametrize("adapters", [[], LORA], ids=["full", "lora"])
-def test_every_mode_gives_one_trajectory(algorithm: str, adapters: list[str], job: Callable[[str], Job]) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "adapters", "steps"),
+    [
+        pytest.param("kto", LORA, 5, id="kto-lora"),
+        pytest.param("dpo", [], 3, id="dpo-full"),
+        *(
+            pytest.param(algorithm, adapters, 10, id=f"{algorithm}-{name}-long", marks=pytest.mark.full)
+            for algorithm in ("kto", "dpo")
+            for name, adapters in (("full", []), ("lora", LORA))
+        ),
+    ],
+)
+def test_every_mode_gives_one_trajectory(algorithm: str, adapters: list[str], steps: int, job: Callable[[str], Job]) -> None:
     run = job(algorithm)
-    swapped = run(*adapters)
-    assert_same(run(*adapters, CACHED), swapped)
+    overrides = [*adapters, f"trainer.{algorithm}.max_steps={steps}"]
+    swapped = run(*overrides)
+    assert_same(run(*overrides, CACHED), swapped, steps=steps)
     if adapters:
-        assert_same(run(*adapters, "model.reference.mode=adapter"), swapped)
+        assert_same(run(*overrides, "model.reference.mode=adapter"), swapped, steps=steps)
 
 
-def test_a_cache_serves_other_runs_and_layouts(job: Callable[[str], Job]) -> None:
-    run = job("kto")
-    swapped = run()
-    assert_same(run(CACHED, "model.pipeline_model_parallel_size=2", world_size=2), swapped)
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
+def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
+    """In ten steps, the rows of the second epoch with KL rows of their own as well."""
+    length, run = f"trainer.kto.max_steps={steps}", job("kto")
+    swapped = run(length)
+    assert_same(run(CACHED, length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)
     written = [(part, part.stat().st_mtime_ns) for part in run.parts()]
     assert written
-    assert_same(run(CACHED, world_size=2), swapped)
+    assert_same(run(CACHED, length, world_size=2), swapped, steps=steps)
     # the values are those that another layout rounded, so that policy and reference are not one to the last bit
-    assert_same(run(CACHED, "model.tensor_model_parallel_size=2", world_size=2), swapped, first=1e-4)
-    run(CACHED, "model.kto.ref_policy_kl_penalty=0.7", "model.optim.lr=1e-4")
+    tp2 = run(CACHED, length, "model.tensor_model_parallel_size=2", world_size=2)
+    assert_same(tp2, swapped, steps=steps, first=1e-4)
+    run(CACHED, length, "model.kto.ref_policy_kl_penalty=0.7", "model.optim.lr=1e-4")
     assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all rows were known"
-    run(CACHED, "model.seed=99")  # other pairs for KL rows, the same samples
+    run(CACHED, length, "model.seed=99")  # other pairs for KL rows, the same samples
     assert len(run.parts()) == len(written) + 1
 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
-    """On a rank: rows that the model was asked about without gradient, before training and in a run of ten steps."""
+    """On a rank: rows that the model was asked about without gradient, before training and in a run of seven steps."""
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from nemo_kto.models.optimizer import build_optimizer
 
@@ -91,7 +105,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MegatronGPTModel, "row_logprobs", counted)
         patch.setattr("nemo_kto.launch.build.build_optimizer", noted)
-        train(model, rows, folder, 1, ["trainer.kto.limit_val_batches=0", *overrides])
+        train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], asked[0] - before_training[0]]
 
 
@@ -103,7 +117,7 @@ def test_the_reference_is_asked_once_and_before_the_optimizer_exists(
         (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
         return list(counts)
 
-    samples = kl_rows = 10 * 16  # two epochs: 96 samples once, and 64 of them again, with KL rows of their own
+    samples = kl_rows = 7 * 16  # into a second epoch: 96 samples once, and 16 of them again, with KL rows of their own
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
     assert passes(2, CACHED) == [96 + kl_rows, kl_rows]
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
@@ -122,19 +136,25 @@ def test_rows_of_one_kind(job: Callable[[str], Job], tmp_path: Path) -> None:
         assert not [name for name in steps[1] if absent in name or "margin" in name]
 
 
-@pytest.mark.parametrize("mode", ["swap", "cached"])
+@pytest.mark.parametrize("mode", [pytest.param("swap", marks=pytest.mark.full), "cached"])
 def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", seed=3)
-    run = job("dpo")
-    same = run(f"model.reference.mode={mode}", f"model.reference.restore_from_path={run.model}")
-    assert_same(same, run())
-    steps = run(f"model.reference.mode={mode}", f"model.reference.restore_from_path={other}")
+    run, short = job("dpo"), "trainer.dpo.max_steps=3"
+    same = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={run.model}")
+    assert_same(same, run(short), steps=3)
+    steps = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={other}")
     assert abs(steps[0]["train/rewards_all_mean"]) > 0.1
     if mode == "cached":
-        assert_same(steps, run(f"model.reference.restore_from_path={other}"))
+        assert_same(steps, run(short, f"model.reference.restore_from_path={other}"), steps=3)
 
 
-def test_adapters_that_come_trained_are_the_reference(job: Callable[[str], Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [pytest.param(("adapter",), id="adapter"), pytest.param(("swap", "cached"), id="others", marks=pytest.mark.full)],
+)
+def test_adapters_that_come_trained_are_the_reference(
+    modes: tuple[str, ...], job: Callable[[str], Job], tmp_path: Path
+) -> None:
     run = job("dpo")
     run(*LORA, "export.enabled=true", f"export.path={tmp_path / 'hf'}", folder=tmp_path / "first")
     (checkpoint,) = (tmp_path / "first" / "checkpoints").iterdir()
@@ -142,11 +162,14 @@ def test_adapters_that_come_trained_are_the_reference(job: Callable[[str], Job],
         "checkpoint": f"pretrained_checkpoint.restore_from_path={checkpoint}",
         "folder": f"model.peft.restore_from_path={tmp_path / 'first' / 'adapter'}",
     }
-    runs = [
+    runs = [run(*LORA, sources["checkpoint"], "model.reference.mode=adapter")]
+    runs += [
         run(*LORA, source, f"model.reference.mode={mode}")
-        for source in sources.values()
-        for mode in ("adapter", "swap", "cached")
+        for name, source in sources.items()
+        for mode in modes
+        if (name, mode) != ("checkpoint", "adapter")
     ]
+    assert len(runs) == (2 if len(modes) == 1 else 5)
     for steps in runs:
         assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert_same(steps, runs[0])
@@ -159,20 +182,26 @@ def test_another_model_of_another_shape_is_refused(job: Callable[[str], Job], tm
 
 
 def test_a_moving_reference(job: Callable[[str], Job]) -> None:
-    run = job("dpo")
-    stays = run()
-    replaced = run("model.reference.sync_interval=5", "model.reference.sync_alpha=1.0")
-    for step in range(5):
+    run, short = job("dpo"), "trainer.dpo.max_steps=3"
+    stays = run(short)
+    replaced = run(short, "model.reference.sync_interval=2", "model.reference.sync_alpha=1.0")
+    for step in range(2):
         assert replaced[step]["train/loss"] == stays[step]["train/loss"]
-    assert replaced[5]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
-    assert stays[5]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
-    moved = run("model.reference.sync_interval=5", "model.reference.sync_alpha=0.5")
-    assert_same(run("model.reference.sync_interval=5", "model.reference.sync_alpha=0.5", world_size=2), moved)
+    assert replaced[2]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
+    assert stays[2]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
+    moving = (short, "model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
+    moved = run(*moving)
+    assert abs(moved[2]["train/rewards_all_mean"]) > 1e-4
+    assert moved[2]["train/rewards_all_mean"] != pytest.approx(stays[2]["train/rewards_all_mean"], rel=1e-2)
+    assert_same(run(*moving, world_size=2), moved, steps=3)
 
 
 def test_a_run_with_a_moving_reference_goes_on_exactly(job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
-    moving: tuple[Any, ...] = ("model.reference.sync_interval=3", "model.reference.sync_alpha=0.5")
+    moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
     whole = run(*moving)
-    run(*moving, "trainer.dpo.max_steps=5", folder=tmp_path / "halves")
-    assert run(*moving, folder=tmp_path / "halves")[5:] == whole[5:]
+    run(*moving, "trainer.dpo.max_steps=3", folder=tmp_path / "halves")
+    assert len(trajectory(tmp_path / "halves")) == 3
+    both = run(*moving, folder=tmp_path / "halves")
+    assert len(both) == len(whole) == 5
+    assert both[3:] == whole[3:]

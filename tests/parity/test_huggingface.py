@@ -40,7 +40,10 @@ def expected(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
     return {name: hf_models.transformers_logits(folder) for name, folder in folders.items()}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.full] * (name not in ("tp1", "tp2", "pp2"))) for name in LAYOUTS],
+)
 def outcome(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
 ) -> tuple[list[Any], Path]:
@@ -91,7 +94,9 @@ def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], ex
     assert not any(file.name.startswith("part-") for file in folder.iterdir())
 
 
-@pytest.fixture(scope="module", params=["tp1", "tp2-pp2", "tp2-sp", "tp4"])
+@pytest.fixture(
+    scope="module", params=["tp1", *(pytest.param(name, marks=pytest.mark.full) for name in ("tp2-pp2", "tp2-sp", "tp4"))]
+)
 def gradients(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
 ) -> tuple[list[Any], Path]:

@@ -159,7 +159,9 @@ def test_source_of_an_export_must_be_a_model(ranks: Any, model: Path, tmp_path: 
         assert f"but {tmp_path / 'nothing'} has no config.json" in message
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, Layout(tensor=2, pipeline=2)])
+@pytest.mark.parametrize(
+    "layout", [TP2, *(pytest.param(layout, marks=pytest.mark.full) for layout in (PP2, Layout(tensor=2, pipeline=2)))]
+)
 def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_no_folder(
     ranks: Any, sharded_model: Path, tmp_path: Path, layout: Layout
 ) -> None:
@@ -170,7 +172,13 @@ def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(TP2, Layout()), (Layout(), TP2), (TP2, Layout(tensor=4)), (Layout(tensor=2, pipeline=2), PP2)]
+    ("saved", "loaded"),
+    [
+        (TP2, Layout()),
+        (Layout(), TP2),
+        pytest.param(TP2, Layout(tensor=4), marks=pytest.mark.full),
+        pytest.param(Layout(tensor=2, pipeline=2), PP2, marks=pytest.mark.full),
+    ],
 )
 def test_padding_differs_between_layouts_in_a_distributed_checkpoint(
     ranks: Any, sharded_model: Path, tmp_path: Path, saved: Layout, loaded: Layout

@@ -121,7 +121,10 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {name: root / name for name in SETTINGS}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.full] * (name not in ("tp1", "tp2"))) for name in LAYOUTS],
+)
 def outcome(
     request: pytest.FixtureRequest, ranks: Any, folders: Any, adapters: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[dict[str, Any]], Path]:

@@ -127,8 +127,14 @@ def compare(
                 assert our_step[f"train/{our_name}"] == expected, their_name
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize(
+    ("loss", "tensor_parallel"),
+    [
+        ("sigmoid", 2),
+        ("ipo", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("sigmoid", 1), ("hinge", 1), ("hinge", 2), ("ipo", 2))),
+    ],
+)
 def test_whole_steps(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
 ) -> None:
