@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def names(document: Path) -> str:
     return document.relative_to(REPOSITORY).as_posix()
 
 
+@cache
 def known_keys() -> set[str]:
     sources = [compose.Source(algorithm.config_name) for algorithm in ALGORITHMS.values()]
     return {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}

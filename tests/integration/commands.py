@@ -1,4 +1,4 @@
-"""Run the commands of the package in new processes, with a job that needs no model in place of the training."""
+"""Run the commands of the package in processes of their own, with a job that needs no model in place of the training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from nemo_kto.launch.schema import ALGORITHMS
+from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
@@ -63,6 +68,57 @@ def environment(*before: Path) -> dict[str, str]:
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 
 
-def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """The finished process with its output; waits until every process that holds the output has ended."""
+# What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
+_IMPORTED = ("hydra", "nemo_kto.launch.validate", "nemo_kto.launch.compose", "nemo_kto.launch.ranks", "nemo_kto.launch.keys")
+_IMPORTED += ("torch.distributed.launcher.api", "psutil")
+# What training imports besides.
+TRAINING = ("nemo_kto.launch.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
+TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "pytorch_lightning.loggers")
+
+
+def of_every_algorithm(quick: str) -> pytest.MarkDecorator:
+    """The argument ``name``: of one algorithm by default, and of all with ``--matrix=full``."""
+    names = [name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in ALGORITHMS]
+    return pytest.mark.parametrize("name", names)
+
+
+def start(
+    command: list[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    output: int,
+    errors: int,
+    fork_ranks: bool = True,
+    preload: tuple[str, ...] = (),
+) -> forked.Process:
+    """Start one of these commands; its output goes to the files of these numbers."""
+    assert command[0] == sys.executable
+    preload = (*_IMPORTED, *preload)
+    return forked.Process(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, stdout=output, stderr=errors)
+
+
+def run(
+    command: list[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    fork_ranks: bool = True,
+    preload: tuple[str, ...] = (),
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """The finished process with its output; waits until every process that holds the output has ended.
+
+    A Python is forked from one that has imported what is needed, and its ranks are too unless told otherwise.
+    """
+    if command[0] != sys.executable:
+        return run_anew(command, cwd=cwd, env=env, timeout=timeout)
+    preload = (*_IMPORTED, *preload)
+    return forked.run(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, timeout=timeout)
+
+
+def run_anew(
+    command: list[str], *, cwd: Path, env: dict[str, str], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """The same with an interpreter that begins with nothing, which takes seconds."""
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,9 +16,7 @@ import yaml
 import nemo_kto
 from nemo_kto.launch import keys
 from nemo_kto.launch.schema import ALGORITHMS, Algorithm
-from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, pretend, run
-
-of_every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
@@ -47,10 +44,10 @@ def ended(process_id: int) -> bool:
     return False
 
 
-@of_every_algorithm
+@of_every_algorithm("kto")
 def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
-    done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env)
+    done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env, fork_ranks=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ("0", "1"):
@@ -78,18 +75,18 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     ]
 
 
-@of_every_algorithm
+@of_every_algorithm("dpo")
 def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
-    done = run([*torchrun, *GOOD], cwd=tmp_path, env=env)
+    done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):
         told = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
         assert (told["rank"], told["algorithm"], told["WORLD_SIZE"]) == (rank, name, "2")
 
 
-@of_every_algorithm
+@of_every_algorithm("kto")
 def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, "print('rank', rank, cfg.algorithm.name)")
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
@@ -98,7 +95,7 @@ def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Pat
     assert again.stderr == "nemo-kto: model.seed was 1234 when this was last started, and is 7\n"
 
 
-@of_every_algorithm
+@of_every_algorithm("dpo")
 def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
@@ -140,37 +137,44 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status: int) -> None:
     env = pretend(tmp_path, "open(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(300)")
-    command = [*CLI, "kto", *GOOD, "trainer.devices=2"]
-    # A shell in the background hands SIGINT down as ignored; here it is as on a terminal.
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=env,
-        text=True,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    with (tmp_path / "said").open("w") as said:
+        command = [*CLI, "kto", *GOOD, "trainer.devices=2"]
+        process = start(command, cwd=tmp_path, env=env, output=said.fileno(), errors=said.fileno())
     files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
     deadline = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (status, "")
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    assert process.wait(timeout=30) == status
+    assert (tmp_path / "said").read_text() == ""
     for file in files:
         assert ended(int(file.read_text()))
 
 
-@of_every_algorithm
+@pytest.mark.full
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
-    done = run([*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"], cwd=tmp_path, env=env)
+    command = [*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"]
+    done = run_anew(command, cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     for number, seed in enumerate((1, 2)):
-        told = json.loads((tmp_path / f"rank1-{seed}.json").read_text())
-        folder = str(tmp_path / "results" / f"gpt_{name}" / str(number))
-        assert (told["run"], told["export"]) == (folder, f"{folder}/hf")
-        assert yaml.safe_load((Path(folder) / "config.yaml").read_text())["model"]["seed"] == seed
+        assert_run_folder_of_a_job(tmp_path, name, number, seed)
+
+
+def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
+    """As above, with one job."""
+    env = pretend(tmp_path, TELL)
+    done = run([*CLI, "dpo", *GOOD, "--multirun", "model.seed=5", "trainer.devices=2"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
+
+
+def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
+    told = json.loads((folder / f"rank1-{seed}.json").read_text())
+    own = str(folder / "results" / f"gpt_{name}" / str(number))
+    assert (told["run"], told["export"]) == (own, f"{own}/hf")
+    assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
 
 
 def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
@@ -180,6 +184,10 @@ def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
     swept = ["--multirun", f"model.dpo.preference_loss={losses}", "model.dpo.sft_loss_weight=0.5"]
     done = run([*CLI, "dpo", *GOOD, *swept], cwd=tmp_path, env=env)
     assert (done.stdout, done.stderr) == ("".join(f"{loss} 0.5\n" for loss in losses.split(",")), "")
+    for number, loss in enumerate(losses.split(",")):
+        saved = yaml.safe_load((tmp_path / f"results/gpt_dpo/{number}/config.yaml").read_text())
+        assert saved["model"]["dpo"]["preference_loss"] == loss
+        assert saved["exp_manager"]["explicit_log_dir"] == str(tmp_path / f"results/gpt_dpo/{number}")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -204,7 +212,7 @@ def test_flags_that_only_show(tmp_path: Path, algorithm: Algorithm) -> None:
 
 def test_version_help_and_export(tmp_path: Path) -> None:
     env = pretend(tmp_path, "pass")
-    assert run([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
+    assert run_anew([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
     helped = run(CLI, cwd=tmp_path, env=env).stdout
     for name in ALGORITHMS:
         assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
@@ -217,7 +225,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert alone.stdout == "export results out as adapters\n"
 
 
-@of_every_algorithm
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -> None:
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)

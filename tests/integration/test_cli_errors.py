@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch.schema import ALGORITHMS
-from tests.integration.commands import CLI, GOOD, REPOSITORY, pretend, run
+from tests.integration.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
 
 # ALGORITHM stands for the name of each.
 WRONG = [
@@ -48,7 +48,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@of_every_algorithm("kto")
 def test_all_mistakes_at_once(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     before = sorted(tmp_path.iterdir())
@@ -61,19 +61,31 @@ def test_all_mistakes_at_once(tmp_path: Path, name: str) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+TOO_FEW = (
+    "nemo-kto: 2 mistakes in the configuration, nothing was started\n"
+    "  model.seeds is not a key of the configuration, got model.seeds=1; did you mean model.seed?\n"
+    "  trainer.devices must fit the ranks that were started (trainer.num_nodes * trainer.devices = 1 * 4 = 4), got 2; "
+    "start 4 ranks or set trainer.num_nodes and trainer.devices to what you started\n"
+)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
-    done = run([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
+    done = run_anew([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert done.returncode != 0
     assert done.stderr.count("nothing was started") == 1
-    assert (
-        "nemo-kto: 2 mistakes in the configuration, nothing was started\n"
-        "  model.seeds is not a key of the configuration, got model.seeds=1; did you mean model.seed?\n"
-        "  trainer.devices must fit the ranks that were started (trainer.num_nodes * trainer.devices = 1 * 4 = 4), got 2; "
-        "start 4 ranks or set trainer.num_nodes and trainer.devices to what you started\n"
-    ) in done.stderr
+    assert TOO_FEW in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, TOO_FEW), (1, "")])
+def test_the_first_rank_speaks_for_all(tmp_path: Path, rank: int, said: str) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = run([*CLI, "kto", *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_what_must_be_given_and_machines_that_are_not_there(tmp_path: Path) -> None:

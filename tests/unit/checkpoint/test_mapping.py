@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_kto.checkpoint.mapping import wanted_weights
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import FAMILIES
+from nemo_kto.models.families import FAMILIES, Row
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, cut, segments, split_dimension
 
@@ -39,28 +41,54 @@ def architecture(
     )
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 3, 4])
-@pytest.mark.parametrize(("heads", "groups"), [(6, 3), (8, 2), (5, 1), (9, 9)])
-@pytest.mark.parametrize("row", FAMILIES["Qwen3ForCausalLM"].rows, ids=lambda row: row.ours)
-def test_every_value_has_one_place(row, tensor_parallel: int, heads: int, groups: int) -> None:
+DIVIDED = [row for row in FAMILIES["Qwen3ForCausalLM"].rows if split_dimension(row) is not None]
+
+
+def test_the_weights_that_are_divided_are_these() -> None:
+    divided = {row.ours.removeprefix("decoder.layers.{layer}.") for row in DIVIDED}
+    layer = {"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight"}
+    layer |= {"mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight"}
+    assert divided == layer | {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def assert_every_value_has_one_place(row: Row, *, tensor_parallel: int, heads: int, groups: int) -> None:
+    case = f"{row.ours}: {heads} heads in {groups} groups on {tensor_parallel} ranks"
     model = architecture(tensor_parallel=tensor_parallel, heads=heads, groups=groups)
     dimension = split_dimension(row)
-    if dimension is None:
-        return
+    assert dimension is not None
     parts = segments(row, model)
     total = sum(part.length for part in parts)
-    assert total % tensor_parallel == 0
+    assert total % tensor_parallel == 0, case
     counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in row.theirs.values()]
     length = total // tensor_parallel
     for rank in range(tensor_parallel):
         covered = 0
         for offset, part in cut(parts, start=rank * length, length=length):
-            assert offset == covered
+            assert offset == covered, case
             covered += part.length
             if part.source is not None:
                 counts[part.source][part.start : part.start + part.length] += 1
-        assert covered == length
-    assert all((count == 1).all() for count in counts)
+        assert covered == length, case
+    assert all((count == 1).all() for count in counts), case
+
+
+def test_every_value_has_one_place() -> None:
+    """Two and four heads to a group, one group for all and one for each, whether the ranks divide them or not."""
+    shapes = [(6, 3), (8, 2), (5, 1), (9, 9)]
+    for row, tensor_parallel, (heads, groups) in product(DIVIDED, (1, 2, 3, 4), shapes):
+        assert_every_value_has_one_place(row, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=100)
+@given(
+    row=st.sampled_from(DIVIDED),
+    tensor_parallel=st.sampled_from([1, 2, 3, 4, 6, 8]),  # which divide the feed-forward channels
+    groups=st.integers(1, 12),
+    heads_in_group=st.integers(1, 5),
+)
+def test_every_value_has_one_place_at_any_size(row: Row, tensor_parallel: int, groups: int, heads_in_group: int) -> None:
+    heads = groups * heads_in_group
+    assert_every_value_has_one_place(row, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
 
 
 def test_query_heads_lie_beside_their_key_and_value() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 from nemo_kto.launch import compose
 from nemo_kto.launch.schema import ALGORITHMS, KTO, Algorithm, RunConfig
@@ -18,6 +22,30 @@ class Load(Protocol):
     def __call__(self, *overrides: str, algorithm: Algorithm = KTO) -> RunConfig: ...
 
 
+@cache
+def _composed(config_name: str) -> DictConfig:
+    return compose.load(source=compose.Source(config_name))
+
+
+def composed(overrides: Sequence[str], algorithm: Algorithm) -> DictConfig:
+    """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
+
+    Hydra's own last step is what is done here: overrides of values are applied to what the files give. It cannot choose
+    other files (``hardware=cpu``).
+    """
+    config = _composed(algorithm.config_name).copy()
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), config)
+    return config
+
+
+def typed(overrides: Sequence[str], algorithm: Algorithm) -> RunConfig:
+    """The typed configuration of overrides that are right by their types."""
+    config, problems = compose.to_config(composed(overrides, algorithm))
+    assert problems == []
+    assert config is not None
+    return config
+
+
 def of(algorithm: Algorithm, texts: Sequence[str]) -> list[str]:
     """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
     return [text.replace("ALGORITHM", algorithm.name) for text in texts]
@@ -26,6 +54,13 @@ def of(algorithm: Algorithm, texts: Sequence[str]) -> list[str]:
 @pytest.fixture(params=ALGORITHMS.values(), ids=ALGORITHMS)
 def algorithm(request: pytest.FixtureRequest) -> Algorithm:
     """One after the other."""
+    found: Algorithm = request.param
+    return found
+
+
+@pytest.fixture(params=[each for each in ALGORITHMS.values() if each is not KTO], ids=lambda each: each.name)
+def other(request: pytest.FixtureRequest) -> Algorithm:
+    """Each but KTO, for which the tables are gone through one entry after the other."""
     found: Algorithm = request.param
     return found
 
@@ -50,10 +85,6 @@ def load(good: list[str]) -> Load:
     """What makes a typed configuration of overrides."""
 
     def get(*overrides: str, algorithm: Algorithm = KTO) -> RunConfig:
-        source = compose.Source(algorithm.config_name)
-        config, problems = compose.to_config(compose.load([*good, *overrides], source=source))
-        assert problems == []
-        assert config is not None
-        return config
+        return typed([*good, *overrides], algorithm)
 
     return get

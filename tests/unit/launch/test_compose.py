@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_kto.launch import compose
 from nemo_kto.launch.schema import DPO, KTO, Algorithm
-from tests.unit.launch.conftest import of
+from tests.unit.launch.conftest import composed, of
 
 
 def source_of(algorithm: Algorithm) -> compose.Source:
@@ -19,79 +19,131 @@ def source_of(algorithm: Algorithm) -> compose.Source:
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    "overrides",
     [
-        (
-            "model.micro_batchsize=2",
-            "model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; "
-            "did you mean model.micro_batch_size?",
-        ),
-        (
-            "trainer.max_epochs=3",
-            "trainer.max_epochs is not a key of the configuration, got trainer.max_epochs=3; "
-            "did you mean trainer.ALGORITHM.max_epochs?",
-        ),
-        (
-            "optim.name=sgd",
-            "optim.name is not a key of the configuration, got optim.name=sgd; did you mean model.optim.name?",
-        ),
-        ("warmup=3", "warmup is not a key of the configuration, got warmup=3; `nemo-kto ALGORITHM --help` lists all keys"),
-        (
-            "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads
-            "model.seeds is not a key of the configuration, got +model.seeds=3; did you mean model.seed?",
-        ),
-        (
-            "++model.optim.sched.warmup=3",
-            "model.optim.sched.warmup is not a key of the configuration, got ++model.optim.sched.warmup=3; "
-            "did you mean model.optim.sched.warmup_steps?",
-        ),
-        ("model.micro_batch_size=two", "model.micro_batch_size must be a whole number, got 'two'"),
-        ("model.micro_batch_size='2x'", "model.micro_batch_size must be a whole number, got '2x'"),
-        ("model.micro_batch_size=2.5", "model.micro_batch_size must be a whole number, got 2.5"),
-        ("model.micro_batch_size=true", "model.micro_batch_size must be a whole number, got true"),
-        ("model.seed=null", "model.seed must be a whole number, got null"),
-        ("model.optim.lr=fast", "model.optim.lr must be a number, got 'fast'"),
-        ("model.optim.betas=[0.9,x]", "model.optim.betas must be a list of numbers, got [0.9, 'x']"),
-        ("model.sequence_parallel=maybe", "model.sequence_parallel must be true or false, got 'maybe'"),
-        (
-            "trainer.ALGORITHM.val_check_interval=often",
-            "trainer.ALGORITHM.val_check_interval must be a number, got 'often'",
-        ),
-        ("model.ALGORITHM.sft_loss_weight=some", "model.ALGORITHM.sft_loss_weight must be a number, got 'some'"),
-        ("model.reference.sync_interval=1.5", "model.reference.sync_interval must be a whole number, got 1.5"),
-        ("model.reference.restore_from_path=[a]", "model.reference.restore_from_path must be a text or null, got ['a']"),
-        ("model.peft.peft_scheme=null", "model.peft.peft_scheme must be a text, got null"),
-        (
-            "model.peft.lora_tuning.target_modules=q_proj",
-            "model.peft.lora_tuning.target_modules must be a list of texts, got 'q_proj'",
-        ),
-        (
-            "model.peft.lora_tuning.layer_selection=[1,x]",
-            "model.peft.lora_tuning.layer_selection must be a list of whole numbers or null, got [1, 'x']",
-        ),
-        ("trainer.devices=[1]", "trainer.devices must be a whole number or a text, got [1]"),
-        (
-            "model.optim.sched=cosine",
-            "model.optim.sched must be a section with the keys name, warmup_steps, min_lr, got 'cosine'",
-        ),
-        ("hardware=tpu", "hardware must be one of cpu, gpu_node, got tpu"),
-        ("~model.seed", "model.seed cannot be deleted, got ~model.seed; set it to another value"),
-        ("model.seed", "model.seed must be written KEY=VALUE, got model.seed"),
-        (
-            "model.seed=1,2",
-            "model.seed must have one value, got model.seed=1,2; write [a,b] for a list, or add --multirun for a sweep",
-        ),
-        (
-            "model.data.data_prefix=a b=c",
-            "model.data.data_prefix has a value that cannot be read, got model.data.data_prefix=a b=c; "
-            "put it in quotes: 'model.data.data_prefix=\"...\"'",
-        ),
+        [],
+        [
+            "model.seed=7",
+            "model.data.data_prefix={train: [a], validation: [0.5, b], test: []}",
+            "model.optim.betas=[0,0.5]",
+            "trainer.precision=32",
+            "model.optim.lr=nan",
+            "model.reference.restore_from_path=null",
+            "exp_manager.explicit_log_dir=''",
+            "model.peft.lora_tuning.layer_selection=[1,30]",
+            "trainer.devices=all",
+        ],
     ],
+    ids=["none", "many"],
 )
+def test_the_short_way_of_the_tables_gives_what_composing_gives(algorithm: Algorithm, overrides: list[str]) -> None:
+    slow, fast = compose.load(overrides, source=source_of(algorithm)), composed(overrides, algorithm)
+    assert compose.algorithm_of(fast) is compose.algorithm_of(slow) is algorithm
+    assert OmegaConf.to_yaml(fast) == OmegaConf.to_yaml(slow)  # nan is not equal to itself
+    assert str(compose.to_config(fast)) == str(compose.to_config(slow))
+
+
+def test_the_short_way_keeps_the_types() -> None:
+    with pytest.raises(HydraException, match=r"Error merging override model\.seed=x"):
+        composed(["model.seed=x"], KTO)
+    with pytest.raises(HydraException, match=r"Could not override 'model\.seeds'"):
+        composed(["model.seeds=3"], KTO)
+    assert composed([], KTO).model.seed == 1234
+
+
+# An override of any algorithm and what is said of it.
+WRONG = [
+    (
+        "model.micro_batchsize=2",
+        "model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; "
+        "did you mean model.micro_batch_size?",
+    ),
+    (
+        "trainer.max_epochs=3",
+        "trainer.max_epochs is not a key of the configuration, got trainer.max_epochs=3; "
+        "did you mean trainer.ALGORITHM.max_epochs?",
+    ),
+    (
+        "optim.name=sgd",
+        "optim.name is not a key of the configuration, got optim.name=sgd; did you mean model.optim.name?",
+    ),
+    ("warmup=3", "warmup is not a key of the configuration, got warmup=3; `nemo-kto ALGORITHM --help` lists all keys"),
+    (
+        "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads
+        "model.seeds is not a key of the configuration, got +model.seeds=3; did you mean model.seed?",
+    ),
+    (
+        "++model.optim.sched.warmup=3",
+        "model.optim.sched.warmup is not a key of the configuration, got ++model.optim.sched.warmup=3; "
+        "did you mean model.optim.sched.warmup_steps?",
+    ),
+    ("model.micro_batch_size=two", "model.micro_batch_size must be a whole number, got 'two'"),
+    ("model.micro_batch_size='2x'", "model.micro_batch_size must be a whole number, got '2x'"),
+    ("model.micro_batch_size=2.5", "model.micro_batch_size must be a whole number, got 2.5"),
+    ("model.micro_batch_size=true", "model.micro_batch_size must be a whole number, got true"),
+    ("model.seed=null", "model.seed must be a whole number, got null"),
+    ("model.optim.lr=fast", "model.optim.lr must be a number, got 'fast'"),
+    ("model.optim.betas=[0.9,x]", "model.optim.betas must be a list of numbers, got [0.9, 'x']"),
+    ("model.sequence_parallel=maybe", "model.sequence_parallel must be true or false, got 'maybe'"),
+    (
+        "trainer.ALGORITHM.val_check_interval=often",
+        "trainer.ALGORITHM.val_check_interval must be a number, got 'often'",
+    ),
+    ("model.ALGORITHM.sft_loss_weight=some", "model.ALGORITHM.sft_loss_weight must be a number, got 'some'"),
+    ("model.reference.sync_interval=1.5", "model.reference.sync_interval must be a whole number, got 1.5"),
+    ("model.reference.restore_from_path=[a]", "model.reference.restore_from_path must be a text or null, got ['a']"),
+    ("model.peft.peft_scheme=null", "model.peft.peft_scheme must be a text, got null"),
+    (
+        "model.peft.lora_tuning.target_modules=q_proj",
+        "model.peft.lora_tuning.target_modules must be a list of texts, got 'q_proj'",
+    ),
+    (
+        "model.peft.lora_tuning.layer_selection=[1,x]",
+        "model.peft.lora_tuning.layer_selection must be a list of whole numbers or null, got [1, 'x']",
+    ),
+    ("trainer.devices=[1]", "trainer.devices must be a whole number or a text, got [1]"),
+    (
+        "model.optim.sched=cosine",
+        "model.optim.sched must be a section with the keys name, warmup_steps, min_lr, got 'cosine'",
+    ),
+    ("hardware=tpu", "hardware must be one of cpu, gpu_node, got tpu"),
+    ("~model.seed", "model.seed cannot be deleted, got ~model.seed; set it to another value"),
+    ("model.seed", "model.seed must be written KEY=VALUE, got model.seed"),
+    (
+        "model.seed=1,2",
+        "model.seed must have one value, got model.seed=1,2; write [a,b] for a list, or add --multirun for a sweep",
+    ),
+    (
+        "model.data.data_prefix=a b=c",
+        "model.data.data_prefix has a value that cannot be read, got model.data.data_prefix=a b=c; "
+        "put it in quotes: 'model.data.data_prefix=\"...\"'",
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("override", "text"), WRONG)
 def test_a_wrong_override(algorithm: Algorithm, override: str, text: str) -> None:
     override, text = of(algorithm, [override, text])
     _, problems = compose.check_overrides([override, "model.optim.weight_decay=0.5"], source=source_of(algorithm))
     assert [str(problem) for problem in problems] == [text]
+
+
+def test_all_wrong_overrides_at_once() -> None:
+    """Each for itself, as above, takes four times as long."""
+    overrides, texts = of(KTO, [override for override, _ in WRONG]), of(KTO, [text for _, text in WRONG])
+    config, problems = compose.check_overrides([*overrides, "model.optim.weight_decay=0.5"], source=source_of(KTO))
+    assert [str(problem) for problem in problems] == texts
+    assert config.model.optim.weight_decay == 0.5
+
+
+def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Algorithm) -> None:
+    """Those of the table that bear its name, in the override or in the text."""
+    named = [entry for entry in WRONG if "ALGORITHM" in "".join(entry)]
+    assert len(named) >= 4
+    overrides = of(other, [override for override, _ in named])
+    _, problems = compose.check_overrides([*overrides, "model.optim.weight_decay=0.5"], source=source_of(other))
+    assert [str(problem) for problem in problems] == of(other, [text for _, text in named])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +199,7 @@ def test_each_value_of_a_sweep_is_looked_at() -> None:
 
 
 def test_types_are_kept_where_whole_numbers_and_fractions_differ() -> None:
-    config = compose.load(["trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5", "trainer.precision=32"])
+    config = composed(["trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5", "trainer.precision=32"], KTO)
     assert (type(config.trainer.kto.limit_val_batches), config.trainer.kto.limit_val_batches) == (int, 1)
     assert (type(config.trainer.kto.limit_train_batches), config.trainer.kto.limit_train_batches) == (float, 1.0)
     assert config.trainer.kto.val_check_interval == 0.5
@@ -212,8 +264,8 @@ def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -
 
 @pytest.mark.parametrize("averaged", ["true", "false"])
 def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(algorithm: Algorithm, averaged: str) -> None:
-    def loss(*overrides: str) -> object:
-        return compose.load(overrides, source=source_of(algorithm)).model[algorithm.name]
+    def loss(*overrides: str) -> DictConfig:
+        return composed(overrides, algorithm).model[algorithm.name]
 
     section = f"model.{algorithm.name}"
     given = f"{section}.preference_average_log_probs={averaged}"
@@ -223,9 +275,10 @@ def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(algori
 
 
 def test_adapters_are_scaled_by_one_unless_told() -> None:
-    tuning = compose.load(["model.peft.lora_tuning.adapter_dim=8"]).model.peft.lora_tuning
+    tuning = composed(["model.peft.lora_tuning.adapter_dim=8"], KTO).model.peft.lora_tuning
     assert (tuning.adapter_dim, tuning.alpha) == (8, 8.0)
-    tuning = compose.load(["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]).model.peft.lora_tuning
+    both = ["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]
+    tuning = composed(both, KTO).model.peft.lora_tuning
     assert (tuning.adapter_dim, tuning.alpha) == (8, 16.0)
 
 

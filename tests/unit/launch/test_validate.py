@@ -183,37 +183,50 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "said"), BROKEN, ids=lambda value: str(value)[:50])
-def test_a_rule_that_is_broken(
-    load: Load, algorithm: Algorithm, overrides: list[str], world_size: int, said: list[str]
-) -> None:
-    config = load(*of(algorithm, overrides), algorithm=algorithm)
-    assert problems(config, world_size=world_size) == of(algorithm, said)
+def test_a_rule_that_is_broken(load: Load, overrides: list[str], world_size: int, said: list[str]) -> None:
+    assert problems(load(*of(KTO, overrides)), world_size=world_size) == of(KTO, said)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size"),
-    [
-        ([], 1),
-        (["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], 4),
-        (["trainer.devices=2", "trainer.num_nodes=2", "model.pipeline_model_parallel_size=4"], 4),
-        (
-            [
-                "trainer.max_time=00:03:45:00",
-                "trainer.ALGORITHM.val_check_interval=0",
-                "trainer.ALGORITHM.save_interval=0.25",
-            ],
-            1,
-        ),
-        (["exp_manager.checkpoint_callback_params.monitor=train_rewards_chosen_mean", "model.data.splits_string=null"], 1),
-        (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
-        (["export.path=out", "export.adapter_path=out"], 1),  # no adapters, none written
-        (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
-        (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_what_is_right_passes(load: Load, algorithm: Algorithm, overrides: list[str], world_size: int) -> None:
-    assert problems(load(*of(algorithm, overrides), algorithm=algorithm), world_size=world_size) == []
+def test_the_other_algorithms_have_the_same_rules(load: Load, other: Algorithm) -> None:
+    said = [
+        problems(load(*of(other, overrides), algorithm=other), world_size=world_size) for overrides, world_size, _ in BROKEN
+    ]
+    assert said == [of(other, texts) for *_, texts in BROKEN]
+
+
+# Overrides and number of ranks, of which nothing is said.
+RIGHT = [
+    ([], 1),
+    (["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], 4),
+    (["trainer.devices=2", "trainer.num_nodes=2", "model.pipeline_model_parallel_size=4"], 4),
+    (
+        [
+            "trainer.max_time=00:03:45:00",
+            "trainer.ALGORITHM.val_check_interval=0",
+            "trainer.ALGORITHM.save_interval=0.25",
+        ],
+        1,
+    ),
+    (["exp_manager.checkpoint_callback_params.monitor=train_rewards_chosen_mean", "model.data.splits_string=null"], 1),
+    (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
+    (["export.path=out", "export.adapter_path=out"], 1),  # no adapters, none written
+    (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
+    (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:50])
+def test_what_is_right_passes(load: Load, overrides: list[str], world_size: int) -> None:
+    assert problems(load(*of(KTO, overrides)), world_size=world_size) == []
+
+
+def test_what_is_right_passes_with_the_other_algorithms(load: Load, other: Algorithm) -> None:
+    wrong = {
+        str(overrides): said
+        for overrides, world_size in RIGHT
+        if (said := problems(load(*of(other, overrides), algorithm=other), world_size=world_size))
+    }
+    assert wrong == {}
 
 
 def test_everything_is_found_at_once(load: Load, algorithm: Algorithm) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch import validate_model
-from nemo_kto.launch.schema import Algorithm
+from nemo_kto.launch.schema import KTO, Algorithm
 from nemo_kto.launch.validate import problems
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses
@@ -243,40 +243,54 @@ def with_folders(texts: Sequence[str], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("overrides", "said"), BROKEN, ids=lambda value: str(value)[:50])
-def test_a_rule_that_is_broken(
-    load: Load, tmp_path: Path, algorithm: Algorithm, overrides: list[str], said: list[str]
-) -> None:
-    config = load(*with_folders(of(algorithm, overrides), tmp_path), algorithm=algorithm)
-    assert problems(config, world_size=1) == with_folders(of(algorithm, said), tmp_path)
+def test_a_rule_that_is_broken(load: Load, tmp_path: Path, overrides: list[str], said: list[str]) -> None:
+    config = load(*with_folders(of(KTO, overrides), tmp_path))
+    assert problems(config, world_size=1) == with_folders(of(KTO, said), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "overrides",
+def test_the_other_algorithms_have_the_same_rules(load: Load, tmp_path: Path, other: Algorithm) -> None:
+    said = [
+        problems(load(*with_folders(of(other, overrides), tmp_path), algorithm=other), world_size=1)
+        for overrides, _ in BROKEN
+    ]
+    assert said == [with_folders(of(other, texts), tmp_path) for _, texts in BROKEN]
+
+
+# Overrides of which nothing is said.
+RIGHT = [
     [
-        [
-            "model.activations_checkpoint_granularity=full",
-            "model.activations_checkpoint_method=block",
-            "model.activations_checkpoint_num_layers=2",
-        ],
-        ["model.optim.sched.warmup_steps=19", "trainer.ALGORITHM.max_steps=20"],
-        ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
-        ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
-        ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
-        ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
-        ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
-        ["model.reference.mode=auto", "model.reference.sync_interval=5"],
-        ["model.reference.mode=cached", "model.reference.restore_from_path=MODEL"],
-        ["model.reference.mode=adapter", LORA],
-        ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
-        ["model.reference.mode=cached", LORA],
-        ["model.reference.restore_from_path=MODEL", LORA],
-        [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=0.5"],
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=block",
+        "model.activations_checkpoint_num_layers=2",
     ],
-    ids=lambda value: str(value)[:50],
-)
-def test_what_is_right_passes(load: Load, tmp_path: Path, algorithm: Algorithm, overrides: list[str]) -> None:
-    config = load(*with_folders(of(algorithm, overrides), tmp_path), algorithm=algorithm)
-    assert problems(config, world_size=1) == []
+    ["model.optim.sched.warmup_steps=19", "trainer.ALGORITHM.max_steps=20"],
+    ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
+    ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
+    ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
+    ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
+    ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
+    ["model.reference.mode=auto", "model.reference.sync_interval=5"],
+    ["model.reference.mode=cached", "model.reference.restore_from_path=MODEL"],
+    ["model.reference.mode=adapter", LORA],
+    ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
+    ["model.reference.mode=cached", LORA],
+    ["model.reference.restore_from_path=MODEL", LORA],
+    [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=0.5"],
+]
+
+
+@pytest.mark.parametrize("overrides", RIGHT, ids=lambda value: str(value)[:50])
+def test_what_is_right_passes(load: Load, tmp_path: Path, overrides: list[str]) -> None:
+    assert problems(load(*with_folders(of(KTO, overrides), tmp_path)), world_size=1) == []
+
+
+def test_what_is_right_passes_with_the_other_algorithms(load: Load, tmp_path: Path, other: Algorithm) -> None:
+    wrong = {
+        str(overrides): said
+        for overrides in RIGHT
+        if (said := problems(load(*with_folders(of(other, overrides), tmp_path), algorithm=other), world_size=1))
+    }
+    assert wrong == {}
 
 
 def test_a_checkpoint_of_ours_can_be_the_reference(load: Load, algorithm: Algorithm, tmp_path: Path) -> None:

@@ -1,0 +1,280 @@
+"""Run Python commands in processes of their own that need not import torch again.
+
+A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
+becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,
+exit status. That takes milliseconds, where an interpreter that imports torch takes seconds. The ranks that such a process
+starts through torch's launcher are forked as well, and are its children as they would be otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+_SIZE = 1 << 20
+
+
+class Process:
+    """A command that was started; its output goes where ``stdout`` and ``stderr`` (file numbers) lead."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        env: dict[str, str],
+        stdout: int,
+        stderr: int,
+        preload: Sequence[str] = (),
+        ranks: bool = False,
+    ) -> None:
+        self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answers.connect(_server())
+        request = {"arguments": list(arguments), "cwd": str(cwd), "env": env, "preload": list(preload), "ranks": ranks}
+        socket.send_fds(self._answers, [json.dumps(request).encode()], [stdout, stderr])
+        self.pid = int(self._answers.recv(_SIZE))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float) -> int:
+        """How it ended, as subprocess gives it."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            self.returncode = int(self._answers.recv(_SIZE))
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            return self.wait(1)
+        return self.returncode
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    preload: Sequence[str] = (),
+    ranks: bool = False,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """The finished process with its output; waits until every process that holds the output has ended.
+
+    Args:
+        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
+        cwd: working directory.
+        env: the whole environment.
+        preload: modules that are imported before the process begins; it must not matter that they are.
+        ranks: the process may start ranks of its own.
+        timeout: seconds.
+    """
+    said = ["", ""]
+    ends = [os.pipe(), os.pipe()]
+    try:
+        process = Process(arguments, cwd=cwd, env=env, preload=preload, ranks=ranks, stdout=ends[0][1], stderr=ends[1][1])
+    finally:
+        for _, write in ends:
+            os.close(write)
+
+    def read(number: int) -> None:
+        with os.fdopen(ends[number][0], encoding="utf-8") as stream:
+            said[number] = stream.read()
+
+    readers = [threading.Thread(target=read, args=(number,), daemon=True) for number in (0, 1)]
+    for reader in readers:
+        reader.start()
+    try:
+        status = process.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        if any(reader.is_alive() for reader in readers):
+            raise TimeoutError
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        raise subprocess.TimeoutExpired(list(arguments), timeout, *said) from None
+    return subprocess.CompletedProcess(list(arguments), status, *said)
+
+
+@cache
+def _server() -> str:
+    """Address of the server, which is started on first use and ends with this process."""
+    address = os.path.join(tempfile.mkdtemp(prefix="forked_"), "socket")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    server: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, __file__, address], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    _KEPT.append(server)
+    return address
+
+
+_KEPT: list[subprocess.Popen[bytes]] = []  # closing its input ends the server
+
+
+def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request; returns in the new process alone, with the request and its output's file numbers."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    while True:
+        readable, _, _ = select.select([listener, alive], [], [])
+        if alive in readable:
+            os._exit(0)
+        connection, _ = listener.accept()
+        message, files, _, _ = socket.recv_fds(connection, _SIZE, 2)
+        request = json.loads(message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in request["preload"]:
+                importlib.import_module(name)
+        waiter = os.fork()  # waits for the process, so that the server can serve others
+        if not waiter and not (process := os.fork()):
+            listener.close()
+            connection.close()
+            return request, files
+        for file in files:
+            os.close(file)
+        if not waiter:
+            os.close(1)
+            connection.send(str(process).encode())
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            with contextlib.suppress(OSError):
+                connection.send(str(status).encode())
+            os._exit(0)
+        connection.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Be what a new interpreter with these arguments would be."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, file in enumerate((null, *files)):
+        os.dup2(file, target)
+        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands it down as ignored
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    searched = [folder for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:] = ["", *searched, *_INSTALLED]
+    importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
+    first, *others = request["arguments"]
+    sys.argv = others if first in ("-m", "-c") else [first, *others]
+    if first == "-m":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv[0] = "-c"
+        exec(compile(others[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+_INSTALLED: list[str] = []  # the search path without what PYTHONPATH and the script add to it
+
+
+class _Rank:
+    """What torch's launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
+
+    nursery: socket.socket
+
+    def __init__(
+        self, *, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, start_new_session: bool
+    ) -> None:
+        assert args[:2] == (sys.executable, "-u")
+        assert (stdout, stderr, start_new_session) == (None, None, True)
+        request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env}
+        socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2])
+        self.args, self.pid, self.returncode = args, int(self.nursery.recv(_SIZE)), None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return status
+
+
+def _nurse() -> tuple[dict[str, Any], list[int]]:
+    """Fork what will fork the ranks; returns in the ranks with their request, and in the process that would start them.
+
+    A rank's parent ends at once, and the rank is adopted by the process that starts it, which has asked the kernel for that
+    (nemo_kto/launch/ranks.py).
+    """
+    launcher = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _Rank.nursery = ours
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _Rank
+        return {}, []
+    ours.close()
+    while True:
+        message, files, _, _ = socket.recv_fds(theirs, _SIZE, 2)
+        if not message:
+            os._exit(0)
+        if not (parent := os.fork()):
+            if os.fork():
+                os._exit(0)
+            while os.getppid() != launcher:
+                time.sleep(0.001)
+            os.setsid()
+            theirs.send(str(os.getpid()).encode())
+            theirs.close()
+            return json.loads(message), files
+        os.waitpid(parent, 0)
+        for file in files:
+            os.close(file)
+
+
+def _main() -> None:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    _INSTALLED[:] = sys.path[1:]
+    request, files = _serve(sys.argv[1], sys.stdin.buffer)
+    if request["ranks"]:
+        # The output is held by ranks and not by what forks them.
+        rank, its_files = _nurse()
+        if rank:
+            for file in files:
+                os.close(file)
+            request, files = rank, its_files
+    _become(request, files)
+
+
+if __name__ == "__main__":
+    _main()
