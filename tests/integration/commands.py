@@ -20,6 +20,10 @@ _PRETEND = """
 import sys, types
 
 def train(cfg):
+    import os
+    from nemo_kto.launch.saved_config import save_config
+    if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
+        save_config(cfg)
     import job
     job.run(cfg)
 

@@ -40,7 +40,17 @@ BROKEN = [
         ],
     ),
     (["trainer.accelerator=tpu"], 1, ["trainer.accelerator must be auto, cpu or gpu, got tpu"]),
-    (["trainer.precision=fp16"], 1, ["trainer.precision must be bf16 or 32, got fp16"]),
+    *(
+        (
+            [f"trainer.precision={precision}"],
+            1,
+            [
+                "trainer.precision must be auto, bf16, 32, bf16-mixed, bf16-true, 32-true or fp32, "
+                f"got {precision}; fp16 and fp64 are not supported"
+            ],
+        )
+        for precision in ("fp16", "16-mixed")
+    ),
     (["trainer.timeout_minutes=0"], 1, ["trainer.timeout_minutes must be at least 1, got 0"]),
     (
         ["trainer.max_time=03:45:00"],
