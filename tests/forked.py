@@ -8,7 +8,9 @@ starts through torch's launcher are forked as well, and are its children as they
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -22,10 +24,10 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 _SIZE = 1 << 20
 
@@ -147,6 +149,7 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
             warnings.simplefilter("ignore")
             for name in request["preload"]:
                 importlib.import_module(name)
+        gc.freeze()  # looking through all of torch for what can be let go would copy it
         waiter = os.fork()  # waits for the process, so that the server can serve others
         if not waiter and not (process := os.fork()):
             listener.close()
@@ -184,12 +187,12 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     first, *others = request["arguments"]
-    sys.argv = others if first in ("-m", "-c") else [first, *others]
+    sys.argv = list(others) if first == "-m" else [first, *others]
     if first == "-m":
         sys.path[0] = os.getcwd()
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
-        sys.argv[0] = "-c"
+        del sys.argv[1]
         exec(compile(others[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(first))
@@ -262,6 +265,31 @@ def _nurse() -> tuple[dict[str, Any], list[int]]:
             os.close(file)
 
 
+def _status_of(program: Callable[[], None]) -> int:
+    """What the interpreter would end with."""
+    try:
+        program()
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End as the interpreter does, but for taking apart what was imported, which takes longer than most of the commands."""
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
 def _main() -> None:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     _INSTALLED[:] = sys.path[1:]
@@ -273,7 +301,7 @@ def _main() -> None:
             for file in files:
                 os.close(file)
             request, files = rank, its_files
-    _become(request, files)
+    _end(_status_of(lambda: _become(request, files)))
 
 
 if __name__ == "__main__":

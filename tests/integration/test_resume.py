@@ -1,4 +1,7 @@
-"""The command line as a user types it: a whole job, killed at some moment and started again, and its export."""
+"""The command line as a user types it: a whole job, killed at some moment and started again, and its export.
+
+Five steps, in processes that are forked; --matrix=full does it all again in 27 steps and with interpreters of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,74 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.integration.commands import CLI, REPOSITORY, environment, run
+from tests import forked
+from tests.conftest import make_rows
+from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
 
 
-def overrides(model: Path, rows: Path, folder: Path, ranks: int) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job of two ranks and what becomes of it.
+
+    Attributes:
+        rows: number of rows in its file.
+        overrides: how long it is.
+        anew: each process begins with nothing, instead of being forked from one that has imported everything.
+        steps: number of steps.
+        validated: steps after which it validates.
+        validation_rows: rows of a validation.
+        kept: number of checkpoints that stay.
+        latest: most seconds from the first checkpoint to the moment when a rank is killed.
+    """
+
+    rows: int
+    overrides: tuple[str, ...]
+    anew: bool
+    steps: int
+    validated: list[int]
+    validation_rows: int
+    kept: int
+    latest: float
+
+
+# 22 rows for training, 2 batches of 8, two and a half times.
+SHORT = Job(
+    rows=28,
+    overrides=("trainer.kto.max_steps=5", "trainer.kto.val_check_interval=1.0", "model.micro_batch_size=4"),
+    anew=False,
+    steps=5,
+    validated=[2, 4, 5],
+    validation_rows=6,
+    kept=3,
+    latest=0.3,
+)
+# 77 rows for training, 9 batches of 8, three times.
+LONG = Job(
+    rows=96,
+    overrides=("trainer.kto.val_check_interval=0.5",),
+    anew=True,
+    steps=27,
+    validated=[4, 8, 12, 16, 20, 24, 27],
+    validation_rows=19,
+    kept=4,
+    latest=4.0,
+)
+
+
+def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
     """The command line of the contract, and a job small enough for a test."""
     return [
+        *EXAMPLE,
         f"pretrained_checkpoint.restore_from_path={model}",
         "model.kto.ref_policy_kl_penalty=0.1",
         "model.kto.desirable_loss_weight=1.0",
@@ -32,17 +89,37 @@ def overrides(model: Path, rows: Path, folder: Path, ranks: int) -> list[str]:
         'model.data.splits_string="80,20,0"',
         f"model.data.cache_dir={rows.parent / 'cache'}",
         f"exp_manager.explicit_log_dir={folder}",
-        f"trainer.devices={ranks}",
+        "trainer.devices=2",
         "trainer.accelerator=cpu",
         "trainer.precision=32",
         "trainer.kto.max_epochs=3",
-        "trainer.kto.val_check_interval=0.5",
         "trainer.kto.save_interval=2",
         "model.global_batch_size=8",
         "model.data.seq_length=64",
         "model.optim.lr=5e-4",
         "model.optim.sched.warmup_steps=2",
+        *job.overrides,
     ]
+
+
+def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The finished command."""
+    if job.anew:
+        return run_anew(words, cwd=cwd, env=environment(), timeout=300)
+    return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
+
+
+@pytest.fixture(scope="module", params=[SHORT, pytest.param(LONG, marks=pytest.mark.full)], ids=["short", "long"])
+def job(request: pytest.FixtureRequest) -> Job:
+    found: Job = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "kto.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in make_rows(job.rows)))
+    return file
 
 
 def trained(folder: Path) -> list[dict[str, float]]:
@@ -56,25 +133,26 @@ def trained(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two ranks that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    done = run([*EXAMPLE, *overrides(tiny_llama, kto_rows, folder, 2)], cwd=folder.parent, env=environment(), timeout=300)
+    done = finish(command(tiny_llama, rows, folder, job), job, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     assert f"aligned model in Hugging Face format: {folder / 'hf'}" in done.stdout
     return folder
 
 
-def test_the_job_of_the_contract(whole: Path, tiny_llama: Path) -> None:
+def test_the_job_of_the_contract(job: Job, whole: Path) -> None:
     steps = [row for row in trained(whole) if "train/loss" in row]
-    assert [row["step"] for row in steps] == list(range(1, 28))  # 77 rows for training: 9 batches of 8, three times
+    assert [row["step"] for row in steps] == list(range(1, job.steps + 1))
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
     assert steps[0]["train/lr"] == pytest.approx(5e-4 / 2)
-    assert [row["step"] for row in trained(whole) if "val/loss" in row] == [4, 8, 12, 16, 20, 24, 27]
-    assert {row["val/rows"] for row in trained(whole) if "val/loss" in row} == {19.0}, "the incomplete batch counts too"
+    validations = [row for row in trained(whole) if "val/loss" in row]
+    assert [row["step"] for row in validations] == job.validated
+    assert {row["val/rows"] for row in validations} == {job.validation_rows}, "the incomplete batch counts too"
     kept = {path.name for path in (whole / "checkpoints").iterdir()}
-    assert "step_000027" in kept
-    assert len(kept) == 4
+    assert f"step_{job.steps:06}" in kept
+    assert len(kept) == job.kept
     assert (whole / "config.yaml").is_file()
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
 
@@ -93,10 +171,10 @@ def test_the_export_is_the_aligned_model(whole: Path, tiny_llama: Path) -> None:
     )
 
 
-def test_export_of_a_checkpoint_equals_the_export_of_the_run(whole: Path, tmp_path: Path) -> None:
+def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    done = run([*CLI, "export", str(whole), str(tmp_path / "again")], cwd=tmp_path, env=environment(), timeout=120)
+    done = finish([*CLI, "export", str(whole), str(tmp_path / "again")], job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (ours,), (theirs,) = ((folder.glob("*.safetensors")) for folder in (tmp_path / "again", whole / "hf"))
     first, second = load_file(ours), load_file(theirs)
@@ -104,37 +182,43 @@ def test_export_of_a_checkpoint_equals_the_export_of_the_run(whole: Path, tmp_pa
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_and_started_again(victim: int, whole: Path, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [*EXAMPLE, *overrides(tiny_llama, kto_rows, folder, 2)]
+    words = command(tiny_llama, rows, folder, job)
+    process: subprocess.Popen[bytes] | forked.Process
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        if job.anew:
+            process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        else:
+            number = output.fileno()
+            process = start(words, cwd=tmp_path, env=environment(), output=number, errors=number, preload=TRAINING)
     # Some moment after the first checkpoint: a step, a validation or a save.
     wait_until(lambda: (folder / "checkpoints" / "step_000002").exists(), process)
-    time.sleep(random.Random(victim).uniform(0.0, 4.0))
-    pid = rank_process(process.pid, victim)
-    os.kill(pid, signal.SIGKILL)
+    time.sleep(random.Random(victim).uniform(0.0, job.latest))
+    os.kill(rank_process(process.pid, victim), signal.SIGKILL)
     assert process.wait(timeout=60) != 0, "a rank that dies takes the job down"
     reached = len([row for row in trained(folder) if "train/loss" in row])
-    done = run(command, cwd=tmp_path, env=environment(), timeout=300)
+    done = finish(words, job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert trained(folder) == trained(whole), f"killed when {reached} steps were logged"
     assert not list((folder / "checkpoints").glob(".*")), "what a killed save leaves is cleared away"
 
 
-def wait_until(condition, process: subprocess.Popen[bytes], seconds: float = 120) -> None:  # type: ignore[no-untyped-def]
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes] | forked.Process, seconds: float = 120
+) -> None:
     """Poll, and fail early where the process has ended."""
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run ended before it was to be killed"
         assert time.monotonic() < end
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def rank_process(parent: int, rank: int) -> int:
-    """Process number of a rank."""
-    for child in psutil.Process(parent).children(recursive=True):
-        if child.environ().get("RANK") == str(rank) and "train_gpt_kto" in " ".join(child.cmdline()):
-            return child.pid
-    raise AssertionError(f"rank {rank} is not there")
+    """Process number of one of two ranks, which are started one after the other, each as the head of a session."""
+    children = [child.pid for child in psutil.Process(parent).children()]
+    ranks = sorted(child for child in children if os.getsid(child) == child)
+    assert len(ranks) == 2
+    return ranks[rank]

@@ -22,6 +22,7 @@ from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.chat import RowEncoder
 from nemo_kto.data.dataset import KTODataset, Splits, build_kto_dataset, build_kto_splits
 from nemo_kto.data.records import DataError
+from tests import forked
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
@@ -270,12 +271,18 @@ def test_build_kto_dataset_is_one_split(tmp_path: Path) -> None:
     assert prompts(dataset) == named(3)
 
 
-def python(code: str, *arguments: object) -> list[str]:
+def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     """Lines printed by ``code`` in a fresh interpreter; it finds the tests' own modules."""
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    command = ["-c", textwrap.dedent(code), *map(str, arguments)]
+    if fork:
+        preload = ("nemo_kto.data.dataset", "tests.unit.data.toys")
+        done = forked.run(command, cwd=Path.cwd(), env=environment, preload=preload)
+    else:
+        done = subprocess.run([sys.executable, *command], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 READ = """
@@ -319,12 +326,12 @@ def test_a_second_process_does_not_tokenise_again(tmp_path: Path) -> None:
 def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
     write_rows(tmp_path / "small.jsonl", numbered_rows(20))
     write_rows(tmp_path / "a.jsonl", numbered_rows(200_000))
-    lines = python(READ, tmp_path, "tokenise")
+    lines = python(READ, tmp_path, "tokenise", fork=False)
     grown, peak = map(float, lines[1].split())
     # As Python lists these rows take 200 MB and more; the index takes 1.6 MB. The peak counts mapped pages of the file too.
     assert grown < 40, f"{grown} MiB after tokenising"
     assert peak < 80, f"{peak} MiB while tokenising"
-    grown, _ = map(float, python(READ, tmp_path, "must not tokenise")[1].split())
+    grown, _ = map(float, python(READ, tmp_path, "must not tokenise", fork=False)[1].split())
     assert grown < 10, f"{grown} MiB after reading"
 
 
