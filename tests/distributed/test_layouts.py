@@ -107,6 +107,11 @@ CASES = [
 ]
 
 
+def length(algorithm: str, steps: int) -> list[str]:
+    """Overrides for a number of steps; validations take two batches, so that their figures are sums over several."""
+    return [f"trainer.{algorithm}.max_steps={steps}", f"trainer.{algorithm}.limit_val_batches=2"]
+
+
 @pytest.fixture(scope="module")
 def one_rank(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path_factory: pytest.TempPathFactory
@@ -121,9 +126,7 @@ def one_rank(
             folder = tmp_path_factory.mktemp(name)
             algorithm, overrides, _ = RUNS[name]
             rows = kto_rows if algorithm == "kto" else dpo_rows
-            ranks.run(
-                1, train, tiny_llama, rows, folder, 1, [*overrides, f"trainer.{algorithm}.max_steps={steps}"], algorithm
-            )
+            ranks.run(1, train, tiny_llama, rows, folder, 1, [*overrides, *length(algorithm, steps)], algorithm)
             known[name, steps] = trajectory(folder)
         return known[name, steps]
 
@@ -169,8 +172,8 @@ def test_same_trajectory(
     world_size, of_layout = LAYOUTS[layout]
     of_layout = [override.replace("model.kto.", f"model.{algorithm}.") for override in of_layout]
     rows = kto_rows if algorithm == "kto" else dpo_rows
-    of_layout.append(f"trainer.{algorithm}.max_steps={steps}")
-    ranks.run(world_size, train, tiny_llama, rows, tmp_path, world_size, [*overrides, *of_layout], algorithm)
+    overrides = [*overrides, *of_layout, *length(algorithm, steps)]
+    ranks.run(world_size, train, tiny_llama, rows, tmp_path, world_size, overrides, algorithm)
     ours, expected = trajectory(tmp_path), one_rank(name, steps)
     assert "val/loss" in expected[4]
     assert_same(ours, expected, steps=steps)
