@@ -254,7 +254,7 @@ def table(results: dict[str, Clock]) -> str:
         lines.append(
             f"| {name} | {seconds:.2f} | {statistics.median(clock.cpu_seconds[1:]):.2f} | {base / seconds:.2f} "
             f"| {clock.peak_bytes / 1e9:.2f} GB | {clock.peak_bytes / first.peak_bytes:.2f} "
-            f"| {clock.losses[-1]:.6f} | {clock.kls[-1]:.6f} |"
+            f"| {clock.losses[-1]:.8f} | {clock.kls[-1]:.6f} |"
         )
     return "\n".join(lines)
 

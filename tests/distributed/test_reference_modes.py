@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_checkpoint
+from tests.tiny import make_checkpoint
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
 

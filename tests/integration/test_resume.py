@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests import forked
-from tests.conftest import make_rows
+from tests.tiny import make_rows
 from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]

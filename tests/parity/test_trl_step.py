@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_rows
+from tests.tiny import make_rows
 from tests.distributed.ranks import RankPool
 
 pytestmark = pytest.mark.parity
