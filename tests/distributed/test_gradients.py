@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import make_checkpoint
 from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint
 
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 20, 4

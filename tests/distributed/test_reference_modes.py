@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import make_checkpoint
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
 CACHED = "model.reference.mode=cached"

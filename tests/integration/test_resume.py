@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from tests import forked
-from tests.tiny import make_rows
 from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.tiny import make_rows
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
 

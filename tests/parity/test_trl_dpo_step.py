@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_pairs
 from tests.distributed.ranks import RankPool
+from tests.tiny import make_pairs
 
 pytestmark = pytest.mark.parity
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import make_rows
 from tests.distributed.ranks import RankPool
+from tests.tiny import make_rows
 
 pytestmark = pytest.mark.parity
 
