@@ -141,6 +141,8 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
     while True:
         readable, _, _ = select.select([listener, alive], [], [])
         if alive in readable:
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
             os._exit(0)
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, _SIZE, 2)

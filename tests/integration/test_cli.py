@@ -31,6 +31,12 @@ dist.barrier()
 """
 
 
+# Ranks are forked; with --matrix=full they are interpreters of their own as well.
+either_way = pytest.mark.parametrize(
+    "fork_ranks", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "anew"]
+)
+
+
 def ended(process_id: int) -> bool:
     """True if the process is gone within seconds, or only waits for someone to ask how it ended."""
     deadline = time.monotonic() + 10
@@ -95,18 +101,22 @@ def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Pat
     assert again.stderr == "nemo-kto: model.seed was 1234 when this was last started, and is 7\n"
 
 
+@either_way
 @of_every_algorithm("dpo")
-def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str) -> None:
+def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     env = pretend(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
-    assert run(script, cwd=tmp_path, env=env).returncode == 0
+    assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
     told = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
     assert [(one["rank"], one["algorithm"]) for one in told] == [("0", name), ("1", name)]
 
 
-def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_shown(tmp_path: Path) -> None:
+@either_way
+def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_shown(
+    tmp_path: Path, fork_ranks: bool
+) -> None:
     env = pretend(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()
     assert lines[0] == "nemo-kto: rank 1 of 2 failed; the other ranks were ended. Its error:"
@@ -114,19 +124,21 @@ def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_sh
     assert done.stderr.count("Traceback") == 1
 
 
-def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path) -> None:
+@either_way
+def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path, fork_ranks: bool) -> None:
     body = "from nemo_kto.data.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
     env = pretend(tmp_path, body + "time.sleep(300)")
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Path) -> None:
+@either_way
+def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Path, fork_ranks: bool) -> None:
     leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
     leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
     env = pretend(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
     # run() returns only when nothing holds the output any more, which the manager would.
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, timeout=60)
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == (
         "nemo-kto: rank 0 of 2 was killed by SIGKILL (out of memory?); the other ranks were ended"
@@ -134,12 +146,13 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
     assert ended(int((tmp_path / "pid").read_text()))
 
 
+@either_way
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status: int, fork_ranks: bool) -> None:
     env = pretend(tmp_path, "open(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(300)")
     with (tmp_path / "said").open("w") as said:
         command = [*CLI, "kto", *GOOD, "trainer.devices=2"]
-        process = start(command, cwd=tmp_path, env=env, output=said.fileno(), errors=said.fileno())
+        process = start(command, cwd=tmp_path, env=env, fork_ranks=fork_ranks, output=said.fileno(), errors=said.fileno())
     files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
     deadline = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:

@@ -1,0 +1,84 @@
+"""What the other tests rely on: a forked command is to its caller what one of a new interpreter is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), __name__, sys.stdin.read())"
+PROGRAMS = {
+    "what it is given": SHOW,
+    "output and status": "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)",
+    "text as status": "raise SystemExit('what is wrong')",
+    "at exit": "import atexit; atexit.register(print, 'last'); print('first')",
+    "thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+    "much output": "print('x' * 300_000)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "end at once": "import os; os._exit(4)",
+    "sitecustomize": "import sys; print(sys.modules['sitecustomize'].said)",
+    "module beside it": "import beside; print(beside.__file__)",
+}
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "searched").mkdir()
+    (tmp_path / "searched" / "sitecustomize.py").write_text("said = 'at the start'\n")
+    (tmp_path / "searched" / "beside.py").write_text("")
+    return {"PYTHONPATH": str(tmp_path / "searched"), "PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "MINE": "1"}
+
+
+@pytest.mark.parametrize("form", ["-c", "-m", "script"])
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_it_does_what_an_interpreter_does(tmp_path: Path, env: dict[str, str], program: str, form: str) -> None:
+    (tmp_path / "program.py").write_text(program)
+    begin = {"-c": ["-c", program], "-m": ["-m", "program"], "script": ["program.py"]}[form]
+    command = [*begin, "--flag", "a b"]
+    real = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    done = forked.run(command, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
+def test_an_error_is_shown(tmp_path: Path, env: dict[str, str]) -> None:
+    done = forked.run(["-c", "raise RuntimeError('enough')"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith("\nRuntimeError: enough\n")
+
+
+def test_one_that_takes_too_long_is_ended(tmp_path: Path, env: dict[str, str]) -> None:
+    program = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run(["-c", program], cwd=tmp_path, env=env, timeout=1)
+    time.sleep(0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_signal_reaches_it(tmp_path: Path, env: dict[str, str]) -> None:
+    with (tmp_path / "said").open("w") as said:
+        program = "import time; open('there', 'w'); time.sleep(60)"
+        number = said.fileno()
+        process = forked.Process(["-c", program], cwd=tmp_path, env=env, stdout=number, stderr=number)
+    end = time.monotonic() + 30
+    while not (tmp_path / "there").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(30) == process.poll() == -signal.SIGTERM
