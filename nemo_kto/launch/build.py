@@ -48,10 +48,11 @@ def train(cfg: RunConfig) -> None:
     )
     state.start(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     cfg = resolve_precision(cfg)
-    if state.is_rank_zero():
-        save_config(cfg)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
-    build_trainer(cfg, policy).fit()
+    trainer = build_trainer(cfg, policy)
+    if state.is_rank_zero():
+        save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
+    trainer.fit()
     if cfg.export.enabled:
         export_policy(policy, cfg.export)
     state.stop()

@@ -10,6 +10,7 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,8 @@ from nemo_kto.launch import compose, ranks
 from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm, MachineConfig, RunConfig
 from nemo_kto.launch.validate import Problem, find_problems
 from nemo_kto.parallel import cpu
+
+_SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 
 _USAGE = """\
 nemo-kto: aligns large language models on feedback, on one processor or many GPUs
@@ -214,6 +217,8 @@ def _refuse(mistakes: Sequence[Problem], world: ranks.World | None) -> NoReturn:
         print(text, file=sys.stderr)
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
+    else:
+        time.sleep(_SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
     sys.exit(ranks.USAGE_ERROR)
 
 

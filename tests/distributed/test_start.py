@@ -82,7 +82,9 @@ def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> N
     ]
     assert start.saved() == ("bf16", "bfloat16")
 
+    before = (start.folder / "config.yaml").read_bytes()
     ((_, _, error),) = start(False, precision="32-true", steps=3)
+    assert (start.folder / "config.yaml").read_bytes() == before, "what was refused leaves nothing behind"
     assert error == (
         "trainer.precision must stay that of bfloat16 in a resumed run, got that of float32; "
         "use trainer.precision=auto, which keeps it, or start a new run in another folder"
