@@ -59,8 +59,8 @@ RECIPES = {
 }
 # Seconds that do not depend on the number of rows: processes start, the model is unpacked, exported, loaded, sampled from.
 FIXED_SECONDS = 75.0
-# Share of the measured speed that a whole pass reaches: attention, norms and communication are no matrix products.
-EFFICIENCY = {"bf16": 0.25, "32": 0.6}
+# Seconds of a pass that are no matrix products, on a CPU: attention, norms, what the ranks tell each other, the optimizer.
+OTHER_SECONDS = {"bf16": 0.05, "32": 0.055}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,9 @@ def pass_work() -> float:
     return 2 * ((PROMPT_TOKENS + ANSWER_TOKENS) * LAYER_WEIGHTS + ANSWER_TOKENS * OUTPUT_WEIGHTS)
 
 
-def make_plan(algorithm: str, *, precision: str, why: str, flops: float, ranks: int, steps: int | None = None) -> Plan:
+def make_plan(
+    algorithm: str, *, precision: str, why: str, flops: float, other_seconds: float, ranks: int, steps: int | None = None
+) -> Plan:
     """What fits into the time.
 
     Args:
@@ -135,14 +137,15 @@ def make_plan(algorithm: str, *, precision: str, why: str, flops: float, ranks: 
         precision: bf16 or 32.
         why: where that comes from.
         flops: what :func:`matmul_speed` gave.
+        other_seconds: of a pass, besides its matrix products.
         ranks: that share every layer.
         steps: optimizer steps, if they are not to be chosen.
     """
     recipe = RECIPES[algorithm]
     held_out = HELD_OUT if steps is None else min(HELD_OUT, max(4, 4 * steps))
-    seconds_per_answer = pass_work() / (flops * EFFICIENCY[precision])
-    scoring = 2 * held_out * recipe.answers * seconds_per_answer  # by the model before and the model after
-    step = recipe.batch * recipe.answers * recipe.passes * seconds_per_answer
+    seconds_a_pass = pass_work() / flops + other_seconds
+    scoring = 2 * held_out * recipe.answers * seconds_a_pass  # by the model before and the model after
+    step = recipe.batch * recipe.answers * recipe.passes * seconds_a_pass
     if steps is None:
         fitting = (0.9 * 60 * MINUTES[precision] - FIXED_SECONDS - scoring) / step
         steps = max(recipe.fewest, min(recipe.most, int(fitting)))
@@ -177,7 +180,8 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
     chosen, why = choose_precision(precision)
     ranks = min(2, cpu.device_count() or len(os.sched_getaffinity(0)))
     flops = matmul_speed(DTYPES[chosen], ranks=ranks)
-    return make_plan(algorithm, precision=chosen, why=why, flops=flops, ranks=ranks, steps=steps)
+    other = 0.0 if cpu.on_gpu() else OTHER_SECONDS[chosen]
+    return make_plan(algorithm, precision=chosen, why=why, flops=flops, other_seconds=other, ranks=ranks, steps=steps)
 
 
 def main() -> None:
