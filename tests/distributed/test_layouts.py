@@ -176,4 +176,11 @@ def test_same_trajectory(
     ranks.run(world_size, train, tiny_llama, rows, tmp_path, world_size, overrides, algorithm)
     ours, expected = trajectory(tmp_path), one_rank(name, steps)
     assert "val/loss" in expected[4]
+    if layout == "forward_micro_batch_3":
+        # The reference is evaluated in other micro-batches than the policy, and a matrix product of another shape may round
+        # otherwise. Rewards of the first step are 0 but for that, so that acc, which counts their signs, is undefined.
+        ours, expected = (
+            [{name: value for name, value in first.items() if name != "train/acc"}, *rest]
+            for first, *rest in (ours, expected)
+        )
     assert_same(ours, expected, steps=steps)
