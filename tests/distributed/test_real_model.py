@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import difference, train, trajectory
+from tests.distributed.jobs import difference, long, train, trajectory
 from tests.distributed.ranks import RankPool
 
 OVERRIDES = [
+    long(),
     "model.global_batch_size=4",
+    "model.micro_batch_size=2",
     "trainer.kto.limit_val_batches=2",
     "model.data.seq_length=48",
     "model.optim.lr=1e-5",
