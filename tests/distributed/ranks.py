@@ -20,6 +20,9 @@ import torch.multiprocessing as mp
 TIMEOUT_SECONDS = 500
 # Found from the repository's root, where pytest is started; from elsewhere each rank imports by itself, which is only slow.
 PRELOADED = ["tests.distributed.preload"]
+# What gloo says where ranks have not met: several pools on a machine take ports and give them back all the time, and now and
+# then a rank connects to one that has just changed hands. Nothing of the job has happened then, and it is begun again.
+NOT_CONNECTED, ATTEMPTS = "Gloo connectFullMesh failed", 3
 
 
 def _worker(number: int, inbox: Any, outbox: Any) -> None:
@@ -72,6 +75,15 @@ class RankPool:
         """
         if world_size > self._max_ranks:
             raise ValueError(f"world_size must be at most {self._max_ranks}, got {world_size}")
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._run(world_size, function, *arguments)
+            except RuntimeError as error:
+                if NOT_CONNECTED not in str(error):
+                    raise
+        return self._run(world_size, function, *arguments)
+
+    def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for _, inbox in self._workers[:world_size]:
