@@ -126,7 +126,10 @@ def test_every_gradient_and_the_steps(outcome: Any, expected: Any, name: str) ->
         assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
     for result in results:
         *our_norms, largest_padding = result[name]
-        assert our_norms == pytest.approx(norms, rel=2e-5)
+        # As docs/numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
+        # rounds a small one differently grows with each step.
+        assert our_norms[0] == pytest.approx(norms[0], rel=2e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
         assert largest_padding == 0.0
     assert norms[0] > lora_jobs.CLIP, "the norm must matter"
     after = load_file(out / name / "trained" / "adapter_model.safetensors")
