@@ -24,9 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from nemo_kto.algorithms.callbacks import Callback, Event
 
 NUM_ROWS, MAX_TOKENS = 8, 384
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
@@ -157,7 +160,7 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
 
 def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: list[str], folder: str) -> Clock:
     """Train with nemo_kto's KTOTrainer on one rank; settings that are not named are those of conf/gpt_kto.yaml."""
-    from nemo_kto.checkpoint.reference_cache import CachedReference
+    from nemo_kto.checkpoint.cached_reference import CachedReference
     from nemo_kto.data.records import KTORow
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
@@ -171,22 +174,48 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
     assert cfg is not None, problems
     state.start(layout=state.Layout(), seed=cfg.model.seed)
     trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
-    loader = trainer.train_dataloader
-    dataset: list[KTORow] = [loader.dataset[index] for index in range(NUM_ROWS)]
-    in_order = loader.collate_fn(dataset)  # the loader shuffles, and other neighbours are other pairs
-
-    if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the rows
-        with trainer.model.reference.filling():
-            trainer.model.get_ref_policy_logprobs(in_order)
+    dataset: list[KTORow] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
+    # the loader shuffles, and other neighbours are other KL examples
+    in_order = trainer.train_dataloader.collate_fn(dataset)
+    if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the data
+        trainer.model.reference.precompute([trainer.model.sequences(in_order)], trainer.model.engine)
     clock = Clock()
-    clock.start()
-    for batch in trainer.augment_dataloader(in_order for _ in range(steps)):
-        metrics = trainer.train_single_step(batch)
-        clock.lap()
-        clock.losses.append(metrics["loss"])
-        clock.kls.append(metrics["kl"])
+    trainer.train_dataloader = Repeated(in_order, steps)
+    trainer.callbacks = [Laps(clock)]
+    trainer.fit()
     clock.stop()
     return clock
+
+
+class Repeated:
+    """A loader that yields one batch ``count`` times; it is its own order."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count, self.batch_sampler = batch, count, self
+
+    def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
+        """There is one epoch."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.count)
+
+
+class Laps(Callback):
+    """Measures a run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.clock.start()
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self.clock.lap()
+        self.clock.losses.append(event.metrics["loss"])
+        self.clock.kls.append(event.metrics["kl"])
 
 
 def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[str]:

@@ -10,29 +10,25 @@ in any of it finds what is still right and computes the rest.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_kto.models.reference import Forward
-from nemo_kto.models.rows import Rows
+from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it when the same rows and model give other keys or values
-_FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
 
 
 def model_state(folder: Path) -> dict[str, Any]:
@@ -142,61 +138,13 @@ class ReferenceCache:
             Path(writing).unlink(missing_ok=True)
 
 
-class CachedReference:
-    """A reference policy that was asked beforehand."""
-
-    def __init__(self, *, cache: ReferenceCache) -> None:
-        self.cache = cache
-        self.computed = 0
-        self._filling = False
-
-    def logprobs(self, parts: Sequence[Rows], forward: Forward) -> torch.Tensor:
-        """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`; ``forward`` is called in :meth:`filling` alone.
-
-        Raises:
-            RuntimeError: a row is not in the cache.
-        """
-        return torch.cat([self._logprobs(rows, forward) for rows in parts])
-
-    @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        """Within the block the model must be the reference; rows that are not known yet are computed and kept."""
-        self._filling = True
-        try:
-            yield
-            self.cache.flush()
-        finally:
-            self._filling = False
-
-    def after_batch(self, number: int) -> None:
-        """Within :meth:`filling`, on every rank after its batch ``number`` (from 1): write what there is now and then."""
-        if number % _FLUSH_EVERY == 0:
-            self.cache.flush()
-
-    def _logprobs(self, rows: Rows, forward: Forward) -> torch.Tensor:
-        keys_B2 = row_keys(rows)
-        logps_B, found_B = self.cache.look_up(keys_B2)
-        missing = np.flatnonzero(~found_B)
-        if len(missing) and not self._filling:
-            raise RuntimeError(
-                f"reference log-probs of every row must be in {self.cache.folder}, but {len(missing)} of {len(rows)} rows "
-                "of this batch are not; the data may have been changed during the run: start it again"
-            )
-        if len(missing):
-            asked = rows if len(missing) == len(rows) else rows.take(torch.from_numpy(missing))
-            logps_B[missing] = forward(asked).numpy()
-            self.cache.add(keys_B2[missing], logps_B[missing])
-            self.computed += len(missing)
-        return torch.from_numpy(logps_B)
-
-
-def row_keys(rows: Rows) -> np.ndarray:
-    """[B, 2] int64: a hash of each row's tokens and labels, without its padding."""
-    keys_B2 = np.empty((len(rows), 2), dtype=np.int64)
-    tokens_BS, labels_BS = rows.tokens_BS.numpy(), rows.labels_BS.numpy()
-    for row, length in enumerate(rows.lengths_B.tolist()):
-        content = tokens_BS[row, :length].tobytes() + labels_BS[row, :length].tobytes()
-        keys_B2[row] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
+def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
+    """[B, 2] int64: a hash of each sequence's tokens and labels, without its padding."""
+    keys_B2 = np.empty((len(sequences), 2), dtype=np.int64)
+    tokens_BS, labels_BS = sequences.tokens_BS.numpy(), sequences.labels_BS.numpy()
+    for number, length in enumerate(sequences.lengths_B.tolist()):
+        content = tokens_BS[number, :length].tobytes() + labels_BS[number, :length].tobytes()
+        keys_B2[number] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
     return keys_B2
 
 

@@ -8,28 +8,36 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
+from nemo_kto.algorithms.callbacks import Callback, ReferenceSync, ThroughputCallback
+from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.kto import KTOTrainer
+from nemo_kto.checkpoint.cached_reference import CachedReference
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data, loss_weights
-from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy
-from nemo_kto.launch.build_reference import HeldReference, with_reference
+from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy, load_base_weights
+from nemo_kto.launch.build_reference import ReferenceSetup, build_reference, load_reference_weights, precompute
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
+from nemo_kto.losses.kto import LOSSES as KTO
+from nemo_kto.losses.loss import Loss
+from nemo_kto.losses.preference import LOSSES as PAIR
+from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, Objective
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
+from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import cpu, state
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 logger = logging.getLogger(__name__)
@@ -59,21 +67,22 @@ def train(cfg: RunConfig) -> None:
 
 
 def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
-    """Everything around the policy: data, reference, optimizer, logs and checkpoints; goes on from the newest checkpoint."""
+    """Everything around the policy: data, reference, optimizer, logs and checkpoints; resumed from the newest checkpoint."""
     timers = PhaseTimers(synchronize=cpu.synchronize)
+    loss = loss_of(cfg)
     data = build_data(cfg, policy.tokenizer)
     trainer_cfg = build_trainer_config(cfg)
-    model = with_reference(
-        cfg,
-        policy,
-        data,
-        trainer_cfg=trainer_cfg,
-        timers=timers,
-        build_model=partial(build_model, cfg, policy, data, timers),
-    )
-    max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))  # type: ignore[arg-type]  # it has a length
+    engine = build_engine(cfg, policy, loss)
+    has_other_weights = load_reference_weights(cfg, policy)
+    reference = build_reference(cfg, policy, engine, loss, timers)
+    if isinstance(reference.policy, CachedReference):
+        precompute(reference.policy, engine, data, MODELS[cfg.algorithm.name].sequences, trainer_cfg)
+    if has_other_weights:
+        load_base_weights(policy, policy.source)
+    model = build_model(cfg, engine, reference.policy, loss, data, timers)
+    max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
-    checkpoints = build_checkpoint_manager(cfg, policy, model, optimizer, scheduler)
+    checkpoints = build_checkpoint_manager(cfg, policy, reference.synced_weights, optimizer, scheduler)
     if not cfg.exp_manager.resume_if_exists:
         checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
@@ -89,12 +98,48 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         "ckpt_callback": checkpoints,
         "run_timer": RunTimer(max_time=cfg.trainer.max_time, agree=state.agree),
         "timers": timers,
-        "throughput": ThroughputMeter(world_size=state.world_size(), peak_memory=cpu.peak_memory_bytes),
+        "callbacks": build_callbacks(cfg, reference),
     }
     trainer = KTOTrainer(**parts) if isinstance(cfg, KTOConfig) else DPOTrainer(**parts, collate_fn=data.collate_fn)
     if resumed is not None:
         trainer.load_state_dict(resumed)
     return trainer
+
+
+MODELS: dict[str, Any] = {"kto": MegatronGPTKTOModel, "dpo": MegatronGPTDPOModel}
+
+
+def loss_of(cfg: RunConfig) -> Loss:
+    return (PAIR if isinstance(cfg, DPOConfig) else KTO)[cfg.loss.preference_loss]
+
+
+def build_engine(cfg: RunConfig, policy: Policy, loss: Loss) -> LogProbEngine:
+    """What runs the policy."""
+    return LogProbEngine(
+        chunks=policy.chunks,
+        vocab_size=policy.architecture.vocab_size,
+        micro_batch_size=cfg.model.micro_batch_size,
+        forward_micro_batch_size=cfg.loss.log_prob_forward_micro_batch_size,
+        average_log_probs=cfg.loss.preference_average_log_probs or loss.average_log_probs,
+        logprob_chunk_size=cfg.model.logprob_chunk_size,
+        forward_flops=ForwardFlops.of_model(policy.architecture),
+    )
+
+
+def build_callbacks(cfg: RunConfig, reference: ReferenceSetup) -> list[Callback]:
+    """What every run has, and then the user's own."""
+    callbacks: list[Callback] = []
+    if reference.synced_weights is not None:
+        settings = cfg.model.reference
+        callbacks.append(
+            ReferenceSync(weights=reference.synced_weights, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha)
+        )
+    meter = ThroughputMeter(
+        world_size=state.world_size(),
+        peak_memory=cpu.peak_memory_bytes,
+        peak_flops=device_peak_flops(cpu.device(), DTYPES[cfg.trainer.precision]),
+    )
+    return [*callbacks, ThroughputCallback(meter=meter)]
 
 
 def build_trainer_config(cfg: RunConfig) -> TrainerConfig:
@@ -108,33 +153,27 @@ def build_trainer_config(cfg: RunConfig) -> TrainerConfig:
         limit_train_batches=loop.limit_train_batches,
         limit_val_batches=loop.limit_val_batches,
         global_batch_size=cfg.model.global_batch_size,
-        val_at_start=loop.val_before_training,
+        val_before_training=loop.val_before_training,
     )
 
 
-def build_model(cfg: RunConfig, policy: Policy, data: RunData, timers: PhaseTimers, held: HeldReference) -> MegatronGPTModel:
+def build_model(
+    cfg: RunConfig, engine: LogProbEngine, reference: Any, loss: Loss, data: RunData, timers: PhaseTimers
+) -> MegatronGPTModel:
     """The policy with its loss and its reference."""
-    loss = cfg.loss
-    shared: dict[str, Any] = {
-        "preference_loss": loss.preference_loss,
-        "ref_policy_kl_penalty": loss.ref_policy_kl_penalty,
-        "chunks": policy.chunks,
-        "reference": held.policy,
-        "moving_reference": held.moving,
-        "vocab_size": policy.architecture.vocab_size,
-        "micro_batch_size": cfg.model.micro_batch_size,
-        "forward_micro_batch_size": loss.log_prob_forward_micro_batch_size,
-        "average_log_probs": loss.preference_average_log_probs,
-        "logprob_chunk_size": cfg.model.logprob_chunk_size,
-        "preference_loss_weight": loss.preference_loss_weight,
-        "sft_loss_weight": loss.sft_loss_weight,
-        "sft_average_log_probs": loss.sft_average_log_probs,
-        "phase": timers.phase,
-    }
+    section = cfg.loss
+    options = {name: getattr(section, name) for name in loss.options}
+    objective = Objective(
+        loss=loss,
+        options=options,
+        beta=section.ref_policy_kl_penalty,
+        preference_loss_weight=section.preference_loss_weight,
+        sft_loss_weight=section.sft_loss_weight,
+        sft_average_log_probs=section.sft_average_log_probs,
+    )
+    shared: dict[str, Any] = {"engine": engine, "reference": reference, "objective": objective, "phase": timers.phase}
     if isinstance(cfg, DPOConfig):
-        dpo = cfg.model.dpo
-        options = {name: getattr(dpo, name) for name in ("label_smoothing", "gt_reward_scale", "simpo_gamma")}
-        return MegatronGPTDPOModel(**shared, **options)
+        return MegatronGPTDPOModel(**shared)
     assert isinstance(cfg, KTOConfig)
     desirable, undesirable = loss_weights(cfg, data.train_rows)
     return MegatronGPTKTOModel(**shared, desirable_loss_weight=desirable, undesirable_loss_weight=undesirable)
@@ -171,7 +210,7 @@ def fitting_warmup(warmup_steps: int, *, max_steps: int) -> int:
 
 
 def build_checkpoint_manager(
-    cfg: RunConfig, policy: Policy, model: MegatronGPTModel, optimizer: Any, scheduler: Any
+    cfg: RunConfig, policy: Policy, synced_weights: SwappedWeights | None, optimizer: Any, scheduler: Any
 ) -> CheckpointManager:
     """Checkpoints in RUN FOLDER/checkpoints."""
     kept = cfg.exp_manager.checkpoint_callback_params
@@ -185,7 +224,7 @@ def build_checkpoint_manager(
         save_top_k=kept.save_top_k,
         hugging_face_source=policy.folder,
         base_model=base_model(policy.source),
-        moving_reference=None if model.moving_reference is None else model.moving_reference.weights,
+        moving_reference=synced_weights,
     )
 
 

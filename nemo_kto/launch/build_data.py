@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
-from nemo_kto.data.collate import dpo_custom_collate
+from nemo_kto.data.collate import dpo_custom_collate, kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_dpo_splits, build_kto_splits
 from nemo_kto.data.loader import build_dpo_dataloader, build_kto_dataloader
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
-from nemo_kto.losses.kto import uses_kl_rows
+from nemo_kto.losses.kto import LOSSES
 from nemo_kto.parallel import cpu, state
 
 logger = logging.getLogger(__name__)
@@ -115,14 +115,14 @@ def _collate_options(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[Any], *, training: bool) -> DataLoader[Any]:
-    with_kl = isinstance(cfg, KTOConfig) and uses_kl_rows(cfg.model.kto.preference_loss)
+    with_kl = isinstance(cfg, KTOConfig) and LOSSES[cfg.model.kto.preference_loss].needs_z0
     sampler = GlobalBatchSampler(
-        num_rows=len(rows),  # type: ignore[arg-type]  # torch's Dataset declares no length
+        num_examples=len(rows),  # type: ignore[arg-type]  # torch's Dataset declares no length
         global_batch_size=cfg.model.global_batch_size,
         seed=cfg.model.seed,
         shuffle=training,
         drop_last=training,
-        with_pairs=with_kl,
+        needs_kl_examples=with_kl,
     )
     shared: dict[str, Any] = {
         "dataset": rows,
@@ -134,4 +134,5 @@ def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[An
     if isinstance(cfg, DPOConfig):
         return build_dpo_dataloader(**shared)
     options = _collate_options(cfg, tokenizer)
-    return build_kto_dataloader(**shared, **options, with_kl=with_kl, pin_memory=cpu.on_gpu())
+    collate = partial(kto_custom_collate, **options, with_kl=with_kl)
+    return build_kto_dataloader(**shared, collate=collate, pin_memory=cpu.on_gpu())

@@ -122,8 +122,8 @@ def _dpo(cfg: RunConfig) -> Found:
         value = getattr(cfg.model.data, name)
         if not math.isfinite(value):
             yield Problem(f"model.data.{name}", f"must be a finite number, got {value}; e.g. {unused}")
-        elif not loss.uses_rewards and value != unused:
-            takers = [other for other, its in pair_losses.LOSSES.items() if its.uses_rewards]
+        elif not loss.needs_rewards and value != unused:
+            takers = [other for other, its in pair_losses.LOSSES.items() if its.needs_rewards]
             text = f"must be {unused} with {dpo.preference_loss}, which takes no rewards, got {value}"
             yield Problem(f"model.data.{name}", f"{text}; it is for {either(takers)}", reads)
     if not 0 <= dpo.label_smoothing < 0.5:
@@ -131,7 +131,7 @@ def _dpo(cfg: RunConfig) -> Found:
     if not dpo.gt_reward_scale > 0:
         yield Problem("model.dpo.gt_reward_scale", f"must be above 0, got {dpo.gt_reward_scale}; e.g. 1.0")
     yield from at_least("model.dpo.simpo_gamma", dpo.simpo_gamma, 0)
-    if loss.reference_free:
+    if not loss.needs_reference:
         held = cfg.model.reference
         given = {
             "mode": held.mode != "auto",
