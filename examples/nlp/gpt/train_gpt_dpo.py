@@ -1,4 +1,4 @@
-"""DPO and its kin, of a GPT model, with the command line of NeMo-Aligner:
+"""DPO and its variants, of a GPT model, with the command line of NeMo-Aligner:
 
     python examples/nlp/gpt/train_gpt_dpo.py pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA
 
