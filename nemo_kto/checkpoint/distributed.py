@@ -48,7 +48,7 @@ from nemo_kto.checkpoint.model_state import (
 )
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
@@ -319,7 +319,7 @@ def _rng_state() -> dict[str, Any]:
     assert isinstance(kept, dict)
     return {
         "torch": torch.get_rng_state(),
-        "device": cpu.get_rng_state(),
+        "device": device.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "python": random.getstate(),
         "numpy": json.dumps(kept, default=np.ndarray.tolist),
@@ -328,7 +328,7 @@ def _rng_state() -> dict[str, Any]:
 
 def _set_rng_state(kept: Mapping[str, Any]) -> None:
     torch.set_rng_state(kept["torch"])
-    cpu.set_rng_state(kept["device"])
+    device.set_rng_state(kept["device"])
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))

@@ -25,7 +25,7 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
@@ -60,7 +60,7 @@ def train(cfg: RunConfig) -> None:
 
 def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     """Everything around the policy: data, reference, optimizer, logs and checkpoints; goes on from the newest checkpoint."""
-    timers = PhaseTimers(synchronize=cpu.synchronize)
+    timers = PhaseTimers(synchronize=device.synchronize)
     data = build_data(cfg, policy.tokenizer)
     trainer_cfg = build_trainer_config(cfg)
     model = with_reference(
@@ -89,7 +89,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         "ckpt_callback": checkpoints,
         "run_timer": RunTimer(max_time=cfg.trainer.max_time, agree=state.agree),
         "timers": timers,
-        "throughput": ThroughputMeter(world_size=state.world_size(), peak_memory=cpu.peak_memory_bytes),
+        "throughput": ThroughputMeter(world_size=state.world_size(), peak_memory=device.peak_memory_bytes),
     }
     trainer = KTOTrainer(**parts) if isinstance(cfg, KTOConfig) else DPOTrainer(**parts, collate_fn=data.collate_fn)
     if resumed is not None:

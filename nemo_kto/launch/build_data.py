@@ -20,7 +20,7 @@ from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.losses.kto import uses_kl_rows
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 
 logger = logging.getLogger(__name__)
 
@@ -134,4 +134,4 @@ def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[An
     if isinstance(cfg, DPOConfig):
         return build_dpo_dataloader(**shared)
     options = _collate_options(cfg, tokenizer)
-    return build_kto_dataloader(**shared, **options, with_kl=with_kl, pin_memory=cpu.on_gpu())
+    return build_kto_dataloader(**shared, **options, with_kl=with_kl, pin_memory=device.on_gpu())

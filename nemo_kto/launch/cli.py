@@ -28,7 +28,7 @@ from nemo_kto.data.records import DataError
 from nemo_kto.launch import compose, ranks
 from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm, MachineConfig, RunConfig
 from nemo_kto.launch.validate import Problem, find_problems
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 
@@ -187,7 +187,7 @@ def _problems(config: DictConfig, world: ranks.World | None) -> tuple[RunConfig 
 
 def _local_ranks(trainer: MachineConfig) -> int:
     """Ranks on a machine that the configuration asks for."""
-    return trainer.devices if isinstance(trainer.devices, int) else cpu.device_count() or 1
+    return trainer.devices if isinstance(trainer.devices, int) else device.device_count() or 1
 
 
 def _world_size(trainer: MachineConfig, world: ranks.World | None) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from nemo_kto.models.rows import Rows
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 Forward = Callable[[Rows], torch.Tensor]
 Active = Callable[[], AbstractContextManager[None]]
@@ -78,7 +78,7 @@ class SwappedWeights:
 
     def _exchange(self) -> None:
         with self._phase("reference_swap"), torch.no_grad():
-            cpu.exchange(self.parameters, self.host)
+            device.swap_(self.parameters, self.host)
 
     @torch.no_grad()
     def move(self, share: float) -> None:

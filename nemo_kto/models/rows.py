@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -72,7 +72,7 @@ class Rows:
 
     def _micro_batch(self, rows_b: torch.Tensor, multiple: int) -> MicroBatch:
         width = self._width(rows_b, multiple)
-        there = cpu.device()
+        there = device.current_device()
 
         def cut(values_BS: torch.Tensor) -> torch.Tensor:
             return values_BS[rows_b, :width].to(there, non_blocking=True)

@@ -1,3 +1,3 @@
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel.cpu import silence_warnings
 
-cpu.quieten()  # before megatron-core is imported by any module of this package
+silence_warnings()  # before megatron-core is imported by any module of this package

@@ -1,9 +1,9 @@
-"""The CPU backend: lets the real megatron-core run on gloo ranks, and answers every question about the device.
+"""The CPU backend: patches torch and megatron-core so that the real megatron-core runs on gloo ranks.
 
 megatron-core names CUDA in places that have a CPU meaning (which device am I on, wait for the device, allocate here).
-:func:`enter` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so that the
-GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run on a
-laptop are the ones that run on a cluster. This is the only module of the package that names ``torch.cuda``.
+:func:`install_cpu_backend` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so
+that the GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run
+on a laptop are the ones that run on a cluster.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import resource
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_entered = False
+from nemo_kto.parallel.device import on_gpu
 
 # What megatron-core and torch say of every run without Transformer Engine, apex or CUDA; none of it is news to a user here.
-_NO_NEWS = (
+_EXPECTED_WARNINGS = (
     ".*Apex (is|are) not installed.*",
     ".*Transformer Engine and Apex are not installed.*",
     ".*full scope is deprecated.*",
@@ -41,91 +38,9 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-def on_gpu() -> bool:
-    """True where CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
-    return torch.cuda.is_available() and os.environ.get("NEMO_KTO_FORCE_CPU") != "1"
-
-
-def device() -> torch.device:
-    """The device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
-    if not on_gpu():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def device_count() -> int:
-    """Number of GPUs of this machine; 0 means the ranks run on the CPU."""
-    return torch.cuda.device_count() if on_gpu() else 0
-
-
-def communication_backend() -> str:
-    """The torch.distributed backend that fits the device: nccl or gloo."""
-    return "nccl" if on_gpu() else "gloo"
-
-
-def gpu_has_bf16() -> bool:
-    """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def synchronize() -> None:
-    """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
-    if on_gpu():
-        torch.cuda.synchronize()
-
-
-def exchange(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
-    """Let tensors of the device and of the host change their contents, pair after pair.
-
-    On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
-    tensors are on the device twice. What the device is given to do afterwards waits for the exchange.
-    """
-    if not on_gpu():
-        for here, there in zip(on_device, on_host, strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
-        return
-    now, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    up.wait_stream(now)
-    in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-    for here, there in zip(on_device, on_host, strict=True):
-        if len(in_flight) == 2:
-            in_flight.popleft()[1].synchronize()
-        with torch.cuda.stream(up):
-            kept = here.clone()
-            here.copy_(there, non_blocking=True)
-        down.wait_stream(up)  # the host's values must have left before they are written over
-        with torch.cuda.stream(down):
-            there.copy_(kept, non_blocking=True)
-            in_flight.append((kept, down.record_event()))
-    down.synchronize()  # the host tensors are read by whoever comes next, on the host too
-    now.wait_stream(up)
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this rank has held: allocated device memory, or the resident set of the process on the CPU."""
-    if on_gpu():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def get_rng_state() -> torch.Tensor:
-    """State of the generator that draws on the device."""
-    return torch.cuda.get_rng_state() if on_gpu() else torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor) -> None:
-    """Put back what :func:`get_rng_state` gave."""
-    if on_gpu():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def quieten() -> None:
+def silence_warnings() -> None:
     """Keep expected warnings off the terminal. Takes effect for imports of megatron-core that come after."""
-    for message in _NO_NEWS:
+    for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # on the CPU megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.getMessage())
@@ -133,21 +48,17 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def enter() -> None:
-    """Prepare this process for megatron-core on its device. May be called any number of times."""
-    global _entered
-    if _entered:
-        return
-    _entered = True
+@functools.cache
+def install_cpu_backend() -> None:
+    """Prepare this process for megatron-core on the CPU; nothing where there is a GPU. May be called any number of times."""
     if on_gpu():
-        torch.cuda.set_device(device())
         return
     _run_eagerly()
     _answer_device_calls()
     _answer_rng_calls()
     _map_cuda_literals()
     _answer_tensor_types()
-    _mend_megatron()
+    _patch_megatron()
 
 
 class _Stream:
@@ -298,7 +209,7 @@ def _map_cuda_literals() -> None:
 
 
 def _answer_tensor_types() -> None:
-    """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its kin."""
+    """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its variants."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -311,7 +222,7 @@ def _answer_tensor_types() -> None:
     torch.Tensor.type = tensor_type  # type: ignore[assignment, method-assign]
 
 
-def _mend_megatron() -> None:
+def _patch_megatron() -> None:
     """Names that megatron-core uses without having imported them where Transformer Engine is absent."""
     from megatron.core.transformer.moe import moe_utils
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
+from nemo_kto.parallel.cpu import install_cpu_backend
 
 Item = TypeVar("Item")
 
@@ -67,9 +68,10 @@ def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=3
     Raises:
         ValueError: the layout does not fit the world.
     """
-    cpu.enter()
+    install_cpu_backend()
+    device.select()
     if not dist.is_initialized():
-        backend = cpu.communication_backend()
+        backend = device.communication_backend()
         if "RANK" not in os.environ:  # one process by itself needs no rendezvous
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
@@ -136,7 +138,7 @@ def barrier() -> None:
 
 def agree(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
-    box = torch.tensor([int(answer)], device=cpu.device())
+    box = torch.tensor([int(answer)], device=device.current_device())
     dist.broadcast(box, src=0)
     return bool(box.item())
 
@@ -155,7 +157,7 @@ def main_process_first() -> Iterator[None]:
     If the first process fails, the others fail with it instead of waiting for the timeout.
     """
     first = is_first_of_machine()
-    failed = torch.zeros(1, device=cpu.device())
+    failed = torch.zeros(1, device=device.current_device())
     try:
         if first:
             yield

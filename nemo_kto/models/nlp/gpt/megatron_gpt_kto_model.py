@@ -19,7 +19,7 @@ from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.sequence import valid_rows
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.rows import Batch, rows_of
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
 
 
@@ -104,7 +104,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         total = sum_over_data_parallel(sums)
         named = {name: float(value) for name, value in total.items()}
         if not self.uses_kl_rows:
-            return torch.zeros((), device=cpu.device()), named
+            return torch.zeros((), device=device.current_device()), named
         return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
     def _sample_sums(

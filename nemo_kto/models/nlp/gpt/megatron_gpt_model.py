@@ -24,7 +24,7 @@ from nemo_kto.losses.metrics import Derive, Metrics
 from nemo_kto.losses.sequence import response_counts, response_positions, row_sums
 from nemo_kto.models.reference import MovingReference, ReferencePolicy
 from nemo_kto.models.rows import Batch, MicroBatch, Rows
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
 from nemo_kto.parallel.reduce import from_last_stage, global_sums
 
@@ -129,7 +129,7 @@ class MegatronGPTModel(ABC):
 
         Evaluation mode, no gradient.
         """
-        logps_B = torch.zeros(len(rows), device=cpu.device())
+        logps_B = torch.zeros(len(rows), device=device.current_device())
         if not len(rows):
             return logps_B.cpu()
         prompts = max(1, self.forward_micro_batch_size // rows.answers)
