@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from nemo_kto.files import publish_file
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,9 +45,8 @@ class JsonLines:
                 to be made again. None starts the file anew.
         """
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
-        fresh = file.with_name(file.name + ".tmp")
-        fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(fresh, file)
+        with publish_file(file) as writing:
+            writing.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self._file: TextIO = file.open("a", buffering=1, encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
