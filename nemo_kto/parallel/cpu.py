@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +34,8 @@ _EXPECTED_WARNINGS = (
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
 
+_JIT = "megatron.core.jit"
+
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint",
@@ -48,12 +53,26 @@ def silence_warnings() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def leave_fusions_uncompiled() -> None:
+    """Keep megatron-core from compiling its small fusions where there is no GPU. For before it is imported.
+
+    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing: torch.compile imports torch's whole
+    compiler when it first decorates a function. So megatron-core finds, in the place of its module ``jit``, which holds
+    nothing but that decorator, one whose decorator gives back the function as it is.
+    """
+    if on_gpu() or _JIT in sys.modules:
+        return
+    stand_in: Any = types.ModuleType(_JIT)
+    stand_in.jit_fuser = lambda function: function
+    sys.modules[_JIT] = stand_in
+
+
 @functools.cache
 def install_cpu_backend() -> None:
     """Prepare this process for megatron-core on the CPU; nothing where there is a GPU. May be called any number of times."""
     if on_gpu():
         return
-    _run_eagerly()
+    _leave_compiler_out()
     _answer_device_calls()
     _answer_rng_calls()
     _map_cuda_literals()
@@ -108,12 +127,19 @@ class _NoProperties:
     name, major, minor, multi_processor_count, total_memory = "cpu", 0, 0, 0, 0
 
 
-def _run_eagerly() -> None:
-    """megatron-core compiles its small fusions; on the CPU that costs a C++ compiler and seconds a process, for nothing."""
-    import megatron.core.jit
+def _leave_compiler_out() -> None:
+    """Nothing is compiled on the CPU, so nothing needs to be kept from the compiler, which torch would import to do so."""
+    if "torch._inductor" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
+        torch.compiler.set_stance("force_eager")
 
-    megatron.core.jit.disable_jit_fuser()
-    torch.compiler.set_stance("force_eager")  # for what was decorated before
+    def disable(function: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    torch.compiler.disable = disable
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(torch.optim.Optimizer, name, inspect.unwrap(getattr(torch.optim.Optimizer, name)))
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW):  # their wrapper also switches gradients off
+        optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))
 
 
 def _answer_device_calls() -> None:
