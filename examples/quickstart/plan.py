@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from prepare import MAX_TOKENS
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
 
 MINUTES = {"bf16": 5.0, "32": 8.0}  # limit for the run, by precision
@@ -101,17 +101,17 @@ def matmul_speed(dtype: torch.dtype, *, ranks: int, seconds: float = 1.0) -> flo
 
 def _speed(dtype: torch.dtype, seconds: float) -> float:
     """The same for one rank: forward and backward through one layer's matrices, repeatedly."""
-    device = cpu.device()
-    weights = [torch.randn(wide, narrow, device=device, dtype=dtype) for narrow, wide in WIDTHS]
-    inputs = [torch.randn(TOKENS, narrow, device=device, dtype=dtype) for narrow, _ in WIDTHS]
-    gradients = [torch.randn(TOKENS, wide, device=device, dtype=dtype) for _, wide in WIDTHS]
+    place = device.current_device()
+    weights = [torch.randn(wide, narrow, device=place, dtype=dtype) for narrow, wide in WIDTHS]
+    inputs = [torch.randn(TOKENS, narrow, device=place, dtype=dtype) for narrow, _ in WIDTHS]
+    gradients = [torch.randn(TOKENS, wide, device=place, dtype=dtype) for _, wide in WIDTHS]
 
     def products() -> None:
         for weight, given, gradient in zip(weights, inputs, gradients, strict=True):
             given @ weight.t()
             gradient @ weight
             gradient.t() @ given
-        cpu.synchronize()
+        device.synchronize()
 
     products()  # warm-up
     rounds, began = 0, time.perf_counter()
@@ -178,9 +178,9 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
         steps: optimizer steps; None: choose them.
     """
     chosen, why = choose_precision(precision)
-    ranks = min(2, cpu.device_count() or len(os.sched_getaffinity(0)))
+    ranks = min(2, device.device_count() or len(os.sched_getaffinity(0)))
     flops = matmul_speed(DTYPES[chosen], ranks=ranks)
-    other = 0.0 if cpu.on_gpu() else OTHER_SECONDS[chosen]
+    other = 0.0 if device.on_gpu() else OTHER_SECONDS[chosen]
     return make_plan(algorithm, precision=chosen, why=why, flops=flops, other_seconds=other, ranks=ranks, steps=steps)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS
 
 BETA = 0.1
@@ -51,7 +51,7 @@ class Loaded:
 
 def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
     """Model and tokenizer of a Hugging Face folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(cpu.device()).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.current_device()).eval()
     return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
 
 

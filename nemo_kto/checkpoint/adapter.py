@@ -18,9 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.folders import partial_folder, put_in_place, start_partial, write_together
+from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import rank_adapters, unwrap
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
+from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.lora import adapted_rows, adapter_rows
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
@@ -70,7 +71,7 @@ def export_adapter(
     def publish() -> None:
         text = json.dumps(_config(settings, base_model), indent=2) + "\n"
         (partial_folder(target) / _CONFIG).write_text(text, encoding="utf-8")
-        put_in_place(target)
+        publish_folder(target)
 
     write_together(
         "export of the adapters",

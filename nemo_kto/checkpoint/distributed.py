@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,9 @@ from nemo_kto.checkpoint.model_state import (
     reference_state,
 )
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
+from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
@@ -168,7 +168,7 @@ class CheckpointManager:
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
         filesystem_async._results_queue = queue.Queue()
-        _on_rank_zero(self._clear_leftovers)
+        state.on_rank_zero(self._clear_leftovers, _NOT_WRITTEN)
 
     def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         """Write a checkpoint; collective. The one before it is safe until this one is complete.
@@ -177,8 +177,9 @@ class CheckpointManager:
             RuntimeError: it could not be written; says why on every rank.
         """
         step = trainer_state["step"]
-        partial, final = self.folder / f".writing-step_{step:06d}", self.folder / f"step_{step:06d}"
-        _on_rank_zero(lambda: self._begin(partial))
+        final = self.folder / f"step_{step:06d}"
+        partial = partial_folder(final)
+        state.on_rank_zero(lambda: self._begin(final), _NOT_WRITTEN)
         try:
             dist_checkpointing.save(
                 self._state(is_loading=False),
@@ -195,7 +196,7 @@ class CheckpointManager:
             info["adapters"] = adapters_info(adapters, self.base_model)
         info["moving_reference"] = self.moving_reference is not None
         info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
-        _on_rank_zero(lambda: self._publish(partial, final, info))
+        state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
 
     def load_latest(self) -> dict[str, int] | None:
         """Put everything back as the newest checkpoint has it; collective.
@@ -265,27 +266,19 @@ class CheckpointManager:
             reference = reference_state(self.chunks, self.moving_reference, adapters=adapters)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
-    def _begin(self, partial: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+    def _begin(self, final: Path) -> None:
+        partial = start_folder(final)
         for name in ("state", "rng"):
-            (partial / name).mkdir(parents=True)
+            (partial / name).mkdir()
         shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
 
-    def _publish(self, partial: Path, final: Path, info: Mapping[str, Any]) -> None:
+    def _publish(self, final: Path, info: Mapping[str, Any]) -> None:
+        partial = partial_folder(final)
         info = {**info, "files": _sizes(partial)}
         (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
-        for file in partial.rglob("*"):
-            _flush(file)
-        if final.exists():  # damaged, or it would have been gone on from
-            self._remove(final)
-        partial.rename(final)
-        _flush(self.folder)
+        publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
         for checkpoint in self._unwanted():
-            self._remove(checkpoint.folder)
-
-    def _remove(self, checkpoint: Path) -> None:
-        shutil.rmtree(checkpoint.rename(self.folder / f".removing-{checkpoint.name}"))
+            remove_folder(checkpoint.folder)
 
     def _unwanted(self) -> Iterator[Checkpoint]:
         *older, _ = find_checkpoints(self.folder)
@@ -297,8 +290,8 @@ class CheckpointManager:
         return (float("inf") if value is None else self.sign * value, -checkpoint.step)
 
     def _clear_leftovers(self) -> None:
-        for pattern in (".writing-*", ".removing-*"):
-            for leftover in self.folder.glob(pattern):
+        for start in (WRITING, REMOVING):
+            for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)
 
 
@@ -319,7 +312,7 @@ def _rng_state() -> dict[str, Any]:
     assert isinstance(kept, dict)
     return {
         "torch": torch.get_rng_state(),
-        "device": cpu.get_rng_state(),
+        "device": device.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "python": random.getstate(),
         "numpy": json.dumps(kept, default=np.ndarray.tolist),
@@ -328,7 +321,7 @@ def _rng_state() -> dict[str, Any]:
 
 def _set_rng_state(kept: Mapping[str, Any]) -> None:
     torch.set_rng_state(kept["torch"])
-    cpu.set_rng_state(kept["device"])
+    device.set_rng_state(kept["device"])
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))
@@ -338,24 +331,3 @@ def _is_weight(folder: str, names: list[str]) -> list[str]:
     """What of a Hugging Face folder does not belong into every checkpoint."""
     suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     return [name for name in names if name.endswith(suffixes) or (Path(folder) / name).is_dir()]
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _on_rank_zero(action: Callable[[], None]) -> None:
-    """Do it on rank 0; all ranks go on together, or fail together with its message."""
-    message = [""]
-    if state.is_rank_zero():
-        try:
-            action()
-        except OSError as error:
-            message = [f"{type(error).__name__}: {error}"]
-    torch.distributed.broadcast_object_list(message, src=0)
-    if message[0]:
-        raise RuntimeError(_NOT_WRITTEN.format(message[0]))

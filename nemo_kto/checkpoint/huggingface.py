@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.folders import partial_folder, put_in_place, start_partial, write_together
+from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import rank_weights, wanted_weights
 from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
+from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
 
 _WRITTEN_BY = "nemo_kto"
@@ -135,4 +136,4 @@ def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:
             shutil.copytree(source / name, partial / name)
         elif (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
-    put_in_place(target)
+    publish_folder(target)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 # canonical tensors, in the shapes of the weights: any layout can read them
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -84,7 +84,7 @@ def _adam_step(optimizer: Any) -> int:
     for part in _parts(optimizer):
         counted = part.optimizer.state.values() if _is_torch_adam(part.optimizer) else part.optimizer.param_groups
         mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
-    box = torch.tensor(mine, device=cpu.device())
+    box = torch.tensor(mine, device=device.current_device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
     return int(box)
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_kto.files import publish_file
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
@@ -106,7 +105,8 @@ class ReferenceCache:
             about.unlink(missing_ok=True)  # another machine may have been first
         self.folder.mkdir(parents=True, exist_ok=True)
         if not about.exists():
-            self._publish("about.json", lambda file: file.write(json.dumps(self._about, indent=2).encode()))
+            with publish_file(about) as writing:
+                writing.write_text(json.dumps(self._about, indent=2), encoding="utf-8")
         damaged = [file for file in self.folder.glob("part-*.npy") if not _is_whole(file)]
         if damaged:
             self._refuse(damaged, "its content is not what was written")
@@ -124,18 +124,8 @@ class ReferenceCache:
         self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*seen))]
 
     def _write(self, part: np.ndarray) -> None:
-        self._publish(f"part-{_digest(part)}.npy", lambda file: np.save(file, part))
-
-    def _publish(self, name: str, write: Any) -> None:
-        """Let a file appear complete or not at all."""
-        handle, writing = tempfile.mkstemp(prefix=f".{name}-", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-            os.chmod(writing, 0o644)  # mkstemp shows its files to nobody else; the cache is to be shared
-            os.replace(writing, self.folder / name)
-        finally:
-            Path(writing).unlink(missing_ok=True)
+        with publish_file(self.folder / f"part-{_digest(part)}.npy") as writing, writing.open("wb") as file:
+            np.save(file, part)
 
 
 def sequence_keys(sequences: SequenceBatch) -> np.ndarray:

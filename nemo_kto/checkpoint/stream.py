@@ -18,7 +18,7 @@ from nemo_kto.checkpoint.mapping import Weight
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import Row
 from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     for stage in stages[1:]:
         while (header := _receive_header(stage)) is not None:
             row, layer, shape, dtype = header
-            whole = torch.empty(shape, dtype=dtype, device=cpu.device())
+            whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=_pipeline())
             yield from _theirs(row, layer, whole, architecture)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +17,7 @@ from datasets.arrow_writer import ArrowWriter
 from nemo_kto.data.chat import EncodedRow, RowEncoder
 from nemo_kto.data.records import BrokenRows, DPORecord, KTORecord, RowError, read_dpo_records, read_kto_records
 from nemo_kto.data.truncation import check_truncation, fit, fit_pair
+from nemo_kto.files import publish_file
 
 logger = logging.getLogger(__name__)
 
@@ -149,23 +148,17 @@ class TokenCache:
     def _write(self, path: Path, cached: Path, broken: BrokenRows) -> bool:
         logger.info("tokenising %s into %s", path, cached)
         before, count = broken.total, 0
-        handle, writing = tempfile.mkstemp(prefix=f".{cached.name}-", dir=self._folder)
-        os.close(handle)
-        try:
-            with ArrowWriter(path=writing, features=self._kind.features, writer_batch_size=_BATCH) as writer:
+        with publish_file(cached) as writing:
+            with ArrowWriter(path=str(writing), features=self._kind.features, writer_batch_size=_BATCH) as writer:
                 for columns in self._columns(path, broken):
                     writer.write_batch(columns)
                     count += len(columns["line"])
                 writer.finalize()
-            if broken.total > before:
-                return False
-            if count == 0:
+            if count == 0 and broken.total == before:
                 broken.add(path, 1, "the file must have at least one row, got none; leave it out of data_prefix")
+            if broken.total > before:
+                writing.unlink()
                 return False
-            os.chmod(writing, 0o644)  # mkstemp shows its files to nobody else; the cache is to be shared
-            os.replace(writing, cached)
-        finally:
-            Path(writing).unlink(missing_ok=True)
         logger.info("tokenised %d rows of %s", count, path)
         return True
 

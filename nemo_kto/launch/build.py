@@ -33,7 +33,7 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, Objective
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
@@ -68,7 +68,7 @@ def train(cfg: RunConfig) -> None:
 
 def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     """Everything around the policy: data, reference, optimizer, logs and checkpoints; resumed from the newest checkpoint."""
-    timers = PhaseTimers(synchronize=cpu.synchronize)
+    timers = PhaseTimers(synchronize=device.synchronize)
     loss = loss_of(cfg)
     data = build_data(cfg, policy.tokenizer)
     trainer_cfg = build_trainer_config(cfg)
@@ -136,8 +136,8 @@ def build_callbacks(cfg: RunConfig, reference: ReferenceSetup) -> list[Callback]
         )
     meter = ThroughputMeter(
         world_size=state.world_size(),
-        peak_memory=cpu.peak_memory_bytes,
-        peak_flops=device_peak_flops(cpu.device(), DTYPES[cfg.trainer.precision]),
+        peak_memory=device.peak_memory_bytes,
+        peak_flops=device_peak_flops(device.current_device(), DTYPES[cfg.trainer.precision]),
     )
     return [*callbacks, ThroughputCallback(meter=meter)]
 

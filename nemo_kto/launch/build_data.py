@@ -20,7 +20,7 @@ from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
 from nemo_kto.losses.kto import LOSSES
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 
 logger = logging.getLogger(__name__)
 
@@ -135,4 +135,4 @@ def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[An
         return build_dpo_dataloader(**shared)
     options = _collate_options(cfg, tokenizer)
     collate = partial(kto_custom_collate, **options, with_kl=with_kl)
-    return build_kto_dataloader(**shared, collate=collate, pin_memory=cpu.on_gpu())
+    return build_kto_dataloader(**shared, collate=collate, pin_memory=device.on_gpu())

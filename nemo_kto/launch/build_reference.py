@@ -18,7 +18,7 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.lora import adapters_off
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.progress import bar
 from nemo_kto.telemetry.timers import PhaseTimers
 
@@ -109,7 +109,7 @@ def precompute(
 def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
     settings = {
         "precision": cfg.trainer.precision,
-        "device": cpu.device().type,
+        "device": device.current_device().type,
         "mean over tokens": cfg.loss.preference_average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }

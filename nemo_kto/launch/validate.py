@@ -12,7 +12,7 @@ from nemo_kto.data.truncation import TRUNCATION_MODES
 from nemo_kto.launch.problem import Found, Problem, at_least, one_of, raises
 from nemo_kto.launch.schema import LoopConfig, RunConfig
 from nemo_kto.launch.validate_model import MODEL_CHECKS
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import PRECISIONS
 from nemo_kto.telemetry.loggers import installed, missing_package
 from nemo_kto.telemetry.timers import parse_duration
@@ -46,7 +46,7 @@ def find_problems(cfg: RunConfig, *, world_size: int) -> list[Problem]:
 
 
 def _trainer(cfg: RunConfig) -> Found:
-    trainer, gpus = cfg.trainer, cpu.device_count()
+    trainer, gpus = cfg.trainer, device.device_count()
     yield from at_least("trainer.num_nodes", trainer.num_nodes, 1)
     yield from at_least("trainer.timeout_minutes", trainer.timeout_minutes, 1)
     yield from one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu"))

@@ -22,7 +22,7 @@ from nemo_kto.losses.sequence import row_sums
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.sequences import MicroBatch, SequenceBatch
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
 from nemo_kto.parallel.reduce import from_last_stage
 
@@ -92,7 +92,7 @@ class LogProbEngine:
 
         Evaluation mode, no gradient.
         """
-        logps_B = torch.zeros(len(sequences), device=cpu.device())
+        logps_B = torch.zeros(len(sequences), device=device.current_device())
         if not len(sequences):
             return logps_B.cpu()
         prompts = max(1, self.forward_micro_batch_size // sequences.answers)

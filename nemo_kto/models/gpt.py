@@ -24,7 +24,7 @@ from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 __all__ = ["Architecture", "HiddenStateGPT", "build_gpt", "read_architecture", "uses_transformer_engine"]
 
@@ -87,7 +87,7 @@ class HiddenStateGPT(GPTModel):
 
 def uses_transformer_engine() -> bool:
     """True where the layers are Transformer Engine's: it is installed and there is a GPU."""
-    return bool(HAVE_TE) and cpu.on_gpu()
+    return bool(HAVE_TE) and device.on_gpu()
 
 
 def build_gpt(
@@ -156,7 +156,7 @@ def _assemble(
         position_embedding_type="rope",
         **part,
     )
-    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(cpu.device())
+    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(device.current_device())
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 
 class _RMSNorm(torch.nn.RMSNorm):
@@ -52,7 +52,7 @@ class TorchNorm:
             raise ValueError(
                 "layernorm_zero_centered_gamma must be False without Transformer Engine; torch's norms scale by the weight"
             )
-        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=cpu.device())
+        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm

@@ -11,7 +11,7 @@ import torch
 
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Names a phase of a step to a timer."""
@@ -78,7 +78,7 @@ class SwappedWeights:
 
     def _swap(self) -> None:
         with self._phase("reference_swap"), torch.no_grad():
-            cpu.exchange(self.parameters, self.host)
+            device.swap_(self.parameters, self.host)
 
     @torch.no_grad()
     def mix(self, mixup_alpha: float) -> None:

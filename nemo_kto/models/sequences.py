@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from nemo_kto.losses.sequence import response_counts, response_positions, valid_rows
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class SequenceBatch:
         return -(-int(self.lengths_B[sequence_index_b].max()) // multiple) * multiple
 
     def _micro_batch(self, sequence_index_b: torch.Tensor, multiple: int) -> MicroBatch:
-        width, there, mask = self._width(sequence_index_b, multiple), cpu.device(), self.mask_B1SS
+        width, there, mask = self._width(sequence_index_b, multiple), device.current_device(), self.mask_B1SS
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
         return MicroBatch(
             sequence_index_b=sequence_index_b,

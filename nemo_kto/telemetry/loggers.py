@@ -1,6 +1,6 @@
 """Where the metrics of a run go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow by a switch.
 
-The three are Lightning's loggers, which need no Lightning Trainer. Rank 0 alone logs. Names are NeMo-Aligner's behind a
+The last two are Lightning's loggers, which need no Lightning Trainer. Only rank 0 logs. Names are NeMo-Aligner's behind a
 prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from nemo_kto.files import publish_file
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,9 +45,8 @@ class JsonLines:
                 to be made again. None starts the file anew.
         """
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
-        fresh = file.with_name(file.name + ".tmp")
-        fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(fresh, file)
+        with publish_file(file) as writing:
+            writing.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self._file: TextIO = file.open("a", buffering=1, encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -69,6 +69,29 @@ def _lines_up_to(file: Path, step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):  # cut short when the run was killed
             continue
     return kept
+
+
+class TensorBoard:
+    """Event files. torch's own writer: Lightning's logger does the same, and its import takes a third of a second."""
+
+    def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
+        """Open a new event file in ``folder``. Steps past ``resumed_step`` are about to be made again and are forgotten."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of one step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Record the configuration as a text."""
+        self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
+
+    def finalize(self, status: str) -> None:
+        """Flush and close."""
+        self._writer.close()
 
 
 class RunLogger:
@@ -111,7 +134,7 @@ class RunLogger:
         folder.mkdir(parents=True, exist_ok=True)
         self._sinks.append(JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step))
         if tensorboard:
-            self._with_hyperparams.append(_tensorboard(folder, resumed_step))
+            self._with_hyperparams.append(TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step))
         if wandb is not None:
             self._with_hyperparams.append(_wandb(folder, resumed_step, wandb))
         if mlflow is not None:
@@ -152,14 +175,6 @@ def missing_package(package: str) -> str:
         f"the {package} logger needs the package {package}, which is not installed; run `pip install {package}` or set "
         f"exp_manager.create_{package}_logger=false"
     )
-
-
-def _tensorboard(folder: Path, resumed_step: int | None) -> Any:
-    from pytorch_lightning.loggers import TensorBoardLogger
-
-    # purge_step makes TensorBoard forget the steps that are about to be made again.
-    again = {} if resumed_step is None else {"purge_step": resumed_step + 1}
-    return TensorBoardLogger(str(folder), name="tensorboard", version="", default_hp_metric=False, **again)
 
 
 def _remembered(file: Path, resumed_step: int | None, new: str) -> str:

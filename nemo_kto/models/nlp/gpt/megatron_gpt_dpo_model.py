@@ -13,7 +13,7 @@ from nemo_kto.losses.preference import preference_metric_sums, preference_metric
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
 
 
@@ -88,7 +88,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         loss = partial(self._micro_batch_loss, pairs)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
-        nothing = torch.zeros(0, device=cpu.device())
+        nothing = torch.zeros(0, device=device.current_device())
         work = self.engine.work_sums(pairs.answers, passes=self.passes(forward_only=forward_only))
         return self.global_metrics(
             parts,

@@ -14,7 +14,7 @@ from nemo_kto.models.engine import LogProbEngine, MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, Objective
 from nemo_kto.models.reference import Phase, ReferencePolicy, no_phase
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
 
 
@@ -124,7 +124,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         loss = partial(self._micro_batch_loss, unpaired, z0, sft_weight)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
-        nothing = torch.zeros(0, device=cpu.device())
+        nothing = torch.zeros(0, device=device.current_device())
         zeros = loss(torch.zeros(0, dtype=torch.int64), nothing).sums
         return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
@@ -150,7 +150,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         total = sum_over_data_parallel(sums)
         named = {name: float(value) for name, value in total.items()}
         if not self.objective.loss.needs_z0:
-            return torch.zeros((), device=cpu.device()), named
+            return torch.zeros((), device=device.current_device()), named
         return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
     def _micro_batch_loss(
