@@ -7,15 +7,10 @@ loggers, so that what a callback adds to an event's report is logged. Every rank
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, ReferenceWeights
+from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, ReferenceWeights, Trainer
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
-
-if TYPE_CHECKING:
-    from nemo_kto.algorithms.dpo import DPOTrainer
-
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -37,22 +32,22 @@ class Event:
 class Callback:
     """Does nothing; override what you need. The names are those of Lightning's callbacks."""
 
-    def on_fit_start(self, trainer: DPOTrainer) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Before the first step, or the first after a resume."""
 
-    def on_train_step_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """After an optimizer step."""
 
-    def on_validation_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
         """After a validation."""
 
-    def on_save(self, trainer: DPOTrainer, report: dict[str, float]) -> None:
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         """A checkpoint is due. What is added to ``report`` is logged."""
 
-    def on_fit_end(self, trainer: DPOTrainer) -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """After the last step, its validation and its checkpoint."""
 
-    def on_exception(self, trainer: DPOTrainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """The run failed or was interrupted; the error is raised afterwards."""
 
 
@@ -62,23 +57,23 @@ class LoggerCallback(Callback):
     def __init__(self, *, logger: MetricsLogger) -> None:
         self._logger = logger
 
-    def on_train_step_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """See :class:`Callback`."""
         self._logger.log_metrics(event.report, event.step)
 
-    def on_validation_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
         """See :class:`Callback`."""
         self._logger.log_metrics(event.report, event.step)
 
-    def on_save(self, trainer: DPOTrainer, report: dict[str, float]) -> None:
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         """See :class:`Callback`."""
         self._logger.log_metrics(report, trainer.step)
 
-    def on_fit_end(self, trainer: DPOTrainer) -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """See :class:`Callback`."""
         self._logger.finalize("success")
 
-    def on_exception(self, trainer: DPOTrainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """See :class:`Callback`."""
         self._logger.finalize("failed")
 
@@ -89,7 +84,7 @@ class CheckpointCallback(Callback):
     def __init__(self, *, writer: CheckpointWriter) -> None:
         self._writer = writer
 
-    def on_save(self, trainer: DPOTrainer, report: dict[str, float]) -> None:
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         """See :class:`Callback`."""
         with trainer.timers.phase("checkpoint"):
             self._writer.save(trainer.state_dict(), trainer.monitored)
@@ -102,7 +97,7 @@ class ThroughputCallback(Callback):
     def __init__(self, *, meter: ThroughputMeter) -> None:
         self._meter = meter
 
-    def on_train_step_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """See :class:`Callback`."""
         sums = event.metrics.sums
         figures = self._meter.figures(
@@ -123,7 +118,7 @@ class ReferenceSync(Callback):
         self._interval = interval
         self._mixup_alpha = mixup_alpha
 
-    def on_train_step_end(self, trainer: DPOTrainer, event: Event) -> None:
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """See :class:`Callback`."""
         if event.step % self._interval == 0:
             self._weights.mix(self._mixup_alpha)

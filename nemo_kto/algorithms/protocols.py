@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.timers import PhaseTimers
 
 Batch = TypeVar("Batch", contravariant=True)
 Raw = TypeVar("Raw", covariant=True)
@@ -87,6 +88,27 @@ class CheckpointWriter(Protocol):
 
     def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         """Write one; collective."""
+
+
+class Trainer(Protocol):
+    """What a callback may use of the trainer that calls it.
+
+    Attributes:
+        model: the policy.
+        step: optimizer steps done so far.
+        max_steps: of the whole run.
+        monitored: the newest metrics, as val_NAME and train_NAME.
+        timers: measure the phases of a step.
+    """
+
+    model: PolicyModel[Any]
+    step: int
+    max_steps: int
+    monitored: dict[str, float]
+    timers: PhaseTimers
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands."""
 
 
 class ReferenceWeights(Protocol):
