@@ -12,6 +12,7 @@ from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Refer
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something the loop has just done.
@@ -58,23 +59,18 @@ class LoggerCallback(Callback):
         self._logger = logger
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        """See :class:`Callback`."""
         self._logger.log_metrics(event.report, event.step)
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
-        """See :class:`Callback`."""
         self._logger.log_metrics(event.report, event.step)
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
-        """See :class:`Callback`."""
         self._logger.log_metrics(report, trainer.step)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """See :class:`Callback`."""
         self._logger.finalize("success")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """See :class:`Callback`."""
         self._logger.finalize("failed")
 
 
@@ -85,7 +81,6 @@ class CheckpointCallback(Callback):
         self._writer = writer
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
-        """See :class:`Callback`."""
         with trainer.timers.phase("checkpoint"):
             self._writer.save(trainer.state_dict(), trainer.monitored)
         report["timing/checkpoint"] = trainer.timers.report_and_reset()["checkpoint"]
@@ -98,7 +93,6 @@ class ThroughputCallback(Callback):
         self._meter = meter
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        """See :class:`Callback`."""
         sums = event.metrics.sums
         figures = self._meter.figures(
             seconds=event.seconds,
@@ -119,6 +113,5 @@ class ReferenceSync(Callback):
         self._mixup_alpha = mixup_alpha
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        """See :class:`Callback`."""
         if event.step % self._interval == 0:
             self._weights.mix(self._mixup_alpha)

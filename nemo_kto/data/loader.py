@@ -9,25 +9,28 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from nemo_kto.data.batch import KTOBatch
-from nemo_kto.data.records import DPORow, KTORow
 from nemo_kto.data.sampler import GlobalBatchSampler
 
 Example = TypeVar("Example")
 Share = TypeVar("Share")
 
 
-def build_kto_dataloader(
+def share(batch: Sequence[Example], *, kept: range) -> list[Example]:
+    """The examples ``kept`` of a global batch, as they are; the trainer collates them."""
+    return [batch[number] for number in kept]
+
+
+def build_dataloader(
     *,
-    dataset: Dataset[KTORow],
+    dataset: Dataset[Example],
     sampler: GlobalBatchSampler,
     rank: int,
     size: int,
-    collate: Callable[..., KTOBatch],
+    take: Callable[..., Share],
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> DataLoader[KTOBatch]:
-    """A loader that yields examples rank, rank + size, ... of each global batch of ``sampler``, collated.
+) -> DataLoader[Share]:
+    """A loader that yields examples rank, rank + size, ... of each global batch of ``sampler``.
 
     Every rank reads the whole global batch, because KL examples are formed over all of it; examples are memory-mapped, so
     this is cheap. Where the next iteration starts is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
@@ -37,50 +40,20 @@ def build_kto_dataloader(
         sampler: the order, the same on every rank.
         rank: of this process in the data-parallel group.
         size: of the data-parallel group.
-        collate: ``kto_custom_collate`` with its options bound; called with a global batch and the numbers to keep.
+        take: (global batch, kept=numbers of this rank) -> what is yielded: :func:`share`, or ``kto_custom_collate`` with
+            its options bound.
         num_workers: processes that read ahead; the batches are the same for any number.
         pin_memory: put the tensors into page-locked memory.
 
     Raises:
         ValueError: ``rank`` is not one of ``size``.
     """
-    _check_rank(rank, size)
-    take = partial(_collated_share, rank=rank, size=size, collate=collate)
-    return _loader(dataset, sampler, take, num_workers=num_workers, pin_memory=pin_memory)
-
-
-def build_dpo_dataloader(
-    *, dataset: Dataset[DPORow], sampler: GlobalBatchSampler, rank: int, size: int, num_workers: int = 0
-) -> DataLoader[list[DPORow]]:
-    """A loader that yields pairs rank, rank + size, ... of each global batch of ``sampler``; the trainer collates them.
-
-    Args:
-        dataset, sampler, rank, size, num_workers: see :func:`build_kto_dataloader`.
-
-    Raises:
-        ValueError: ``rank`` is not one of ``size``.
-    """
-    _check_rank(rank, size)
-    return _loader(dataset, sampler, partial(_share, rank=rank, size=size), num_workers=num_workers, pin_memory=False)
-
-
-def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size, got rank {rank} of {size}")
-
-
-def _loader(
-    dataset: Dataset[Example],
-    sampler: GlobalBatchSampler,
-    take: Callable[[Sequence[Example]], Share],
-    *,
-    num_workers: int,
-    pin_memory: bool,
-) -> DataLoader[Share]:
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # torch types a loader by what it reads, and not by what it yields
         batch_sampler=sampler,
-        collate_fn=take,
+        collate_fn=partial(_take, take=take, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
@@ -90,9 +63,5 @@ def _loader(
     )
 
 
-def _share(batch: Sequence[Example], *, rank: int, size: int) -> list[Example]:
-    return list(batch[rank::size])
-
-
-def _collated_share(batch: Sequence[KTORow], *, rank: int, size: int, collate: Callable[..., KTOBatch]) -> KTOBatch:
-    return collate(batch, kept=range(rank, len(batch), size))
+def _take(batch: Sequence[Example], *, take: Callable[..., Share], rank: int, size: int) -> Share:
+    return take(batch, kept=range(rank, len(batch), size))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
 from nemo_kto.data.collate import dpo_custom_collate, kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_dpo_splits, build_kto_splits
-from nemo_kto.data.loader import build_dpo_dataloader, build_kto_dataloader
+from nemo_kto.data.loader import build_dataloader, share
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
@@ -132,7 +132,7 @@ def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[An
         "num_workers": cfg.model.data.num_workers,
     }
     if isinstance(cfg, DPOConfig):
-        return build_dpo_dataloader(**shared)
+        return build_dataloader(**shared, take=share)
     options = _collate_options(cfg, tokenizer)
     collate = partial(kto_custom_collate, **options, with_kl=with_kl)
-    return build_kto_dataloader(**shared, collate=collate, pin_memory=device.on_gpu())
+    return build_dataloader(**shared, take=collate, pin_memory=device.on_gpu())

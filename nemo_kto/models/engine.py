@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config, unwrap_model
 
-from nemo_kto.losses.sequence import row_sums
+from nemo_kto.losses.sequence import sequence_sums
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.sequences import MicroBatch, SequenceBatch
@@ -193,7 +193,9 @@ class LogProbEngine:
             chunk_size=self.logprob_chunk_size,
             reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
         )
-        return row_sums(logps_T, micro_batch.sequence_T, len(micro_batch.sequence_index_b), average=self.average_log_probs)
+        return sequence_sums(
+            logps_T, micro_batch.sequence_T, len(micro_batch.sequence_index_b), average=self.average_log_probs
+        )
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from nemo_kto.losses.sequence import response_counts, response_positions, valid_rows
+from nemo_kto.losses.sequence import response_counts, response_positions
 from nemo_kto.parallel import device
 
 
@@ -74,7 +74,7 @@ class SequenceBatch:
     @cached_property
     def valid_B(self) -> torch.Tensor:
         """[B] bool: sequences with at least one response token to learn from."""
-        return valid_rows(self.labels_BS)
+        return self.response_counts_B > 0
 
     @cached_property
     def response_counts_B(self) -> torch.Tensor:

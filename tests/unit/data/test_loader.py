@@ -9,7 +9,7 @@ import torch
 
 from nemo_kto.data.collate import kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_kto_dataset
-from nemo_kto.data.loader import build_kto_dataloader
+from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import KTORow
 from nemo_kto.data.sampler import GlobalBatchSampler
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
@@ -30,12 +30,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
 def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):
     order = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
     sampler = GlobalBatchSampler(**order, shuffle=training, drop_last=training)
-    return build_kto_dataloader(
+    return build_dataloader(
         dataset=dataset,
         sampler=sampler,
         rank=rank,
         size=size,
-        collate=partial(kto_custom_collate, eos_id=EOS, seq_length=16, pad_to_multiple=16),
+        take=partial(kto_custom_collate, eos_id=EOS, seq_length=16, pad_to_multiple=16),
         num_workers=num_workers,
     )
 
@@ -74,7 +74,7 @@ def test_kl_rows_are_cut_to_seq_length() -> None:
     rows = [KTORow([1] * 6, [2], True), KTORow([3], [4] * 6, False)]
     sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
     collate = partial(kto_custom_collate, eos_id=EOS, seq_length=8)
-    (batch,) = build_kto_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, collate=collate)
+    (batch,) = build_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, take=collate)
     assert batch["kl_samples"].tolist() == [[1] * 6 + [4] * 2, [3, 2] + [EOS] * 6]
 
 
