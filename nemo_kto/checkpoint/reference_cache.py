@@ -1,11 +1,11 @@
-"""Reference log-probs, computed once and kept: a run that finds its rows here never asks the reference model again.
+"""Reference log-probs, computed once and kept: a run that finds its sequences here never evaluates the reference model.
 
-A row is found by a hash of its tokens and labels. Whatever decides what the rows of a run are (data, tokenizer, chat
-template, truncation, and for KL rows seed and batch size) is in the key by what it produces, so that a run which differs
-in any of it finds what is still right and computes the rest.
+A sequence is found by a hash of its tokens and labels. Whatever decides what the sequences of a run are (data, tokenizer,
+chat template, truncation, and for KL pairs seed and batch size) is in the key by what it produces, so that a run which
+differs in any of it finds what is still right and computes the rest.
 
     CACHE/reference/<hash of model and settings>/about.json    what the log-probs are of
-                                                /part-*.npy    rows by key; complete or absent, checked when opened
+                                                /part-*.npy    log-probs by key; complete or absent, checked when opened
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the same rows and model give other keys or values
+_FORMAT = 1  # raise it when the same sequences and model give other keys or values
 _FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
 
 
@@ -41,7 +41,7 @@ def model_state(folder: Path) -> dict[str, Any]:
 
 
 class ReferenceCache:
-    """Files of log-probs by row, shared by all runs with the same reference model."""
+    """Files of log-probs by sequence, shared by all runs with the same reference model."""
 
     def __init__(self, *, folder: Path, settings: Mapping[str, Any], models: Sequence[Path]) -> None:
         """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
@@ -62,12 +62,12 @@ class ReferenceCache:
         self._open()
 
     @property
-    def rows(self) -> int:
-        """Rows in the files."""
+    def size(self) -> int:
+        """Number of log-probs in the files."""
         return sum(part.shape[1] for part in self._parts)
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs [N] float32 of rows with these keys, and whether each was found [N] bool."""
+        """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""
         logps_N = np.zeros(len(keys_N2), dtype=np.float32)
         found_N = np.zeros(len(keys_N2), dtype=bool)
         for part in self._parts:
@@ -75,13 +75,13 @@ class ReferenceCache:
             here_N = (part[0, place_N] == keys_N2[:, 0]) & (part[1, place_N] == keys_N2[:, 1])
             logps_N[here_N] = part[2].view(np.float64)[place_N[here_N]]
             found_N |= here_N
-        for row in np.flatnonzero(~found_N) if self._pending else ():
-            if (logp := self._pending.get(_pair(keys_N2[row]))) is not None:
-                logps_N[row], found_N[row] = logp, True
+        for place in np.flatnonzero(~found_N) if self._pending else ():
+            if (logp := self._pending.get(_pair(keys_N2[place]))) is not None:
+                logps_N[place], found_N[place] = logp, True
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
-        """Note the log-probs of rows of this rank; :meth:`flush` writes them."""
+        """Note the log-probs of sequences of this rank; :meth:`flush` writes them."""
         self._pending.update(zip(map(_pair, keys_N2), map(float, logps_N), strict=True))
 
     def flush(self) -> None:
@@ -89,14 +89,14 @@ class ReferenceCache:
         leads = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
         noted: list[Any] = [None] * state.world_size()
         dist.all_gather_object(noted, self._pending if leads else {})
-        rows = {key: logp for part in noted for key, logp in part.items()}
+        known = {key: logp for part in noted for key, logp in part.items()}
         self._pending = {}
-        if not rows:
+        if not known:
             return
-        part = np.empty((3, len(rows)), dtype=np.int64)
-        order = sorted(rows)
+        part = np.empty((3, len(known)), dtype=np.int64)
+        order = sorted(known)
         part[:2] = np.array(order, dtype=np.int64).T
-        part[2].view(np.float64)[:] = [rows[key] for key in order]
+        part[2].view(np.float64)[:] = [known[key] for key in order]
         with state.main_process_first():
             if state.is_first_of_machine():
                 self._write(part)
@@ -117,7 +117,7 @@ class ReferenceCache:
 
     def _refuse(self, files: Sequence[Path], reason: str) -> None:
         for file in files:
-            logger.warning("reference log-probs in %s are not used and computed anew: %s", file, reason)
+            logger.warning("reference log-probs in %s are not used and computed again: %s", file, reason)
             file.unlink(missing_ok=True)
 
     def _open(self) -> None:
@@ -133,7 +133,7 @@ class ReferenceCache:
 
 
 class CachedReference:
-    """A reference policy that was asked beforehand."""
+    """A reference policy whose log-probs were precomputed."""
 
     def __init__(self, *, cache: ReferenceCache) -> None:
         self.cache = cache
@@ -141,16 +141,16 @@ class CachedReference:
         self._filling = False
 
     def logprobs(self, parts: Sequence[Rows], forward: Forward) -> torch.Tensor:
-        """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`; ``forward`` is called in :meth:`filling` alone.
+        """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`; ``forward`` is called only in :meth:`filling`.
 
         Raises:
-            RuntimeError: a row is not in the cache.
+            RuntimeError: a sequence is not in the cache.
         """
-        return torch.cat([self._logprobs(rows, forward) for rows in parts])
+        return torch.cat([self._logprobs(batch, forward) for batch in parts])
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
-        """Within the block the model must be the reference; rows that are not known yet are computed and kept."""
+        """Within the block the model must be the reference; sequences that are not known yet are computed and kept."""
         self._filling = True
         try:
             yield
@@ -163,30 +163,30 @@ class CachedReference:
         if number % _FLUSH_EVERY == 0:
             self.cache.flush()
 
-    def _logprobs(self, rows: Rows, forward: Forward) -> torch.Tensor:
-        keys_B2 = row_keys(rows)
+    def _logprobs(self, batch: Rows, forward: Forward) -> torch.Tensor:
+        keys_B2 = sequence_keys(batch)
         logps_B, found_B = self.cache.look_up(keys_B2)
         missing = np.flatnonzero(~found_B)
         if len(missing) and not self._filling:
             raise RuntimeError(
-                f"reference log-probs of every row must be in {self.cache.folder}, but {len(missing)} of {len(rows)} rows "
-                "of this batch are not; the data may have been changed during the run: start it again"
+                f"reference log-probs of every sequence must be in {self.cache.folder}, but {len(missing)} of {len(batch)} "
+                "sequences of this batch are not; the data may have been changed during the run: start it again"
             )
         if len(missing):
-            asked = rows if len(missing) == len(rows) else rows.take(torch.from_numpy(missing))
-            logps_B[missing] = forward(asked).numpy()
+            evaluated = batch if len(missing) == len(batch) else batch.take(torch.from_numpy(missing))
+            logps_B[missing] = forward(evaluated).numpy()
             self.cache.add(keys_B2[missing], logps_B[missing])
             self.computed += len(missing)
         return torch.from_numpy(logps_B)
 
 
-def row_keys(rows: Rows) -> np.ndarray:
-    """[B, 2] int64: a hash of each row's tokens and labels, without its padding."""
-    keys_B2 = np.empty((len(rows), 2), dtype=np.int64)
-    tokens_BS, labels_BS = rows.tokens_BS.numpy(), rows.labels_BS.numpy()
-    for row, length in enumerate(rows.lengths_B.tolist()):
-        content = tokens_BS[row, :length].tobytes() + labels_BS[row, :length].tobytes()
-        keys_B2[row] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
+def sequence_keys(batch: Rows) -> np.ndarray:
+    """[B, 2] int64: a hash of each sequence's tokens and labels, without its padding."""
+    keys_B2 = np.empty((len(batch), 2), dtype=np.int64)
+    tokens_BS, labels_BS = batch.tokens_BS.numpy(), batch.labels_BS.numpy()
+    for place, length in enumerate(batch.lengths_B.tolist()):
+        content = tokens_BS[place, :length].tobytes() + labels_BS[place, :length].tobytes()
+        keys_B2[place] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
     return keys_B2
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from nemo_kto.data.records import DPORow, KTORow
+from nemo_kto.data.records import DPOExample, KTOExample
 
 IGNORED = -100
 
@@ -50,7 +50,7 @@ def same_prompt_pairs(prompts: Sequence[Hashable], partners: Sequence[int]) -> l
 
 
 def kto_custom_collate(
-    batch: Sequence[KTORow],
+    batch: Sequence[KTOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -104,7 +104,7 @@ def kto_custom_collate(
 
 
 def dpo_custom_collate(
-    batch: Sequence[DPORow],
+    batch: Sequence[DPOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -190,7 +190,7 @@ def _check_lengths(rows: list, seq_length: int | None) -> None:
         )
 
 
-def _kl_row(row: KTORow, partner: KTORow, seq_length: int | None) -> tuple:
+def _kl_row(row: KTOExample, partner: KTOExample, seq_length: int | None) -> tuple:
     """The prompt of one row and the response of another, cut at its end."""
     room = None if seq_length is None else seq_length - len(row.prompt_ids)
     return row.prompt_ids, partner.response_ids[:room]

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.data.records import DPORow, KTORow
+from nemo_kto.data.records import DPOExample, KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
 
 
 def build_kto_dataloader(
     *,
-    dataset: Dataset[KTORow],
+    dataset: Dataset[KTOExample],
     sampler: GlobalBatchSampler,
     rank: int,
     size: int,
@@ -63,8 +63,8 @@ def build_kto_dataloader(
 
 
 def build_dpo_dataloader(
-    *, dataset: Dataset[DPORow], sampler: GlobalBatchSampler, rank: int, size: int, num_workers: int = 0
-) -> DataLoader[list[DPORow]]:
+    *, dataset: Dataset[DPOExample], sampler: GlobalBatchSampler, rank: int, size: int, num_workers: int = 0
+) -> DataLoader[list[DPOExample]]:
     """A loader that yields pairs rank, rank + size, ... of each global batch of ``sampler``; the trainer collates them.
 
     Args:
@@ -105,5 +105,5 @@ def _share(batch: Sequence[Any], *, rank: int, size: int) -> list[Any]:
     return list(batch[rank::size])
 
 
-def _kto_share(batch: Sequence[KTORow], *, rank: int, size: int, collate: Any) -> dict[str, torch.Tensor]:
+def _kto_share(batch: Sequence[KTOExample], *, rank: int, size: int, collate: Any) -> dict[str, torch.Tensor]:
     return collate(batch, rows=range(rank, len(batch), size))

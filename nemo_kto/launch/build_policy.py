@@ -195,7 +195,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
         raise ValueError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     folder = checkpoint / "hf"
     architecture = read_architecture(folder, tensor_parallel=1)
     gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=saved is not None)
@@ -218,4 +218,4 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
         if saved is not None:
             merge_adapters(policy.chunks)
         _export_model(policy, out, max_shard_size_gb=max_shard_size_gb)
-    state.stop()
+    state.destroy()

@@ -14,11 +14,11 @@ from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
 from nemo_kto.launch.schema import DPOConfig, RunConfig
 from nemo_kto.losses.preference import LOSSES
-from nemo_kto.models.lora import adapters_off
+from nemo_kto.models.lora import disable_adapters
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.reference import LiveReference, MovingReference, ReferencePolicy, SwappedWeights
 from nemo_kto.parallel import device, state
-from nemo_kto.telemetry.progress import bar
+from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers
 
 
@@ -53,7 +53,7 @@ def hold_reference(cfg: RunConfig, policy: Policy, timers: PhaseTimers) -> HeldR
     if mode == "cached":
         return HeldReference(CachedReference(cache=_open_cache(cfg, policy)))
     if mode == "adapter" and not policy.adapters_came_trained:
-        return HeldReference(LiveReference(active=partial(adapters_off, policy.chunks)))
+        return HeldReference(LiveReference(active=partial(disable_adapters, policy.chunks)))
     # Adapters that come trained are the reference: they are exchanged, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
@@ -113,14 +113,14 @@ def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
 
 def _fill(reference: CachedReference, model: MegatronGPTModel, data: RunData, trainer_cfg: TrainerConfig) -> None:
     """Compute what the cache does not know of all rows of the run, forward only."""
-    known = reference.cache.rows
+    known = reference.cache.size
     loaders: tuple[Any, Any] = (data.train, data.validation)
     total = number_of_batches(trainer_cfg, *loaders)
-    batches = bar(batches_of_run(trainer_cfg, *loaders), total=total, title="reference", shown=state.is_rank_zero())
+    batches = progress_bar(batches_of_run(trainer_cfg, *loaders), total=total, title="reference", shown=state.is_rank_zero())
     with reference.filling():
         for number, batch in enumerate(batches, start=1):
             model.get_ref_policy_logprobs(data.collate_fn(batch))
             reference.after_batch(number)
     if state.is_rank_zero():
-        new = reference.cache.rows - known
+        new = reference.cache.size - known
         print(f"reference log-probs: {new} rows computed, in {reference.cache.folder}", flush=True)

@@ -68,7 +68,7 @@ def make_model(folder: Path) -> Path:
 def on_one_rank(folder: Path) -> dict[str, Any]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     model, found = make_model(folder / "model"), {}
     first = CacheUser(folder, model, precision="32").fill(make_rows(5, 4), make_rows(7, 3), make_rows(5, 4))
     found["asked"] = first.asked
@@ -77,8 +77,8 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     found["equal"] = torch.equal(answers, torch.cat([logp(make_rows(7, 3)), logp(make_rows(5, 4))]))
     found["asked again"] = again.asked
     found["a few more"] = again.fill(make_rows(5, 4), make_rows(50, 2)).asked
-    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.rows
-    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.rows
+    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.size
+    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.size
     try:
         again.reference.logprobs([make_rows(90, 3)], again.forward)
     except RuntimeError as error:
@@ -90,13 +90,13 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"?")
     damaged = CacheUser(folder, model, precision="32")
     found["warnings"] = [text.replace(str(damaged.reference.cache.folder), "FOLDER") for text in damaged.warnings]
-    found["rows left"] = damaged.reference.cache.rows
-    found["asked anew"] = damaged.fill(make_rows(5, 4)).asked
+    found["rows left"] = damaged.reference.cache.size
+    found["evaluated again"] = damaged.fill(make_rows(5, 4)).asked
 
     (model / "model.safetensors").write_bytes(b"other weights")
     stale = CacheUser(folder, model, precision="32")
     found["stale"] = [text.split(": ")[1] for text in stale.warnings]
-    found["rows of other weights"] = stale.reference.cache.rows
+    found["rows of other weights"] = stale.reference.cache.size
     found["files"] = sorted(file.name.split("-")[0] for file in stale.reference.cache.folder.iterdir())
     return found
 
@@ -110,15 +110,15 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
     assert found["rows"] == 9
     assert found["other settings"] == 0
     assert found["error"] == (
-        "reference log-probs of every row must be in FOLDER, but 3 of 3 rows of this batch are not; "
+        "reference log-probs of every sequence must be in FOLDER, but 3 of 3 sequences of this batch are not; "
         "the data may have been changed during the run: start it again"
     )
     for text in found["warnings"]:
         assert text.startswith("reference log-probs in FOLDER/part-")
-        assert text.endswith(".npy are not used and computed anew: its content is not what was written")
+        assert text.endswith(".npy are not used and computed again: its content is not what was written")
     assert len(found["warnings"]) == 2
     assert found["rows left"] == 0
-    assert found["asked anew"] == 4
+    assert found["evaluated again"] == 4
     assert found["stale"] == ["model.safetensors of the reference model changed since"]
     assert found["rows of other weights"] == 0
     assert found["files"] == ["about.json"]
@@ -127,7 +127,7 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
 def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     with state.main_process_first():
         if state.is_rank_zero():
             make_model(folder / "model")
@@ -141,13 +141,13 @@ def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_padding_is_not_in_the_key_and_labels_are() -> None:
-    from nemo_kto.checkpoint.reference_cache import row_keys
+    from nemo_kto.checkpoint.reference_cache import sequence_keys
 
     rows = make_rows(5, 3)
     wider = make_rows(5, 4).take(torch.arange(3))
-    assert row_keys(rows).tolist() == row_keys(wider).tolist()
+    assert sequence_keys(rows).tolist() == sequence_keys(wider).tolist()
     wider.labels_BS[1, 0] = wider.tokens_BS[1, 0]
-    same = (row_keys(rows) == row_keys(wider)).all(axis=1)
+    same = (sequence_keys(rows) == sequence_keys(wider)).all(axis=1)
     assert same.tolist() == [True, False, True]
 
 
