@@ -161,7 +161,7 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
 def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: list[str], folder: str) -> Clock:
     """Train with nemo_kto's KTOTrainer on one rank; settings that are not given are those of conf/gpt_kto.yaml."""
     from nemo_kto.checkpoint.cached_reference import CachedReference
-    from nemo_kto.data.records import KTORow
+    from nemo_kto.data.records import KTOExample
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
 
@@ -172,9 +172,9 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
         compose.load([*our_overrides(model, rows_file, steps=steps, folder=folder), *overrides])
     )
     assert cfg is not None, problems
-    state.start(layout=state.Layout(), seed=cfg.model.seed)
+    state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
-    dataset: list[KTORow] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
+    dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
     # the loader shuffles, and other neighbours are other KL examples
     in_order = trainer.train_dataloader.collate_fn(dataset)
     if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the data

@@ -15,7 +15,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "nemo_kto"
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 399, 59
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 399, 59
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +177,13 @@ def scan_sizes(root: Path) -> list[str]:
     for file in sorted(root.rglob("*.py")):
         text, path = file.read_text(), file.relative_to(root)
         lines = len(text.splitlines())
-        if lines > MOST_FILE_LINES:
-            found.append(f"{path}: {lines} lines, at most {MOST_FILE_LINES}")
+        if lines > MAX_FILE_LINES:
+            found.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
-                if length > MOST_FUNCTION_LINES:
-                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}")
+                if length > MAX_FUNCTION_LINES:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     return found
 
 
@@ -191,7 +191,7 @@ def scan_sizes(root: Path) -> list[str]:
 POSITIONAL_BASES = names(
     "Function Module GPTModel ColumnParallelLinear MegatronModule IdentityOp Exception ValueError RuntimeError dict"
 )
-MOST_POSITIONAL_FIELDS = 3  # of a frozen dataclass: a value of two or three parts reads well without names
+MAX_POSITIONAL_FIELDS = 3  # of a frozen dataclass: a value of two or three parts reads well without names
 
 
 def scan_constructors(root: Path) -> list[str]:
@@ -207,7 +207,7 @@ def scan_constructors(root: Path) -> list[str]:
             for decorator in node.decorator_list:
                 text = ast.unparse(decorator)
                 fields = sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
-                small = "frozen=True" in text and fields <= MOST_POSITIONAL_FIELDS
+                small = "frozen=True" in text and fields <= MAX_POSITIONAL_FIELDS
                 if text.split("(")[0].endswith("dataclass") and "kw_only=True" not in text and not small:
                     found.append(f"{where} is a dataclass without kw_only=True")
             if bases & POSITIONAL_BASES:

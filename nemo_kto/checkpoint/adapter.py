@@ -23,7 +23,7 @@ from nemo_kto.checkpoint.mapping import rank_adapters, unwrap
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.lora import adapted_rows, adapter_rows
+from nemo_kto.models.lora import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.models.segments import source_shapes
 
@@ -164,10 +164,10 @@ def _wanted(architecture: Architecture, settings: LoRASettings) -> dict[str, tup
     layers = settings.layers or range(1, architecture.num_layers + 1)
     return {
         name.format(layer=layer - 1): shape
-        for weight_row in adapted_rows(architecture, settings)
-        for row in adapter_rows(weight_row, settings.rank)
+        for weight_mapping in adapted_mappings(architecture, settings)
+        for mapping in adapter_mappings(weight_mapping, settings.rank)
         for layer in layers
-        for name, shape in zip(row.theirs, source_shapes(row, architecture), strict=True)
+        for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
         if name.split(".")[-3] in settings.modules
     }
 

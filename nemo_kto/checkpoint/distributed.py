@@ -1,4 +1,4 @@
-"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to go on as if nothing had happened.
+"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to resume as if nothing had happened.
 
     checkpoints/step_000100/
       state/        weights, optimizer and schedule, loadable at any layout
@@ -6,7 +6,7 @@
       hf/           configuration and tokenizer: the checkpoint needs no other folder
       trainer.json  where the run stands, its metrics, the layout and the versions
 
-A model with adapters is saved as its adapters alone; trainer.json then names the base model.
+A model with adapters is saved as only its adapters; trainer.json then names the base model.
 
 A checkpoint is written under another name and gets its own by one rename, when all of it is on disk: a folder with a
 checkpoint's name is complete.
@@ -111,7 +111,7 @@ def saved_adapters(path: Path) -> SavedAdapters | None:
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Load the weights of a checkpoint, at whatever layout it was written, and nothing else.
 
-    Of a checkpoint of adapters these alone are loaded, and the base model stays as it is; of any other checkpoint all but
+    Of a checkpoint of adapters only these are loaded, and the base model stays as it is; of any other checkpoint all but
     the adapters.
 
     Raises:
@@ -139,7 +139,7 @@ class CheckpointManager:
         save_top_k: int,
         hugging_face_source: Path,
         base_model: Path | None = None,
-        moving_reference: SwappedWeights | None = None,
+        reference_weights: SwappedWeights | None = None,
     ) -> None:
         """
         Args:
@@ -152,7 +152,7 @@ class CheckpointManager:
             save_top_k: checkpoints to keep besides the last; -1 keeps all.
             hugging_face_source: folder whose configuration and tokenizer belong to the model.
             base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
-            moving_reference: weights of a reference that does not stay what it was at the start; None for one that does.
+            reference_weights: the weights of a reference that is synced; None for a reference that never changes.
         """
         self.folder = folder
         self.chunks = chunks
@@ -163,7 +163,7 @@ class CheckpointManager:
         self.save_top_k = save_top_k
         self.hugging_face_source = hugging_face_source
         self.base_model = base_model or hugging_face_source
-        self.moving_reference = moving_reference
+        self.reference_weights = reference_weights
         self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
@@ -194,7 +194,7 @@ class CheckpointManager:
         info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": self._dtype()}
         if (adapters := adapters_of(self.chunks)) is not None:
             info["adapters"] = adapters_info(adapters, self.base_model)
-        info["moving_reference"] = self.moving_reference is not None
+        info["moving_reference"] = self.reference_weights is not None
         info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
         state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
 
@@ -221,19 +221,19 @@ class CheckpointManager:
             )
         if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
             raise ValueError(
-                f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
+                f"use_distributed_optimizer must stay {kind} in a resumed run, got {not kind}; "
                 "change it back, or start a new run in another folder"
             )
-        if (moved := newest.info.get("moving_reference", False)) != (self.moving_reference is not None):
+        if (synced := newest.info.get("moving_reference", False)) != (self.reference_weights is not None):
             raise ValueError(
-                f"the reference must {'go on moving' if moved else 'stay'} in a run that goes on; change "
+                f"the reference must {'stay synced' if synced else 'not become synced'} in a resumed run; change "
                 "model.reference.sync_interval back, or start a new run in another folder"
             )
         check_adapters(adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         load_model_state(self.chunks, loaded, adapters=adapters_of(self.chunks) is not None)
-        if self.moving_reference is not None:
-            load_reference_state(self.chunks, self.moving_reference, loaded)
+        if self.reference_weights is not None:
+            load_reference_state(self.chunks, self.reference_weights, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
@@ -241,15 +241,15 @@ class CheckpointManager:
         return {name: int(value) for name, value in newest.info["trainer"].items()}
 
     def refuse_to_mix(self) -> None:
-        """Make sure that a run which starts anew has no checkpoints of another run beside its own.
+        """Make sure that a new run has no checkpoints of another run beside its own.
 
         Raises:
             FileExistsError: it would have.
         """
         if checkpoints := find_checkpoints(self.folder):
             raise FileExistsError(
-                f"a run that starts anew must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
-                f"the last of step {checkpoints[-1].step}; go on from it with exp_manager.resume_if_exists=true, or choose "
+                f"a new run must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
+                f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or choose "
                 "another exp_manager.name"
             )
 
@@ -262,8 +262,8 @@ class CheckpointManager:
         sharded = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
         reference = {}
-        if self.moving_reference is not None:
-            reference = reference_state(self.chunks, self.moving_reference, adapters=adapters)
+        if self.reference_weights is not None:
+            reference = reference_state(self.chunks, self.reference_weights, adapters=adapters)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _begin(self, final: Path) -> None:

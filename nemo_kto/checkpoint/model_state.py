@@ -1,4 +1,4 @@
-"""The weights of the model in and out of a checkpoint: all of them, or its adapters alone."""
+"""The weights of the model in and out of a checkpoint: all of them, or only its adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nemo_kto.models.reference import SwappedWeights
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """What a checkpoint that holds adapters alone says of them.
+    """What a checkpoint that holds only adapters says of them.
 
     Attributes:
         base_model: where the weights of the base model came from: a Hugging Face folder or one of our own checkpoints.
@@ -65,7 +65,7 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
 
 
 def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> dict[str, Any]:
-    """The sharded state of the adapters alone, or of all that is no adapter: ``model0`` for the first chunk and so on."""
+    """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on."""
     # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
     metadata = {"non_homogeneous_layers": True} if adapters else None
     whole = {
@@ -91,7 +91,7 @@ def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], *, 
 
 
 def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> dict[str, Any]:
-    """The sharded state of a reference that moves: that of the model, with the reference's values in it."""
+    """The sharded state of a reference that is synced: that of the model, with the reference's values in it."""
     host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
     whole = {}
     for (part, state), chunk in zip(model_state(chunks, adapters=adapters).items(), chunks, strict=True):

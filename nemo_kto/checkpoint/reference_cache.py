@@ -1,11 +1,11 @@
-"""Reference log-probs, computed once and kept: a run that finds its rows here never asks the reference model again.
+"""Reference log-probs, computed once and kept: a run that finds its sequences here never evaluates the reference model.
 
-A row is found by a hash of its tokens and labels. Whatever decides what the rows of a run are (data, tokenizer, chat
-template, truncation, and for KL rows seed and batch size) is in the key by what it produces, so that a run which differs
-in any of it finds what is still right and computes the rest.
+A sequence is found by a hash of its tokens and labels. Whatever decides what the sequences of a run are (data, tokenizer,
+chat template, truncation, and for KL pairs seed and batch size) is in the key by what it produces, so that a run which
+differs in any of it finds what is still right and computes the rest.
 
     CACHE/reference/<hash of model and settings>/about.json    what the log-probs are of
-                                                /part-*.npy    rows by key; complete or absent, checked when opened
+                                                /part-*.npy    log-probs by key; complete or absent, checked when opened
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the same rows and model give other keys or values
+_FORMAT = 1  # raise it when the same sequences and model give other keys or values
 
 
 def model_state(folder: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def model_state(folder: Path) -> dict[str, Any]:
 
 
 class ReferenceCache:
-    """Files of log-probs by row, shared by all runs with the same reference model."""
+    """Files of log-probs by sequence, shared by all runs with the same reference model."""
 
     def __init__(self, *, folder: Path, settings: Mapping[str, Any], models: Sequence[Path]) -> None:
         """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
@@ -58,12 +58,12 @@ class ReferenceCache:
         self._open()
 
     @property
-    def rows(self) -> int:
-        """Rows in the files."""
+    def size(self) -> int:
+        """Number of log-probs in the files."""
         return sum(part.shape[1] for part in self._parts)
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs [N] float32 of rows with these keys, and whether each was found [N] bool."""
+        """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""
         logps_N = np.zeros(len(keys_N2), dtype=np.float32)
         found_N = np.zeros(len(keys_N2), dtype=bool)
         for part in self._parts:
@@ -71,13 +71,13 @@ class ReferenceCache:
             here_N = (part[0, place_N] == keys_N2[:, 0]) & (part[1, place_N] == keys_N2[:, 1])
             logps_N[here_N] = part[2].view(np.float64)[place_N[here_N]]
             found_N |= here_N
-        for row in np.flatnonzero(~found_N) if self._pending else ():
-            if (logp := self._pending.get(_pair(keys_N2[row]))) is not None:
-                logps_N[row], found_N[row] = logp, True
+        for place in np.flatnonzero(~found_N) if self._pending else ():
+            if (logp := self._pending.get(_pair(keys_N2[place]))) is not None:
+                logps_N[place], found_N[place] = logp, True
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
-        """Note the log-probs of rows of this rank; :meth:`flush` writes them."""
+        """Note the log-probs of sequences of this rank; :meth:`flush` writes them."""
         self._pending.update(zip(map(_pair, keys_N2), map(float, logps_N), strict=True))
 
     def flush(self) -> None:
@@ -85,14 +85,14 @@ class ReferenceCache:
         leads = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
         noted: list[Any] = [None] * state.world_size()
         dist.all_gather_object(noted, self._pending if leads else {})
-        rows = {key: logp for part in noted for key, logp in part.items()}
+        known = {key: logp for part in noted for key, logp in part.items()}
         self._pending = {}
-        if not rows:
+        if not known:
             return
-        part = np.empty((3, len(rows)), dtype=np.int64)
-        order = sorted(rows)
+        part = np.empty((3, len(known)), dtype=np.int64)
+        order = sorted(known)
         part[:2] = np.array(order, dtype=np.int64).T
-        part[2].view(np.float64)[:] = [rows[key] for key in order]
+        part[2].view(np.float64)[:] = [known[key] for key in order]
         with state.main_process_first():
             if state.is_first_of_machine():
                 self._write(part)
@@ -113,7 +113,7 @@ class ReferenceCache:
 
     def _refuse(self, files: Sequence[Path], reason: str) -> None:
         for file in files:
-            logger.warning("reference log-probs in %s are not used and computed anew: %s", file, reason)
+            logger.warning("reference log-probs in %s are not used and computed again: %s", file, reason)
             file.unlink(missing_ok=True)
 
     def _open(self) -> None:

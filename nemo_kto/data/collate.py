@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nemo_kto.data.batch import DPOBatch, KTOBatch
-from nemo_kto.data.records import DPORow, KTORow
+from nemo_kto.data.records import DPOExample, KTOExample
 from nemo_kto.losses.sequence import IGNORED
 
 Ids = Sequence[int] | np.ndarray
@@ -54,7 +54,7 @@ def same_prompt_pairs(prompts: Sequence[Hashable], partners: Sequence[int]) -> l
 
 
 def kto_custom_collate(
-    batch: Sequence[KTORow],
+    batch: Sequence[KTOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -109,7 +109,7 @@ def kto_custom_collate(
 
 
 def _kl_examples(
-    batch: Sequence[KTORow], kept: Sequence[int], seq_length: int | None
+    batch: Sequence[KTOExample], kept: Sequence[int], seq_length: int | None
 ) -> tuple[list[tuple[Ids, Ids]], list[bool]]:
     """For each kept example its prompt with another's response, cut at its end, and whether that has the same prompt."""
     prompts = [np.asarray(example.prompt_ids, dtype=np.int64).tobytes() for example in batch]
@@ -132,7 +132,7 @@ def _kl_tensors(padded: _Padded, same_prompt: Sequence[bool]) -> dict[str, torch
 
 
 def dpo_custom_collate(
-    batch: Sequence[DPORow],
+    batch: Sequence[DPOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,

@@ -1,4 +1,4 @@
-"""From one line of a jsonl file to records: a prompt with an answer that was judged, or with two of which one was chosen.
+"""From a line of a jsonl file to a record: a prompt with one answer (unpaired feedback), or with a chosen and a rejected.
 
 A row for KTO may be written in any of these forms (further keys are ignored), one for DPO in the last:
 
@@ -7,7 +7,7 @@ A row for KTO may be written in any of these forms (further keys are ignored), o
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
-Wherever a text stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
+Wherever a string stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
 A pair may have "chosen_reward" and "rejected_reward".
 """
 
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Message = Mapping[str, Any]
-Turns = str | list[Message]
+TextOrMessages = str | list[Message]
 Record = TypeVar("Record")
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
@@ -40,7 +40,7 @@ class RowError(ValueError):
     """What is wrong with one row; whoever reads the file adds its name and the line."""
 
 
-class BrokenRows:
+class RowErrors:
     """Counts broken rows and keeps the first ten messages, however many rows are broken."""
 
     SHOWN = 10
@@ -71,7 +71,7 @@ class BrokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class KTORecord:
-    """One prompt with one judged answer.
+    """One prompt with one answer and its label.
 
     Attributes:
         prompt: plain text, or the messages before the answer.
@@ -80,15 +80,15 @@ class KTORecord:
         line: where it came from, counted from 1; the two records of a pair share it.
     """
 
-    prompt: Turns
-    response: Turns
+    prompt: TextOrMessages
+    response: TextOrMessages
     desirable: bool
     line: int
 
 
 @dataclass(frozen=True, slots=True)
-class KTORow:
-    """One tokenised row.
+class KTOExample:
+    """One tokenised record.
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
@@ -108,30 +108,30 @@ class DPORecord:
     Attributes:
         prompt: plain text, or the messages before the answer.
         chosen: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        rejected: likewise.
+        rejected: the same.
         chosen_reward: what the row says the answer is worth; None if it says nothing.
-        rejected_reward: likewise; None where the other is.
+        rejected_reward: the same; None where the other is.
         line: where it came from, counted from 1.
     """
 
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
     chosen_reward: float | None
     rejected_reward: float | None
     line: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPORow:
+class DPOExample:
     """One tokenised pair.
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
         chosen_ids: [C] int, C >= 1, end-of-turn included where the answer was not cut.
-        rejected_ids: [R] int, R >= 1, likewise.
+        rejected_ids: [R] int, R >= 1, the same.
         chosen_reward: what the answer is worth, in any unit.
-        rejected_reward: likewise.
+        rejected_reward: the same.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -141,12 +141,12 @@ class DPORow:
     rejected_reward: float
 
 
-def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[KTORecord]:
-    """The judged answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
+def read_kto_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[KTORecord]:
+    """The labelled answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
 
     Args:
         path: the file.
-        broken: collects broken rows for a caller that goes on to other files. Without it they are raised at the end.
+        broken: collects broken rows for a caller that reads other files next. Without it they are raised at the end.
 
     Raises:
         DataError: rows were broken and ``broken`` was not given.
@@ -154,15 +154,15 @@ def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> I
     return _read(path, records_of_row, broken)
 
 
-def read_dpo_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[DPORecord]:
+def read_dpo_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[DPORecord]:
     """The pairs of one jsonl file; everything else as in :func:`read_kto_records`."""
     return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
 
 
 def _read(
-    path: str | Path, records_of: Callable[[Mapping[str, Any], int], list[Record]], broken: BrokenRows | None
+    path: str | Path, records_of: Callable[[Mapping[str, Any], int], list[Record]], broken: RowErrors | None
 ) -> Iterator[Record]:
-    found = BrokenRows() if broken is None else broken
+    found = RowErrors() if broken is None else broken
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.isspace():
@@ -212,7 +212,7 @@ def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
     else:
         raise RowError(
             'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
-            f"got the keys {sorted(row)}; answers that were judged one by one are for KTO"
+            f"got the keys {sorted(row)}; unpaired feedback is for KTO"
         )
     chosen, rejected = _pair(row, good, bad)
     if chosen[0] != rejected[0]:
@@ -237,14 +237,14 @@ def _reward(row: Mapping[str, Any], key: str) -> float | None:
         return None
     try:
         reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # a whole number of more than 308 digits
+    except OverflowError:  # an integer of more than 308 digits
         reward = math.inf
     if not math.isfinite(reward):
         raise RowError(f'"{key}" must be a finite number, got {_show(value)}; correct it or leave both rewards out')
     return reward
 
 
-def _record(side: tuple[Turns, Turns], desirable: bool, line: int) -> KTORecord:
+def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int) -> KTORecord:
     return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line)
 
 
@@ -280,7 +280,7 @@ def _label(row: Mapping[str, Any]) -> bool:
     return _PREFERENCES[value]
 
 
-def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turns]]:
+def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
     """(prompt, answer) of the chosen and of the rejected side."""
     if good not in row or bad not in row:
         missing = bad if good in row else good
@@ -291,7 +291,7 @@ def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turn
     if isinstance(chosen, str) and isinstance(rejected, str):
         cut = _shared_prompt(chosen, rejected, good, bad)
         return [(side[:cut], side[cut:]) for side in (chosen, rejected)]
-    sides: list[tuple[Turns, Turns]] = [_conversation(row[key], key) for key in (good, bad)]
+    sides: list[tuple[TextOrMessages, TextOrMessages]] = [_conversation(row[key], key) for key in (good, bad)]
     if sides[0][0] != sides[1][0]:
         raise RowError(
             f'"{good}" and "{bad}" must be the same conversation up to their last message; '
@@ -301,7 +301,7 @@ def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turn
 
 
 def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
-    """Length of the prompt two texts share: up to the last answer's mark if there is one, otherwise whole words."""
+    """Length of the prompt two strings share: up to the last answer's mark if there is one, otherwise whole words."""
     shared = chosen[: _shared_length(chosen, rejected)]
     mark = shared.rfind(_DIALOGUE_ANSWER)
     if mark >= 0:
@@ -319,8 +319,8 @@ def _shared_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[Turns, Turns]:
-    """Both sides brought to one kind: two texts, or messages and one assistant message."""
+def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[TextOrMessages, TextOrMessages]:
+    """Both sides brought to one kind: two strings, or messages and one assistant message."""
     if isinstance(answer, str) and isinstance(prompt, str):
         return prompt, answer
     if isinstance(answer, str):
@@ -356,12 +356,12 @@ def _answer(messages: list[Message], key: str) -> list[Message]:
 
 def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise RowError(f'"{key}" must be a text or a list of messages that is not empty, got {_show(value)}')
+        raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {_show(value)}')
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {_show(message)}')
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            raise RowError(f'"content" of a message in "{key}" must be a text, got {_show(message.get("content"))}')
+            raise RowError(f'"content" of a message in "{key}" must be a string, got {_show(message.get("content"))}')
     return value
 
 

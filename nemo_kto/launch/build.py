@@ -54,7 +54,7 @@ def train(cfg: RunConfig) -> None:
         pipeline=cfg.model.pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,
     )
-    state.start(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
+    state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     cfg = resolve_precision(cfg)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
     trainer = build_trainer(cfg, policy)
@@ -63,7 +63,7 @@ def train(cfg: RunConfig) -> None:
     trainer.fit()
     if cfg.export.enabled:
         export_policy(policy, cfg.export)
-    state.stop()
+    state.destroy()
 
 
 def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
@@ -96,7 +96,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         "test_dataloader": None,
         "logger": build_logger(cfg, max_steps=max_steps, resumed_step=None if resumed is None else resumed["step"]),
         "ckpt_callback": checkpoints,
-        "run_timer": RunTimer(max_time=cfg.trainer.max_time, agree=state.agree),
+        "run_timer": RunTimer(max_time=cfg.trainer.max_time, agree=state.broadcast_bool),
         "timers": timers,
         "callbacks": build_callbacks(cfg, reference),
     }
@@ -224,7 +224,7 @@ def build_checkpoint_manager(
         save_top_k=kept.save_top_k,
         hugging_face_source=policy.folder,
         base_model=base_model(policy.source),
-        moving_reference=synced_weights,
+        reference_weights=synced_weights,
     )
 
 

@@ -15,11 +15,11 @@ from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.losses.loss import Loss
 from nemo_kto.models.engine import LogProbEngine
-from nemo_kto.models.lora import adapters_off
+from nemo_kto.models.lora import disable_adapters
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, state
-from nemo_kto.telemetry.progress import bar
+from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers
 
 Sequences = Callable[[Any], tuple[SequenceBatch, ...]]
@@ -56,7 +56,7 @@ def load_reference_weights(cfg: RunConfig, policy: Policy) -> bool:
     other = cfg.model.reference.restore_from_path
     if other is None:
         return False
-    if policy.adapters_came_trained:
+    if policy.has_pretrained_adapters:
         raise ValueError(
             f"model.reference.restore_from_path must be null where {policy.source} brings trained adapters, which are the "
             f"reference, got {other}; leave it out, or merge the adapters first: nemo-kto export"
@@ -76,8 +76,8 @@ def build_reference(
         return ReferenceSetup(None)
     if mode == "cached":
         return ReferenceSetup(CachedReference(cache=_open_cache(cfg, policy)))
-    if mode == "adapter" and not policy.adapters_came_trained:
-        return ReferenceSetup(LiveReference(engine=engine, active=partial(adapters_off, policy.chunks)))
+    if mode == "adapter" and not policy.has_pretrained_adapters:
+        return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
     # Adapters that come trained are the reference: they are swapped, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
@@ -92,17 +92,17 @@ def precompute(
     reference: CachedReference, engine: LogProbEngine, data: RunData, sequences: Sequences, trainer_cfg: TrainerConfig
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    known = reference.cache.rows
+    known = reference.cache.size
     total = number_of_batches(trainer_cfg, data.train, data.validation)
     batches = batches_of_run(trainer_cfg, data.train, data.validation)
 
     def parts() -> Iterator[tuple[SequenceBatch, ...]]:
-        for batch in bar(batches, total=total, title="reference", shown=state.is_rank_zero()):
+        for batch in progress_bar(batches, total=total, title="reference", shown=state.is_rank_zero()):
             yield sequences(data.collate_fn(batch))
 
     reference.precompute(parts(), engine)
     if state.is_rank_zero():
-        new = reference.cache.rows - known
+        new = reference.cache.size - known
         print(f"reference log-probs: {new} sequences computed, in {reference.cache.folder}", flush=True)
 
 

@@ -28,7 +28,7 @@ from nemo_kto.parallel import device
 
 __all__ = ["Architecture", "HiddenStateGPT", "build_gpt", "read_architecture", "uses_transformer_engine"]
 
-# Parameters whose size depends on how many zero heads the tensor-parallel size asked for.
+# Parameters whose size depends on how many zero heads the tensor-parallel size needs.
 _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",

@@ -177,7 +177,7 @@ def adapt_linear(
         parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
         parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts have a group of their own
         if linear.is_expert or (name == LORA_B) == is_column:
-            # This rank's alone: in the norm of the gradient it counts on every rank. What all hold counts on the first.
+            # Only this rank's: in the norm of the gradient it counts on every rank. What all hold counts on the first.
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
         else:

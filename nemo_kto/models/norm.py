@@ -11,7 +11,7 @@ from nemo_kto.parallel import device
 
 
 class _RMSNorm(torch.nn.RMSNorm):
-    returns_residual = False  # asked by megatron-core >= 0.18 of every norm
+    returns_residual = False  # read by megatron-core >= 0.18 of every norm
 
 
 class _LayerNorm(torch.nn.LayerNorm):

@@ -23,7 +23,7 @@ class Rope:
         kind: default, linear (all wavelengths times ``factor``) or llama3 (only the long ones).
         factor: how much longer the context became.
         low_freq_factor: wavelengths above original_max_positions / low_freq_factor are stretched by the whole ``factor``.
-        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are left alone; between, a blend.
+        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are not changed; between, a blend.
         original_max_positions: tokens of context before the stretch.
     """
 

@@ -1,4 +1,4 @@
-"""Names of precisions, and whether bf16 is worth having on this machine: asked of torch, confirmed by a measurement."""
+"""Names of precisions, and whether bf16 is worth having on this machine: what torch says, confirmed by a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model-parallel degrees, process groups, and the start and end of a rank."""
+"""Model-parallel degrees, process groups, and how a rank joins and leaves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Layout:
         return world_size // self.model_ranks
 
 
-def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world and form the groups of ``layout``.
 
     The default process group is made from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless it exists already.
@@ -92,7 +92,7 @@ def _seed(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def stop() -> None:
+def destroy() -> None:
     """Leave the groups and the world."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -101,12 +101,12 @@ def stop() -> None:
 
 
 def rank() -> int:
-    """This rank's number in the world; 0 before :func:`start`."""
+    """This rank's number in the world; 0 before :func:`init_distributed`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 before :func:`start`."""
+    """Number of ranks; 1 before :func:`init_distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -136,7 +136,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def agree(answer: bool) -> bool:
+def broadcast_bool(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
     box = torch.tensor([int(answer)], device=device.current_device())
     dist.broadcast(box, src=0)
@@ -174,7 +174,7 @@ def raise_together(problem: str | None, failure: str) -> None:
 
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
-    """Do it on rank 0. All ranks go on together, or fail together as :func:`raise_together` does."""
+    """Do it on rank 0. All ranks succeed, or all fail as :func:`raise_together` does."""
     raise_together(attempt(action) if is_rank_zero() else None, failure)
 
 

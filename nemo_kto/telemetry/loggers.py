@@ -42,7 +42,7 @@ class JsonLines:
         Args:
             file: made if absent.
             resumed_step: steps of the run that are in the checkpoint; later lines are dropped, because those steps are about
-                to be made again. None starts the file anew.
+                to be made again. None starts a new file.
         """
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
         with publish_file(file) as writing:
@@ -86,7 +86,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Record the configuration as a text."""
+        """Record the configuration as a string."""
         self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
 
     def finalize(self, status: str) -> None:
@@ -121,7 +121,7 @@ class RunLogger:
             extra: further sinks, such as a :class:`~nemo_kto.telemetry.progress.Progress`.
 
         Raises:
-            ModuleNotFoundError: a package that was asked for is not installed.
+            ModuleNotFoundError: a logger is switched on whose package is not installed.
         """
         self._sinks: list[Sink] = []
         self._with_hyperparams: list[Any] = []
@@ -178,7 +178,7 @@ def missing_package(package: str) -> str:
 
 
 def _remembered(file: Path, resumed_step: int | None, new: str) -> str:
-    """The identity under which an outside service knows this run; it outlives a restart that goes on."""
+    """The identity under which an outside service knows this run; it stays the same in a resumed run."""
     if resumed_step is not None and file.exists():
         return file.read_text(encoding="utf-8").strip()
     file.write_text(new + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
         except BaseException:
             outbox.put((number, False, traceback.format_exc()))
         finally:
-            state.stop()
+            state.destroy()
             gc.collect()
             gc.freeze()  # as in preload.py; what a job has imported stays, and its tensors are gone
 

@@ -47,7 +47,7 @@ def kto_step(
 
     layout = dict(layout)
     recompute = layout.pop("recompute_granularity", None)
-    state.start(layout=state.Layout(**layout), seed=1)
+    state.init_distributed(layout=state.Layout(**layout), seed=1)
     architecture = read_architecture(policy, tensor_parallel=layout.get("tensor", 1))
     gpt = build_gpt(
         architecture,

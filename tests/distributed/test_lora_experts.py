@@ -210,7 +210,7 @@ def adapt_shared_out_expert() -> str:
     from nemo_kto.models.lora import adapt_linear
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=3)
+    state.init_distributed(layout=state.Layout(), seed=3)
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     linear = ColumnParallelLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, is_expert=True)
     linear.tp_group = SimpleNamespace(size=lambda: 2)

@@ -68,7 +68,7 @@ def make_model(folder: Path) -> Path:
 def on_one_rank(folder: Path) -> dict[str, Any]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     model, found = make_model(folder / "model"), {}
     first = CacheUser(folder, model, precision="32").fill(make_rows(5, 4), make_rows(7, 3), make_rows(5, 4))
     found["evaluated"] = first.evaluated
@@ -77,8 +77,8 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     found["equal"] = torch.equal(answers, torch.cat([logp(make_rows(7, 3)), logp(make_rows(5, 4))]))
     found["evaluated again"] = again.evaluated
     found["a few more"] = again.fill(make_rows(5, 4), make_rows(50, 2)).evaluated
-    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.rows
-    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.rows
+    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.size
+    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.size
     try:
         again.reference.logprobs(make_rows(90, 3))
     except RuntimeError as error:
@@ -90,13 +90,13 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"?")
     damaged = CacheUser(folder, model, precision="32")
     found["warnings"] = [text.replace(str(damaged.reference.cache.folder), "FOLDER") for text in damaged.warnings]
-    found["rows left"] = damaged.reference.cache.rows
+    found["rows left"] = damaged.reference.cache.size
     found["evaluated after damage"] = damaged.fill(make_rows(5, 4)).evaluated
 
     (model / "model.safetensors").write_bytes(b"other weights")
     stale = CacheUser(folder, model, precision="32")
     found["stale"] = [text.split(": ")[1] for text in stale.warnings]
-    found["rows of other weights"] = stale.reference.cache.rows
+    found["rows of other weights"] = stale.reference.cache.size
     found["files"] = sorted(file.name.split("-")[0] for file in stale.reference.cache.folder.iterdir())
     return found
 
@@ -115,7 +115,7 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
     )
     for text in found["warnings"]:
         assert text.startswith("reference log-probs in FOLDER/part-")
-        assert text.endswith(".npy are not used and computed anew: its content is not what was written")
+        assert text.endswith(".npy are not used and computed again: its content is not what was written")
     assert len(found["warnings"]) == 2
     assert found["rows left"] == 0
     assert found["evaluated after damage"] == 4
@@ -127,7 +127,7 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
 def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     with state.main_process_first():
         if state.is_rank_zero():
             make_model(folder / "model")

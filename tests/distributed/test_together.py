@@ -9,7 +9,7 @@ def fail_on_rank(culprit: int) -> list[str | None]:
     """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
 
     def break_here() -> None:
         raise OSError(f"disk of rank {state.rank()} is full")

@@ -73,7 +73,7 @@ def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
     """Load, run and export each model; returns the logits (on the last stage)."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
         model, architecture = build(folder, layout)
@@ -88,7 +88,7 @@ def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[st
 
 def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, float]:
     """Write the gradients of sum(logits * hf_models.cotangent()) as if they were weights."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     largest: dict[str, float] = {}
     for name, folder in folders.items():
         model, architecture = build(folder, layout)
@@ -156,14 +156,14 @@ def message_of(action: Any) -> str:
 
 def load_only(layout: Layout, folder: Path) -> str:
     """Load; returns the error."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     return message_of(lambda: load_weights([model], architecture, folder))
 
 
 def export_only(layout: Layout, folder: Path, out: Path, source: Path | None = None) -> str:
     """Load and export; returns the error."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     load_weights([model], architecture, folder)
     return message_of(lambda: export([model], architecture, source=source or folder, out=out, max_shard_bytes=40_000))
@@ -187,7 +187,7 @@ def export_to_broken_disk(layout: Layout, folder: Path, out: Path) -> str:
 
 def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
     """Bytes that loading reads in all, at most at once, and bytes of this rank's parameters."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     sizes: list[int] = []
     original = stream.safe_open
@@ -227,7 +227,7 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
 
 def convert_type(layout: Layout, folder: Path, out: Path) -> str:
     """Load in bf16 and export; returns the dtype of the parameters."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout, params_dtype=torch.bfloat16)
     load_weights([model], architecture, folder)
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
@@ -236,7 +236,7 @@ def convert_type(layout: Layout, folder: Path, out: Path) -> str:
 
 def virtual_pipeline(folder: Path, out: Path) -> None:
     """Load and export two stages of two chunks each."""
-    state.start(layout=Layout(pipeline=2), seed=3)
+    state.init_distributed(layout=Layout(pipeline=2), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     chunks = [
         build_gpt(
@@ -256,7 +256,7 @@ def virtual_pipeline(folder: Path, out: Path) -> None:
 
 def arbitrary_mask(folder: Path) -> Any:
     """Logits of two texts in one row that do not see each other, and of the same texts by themselves."""
-    state.start(layout=Layout(), seed=3)
+    state.init_distributed(layout=Layout(), seed=3)
     model, architecture = build(folder, Layout(), attn_mask_type=AttnMaskType.arbitrary)
     load_weights([model], architecture, folder)
     model.eval()
@@ -271,7 +271,7 @@ def arbitrary_mask(folder: Path) -> Any:
 
 def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:
     """Load and save with megatron-core's distributed checkpointing."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     load_weights([model], architecture, folder)
     dist_checkpointing.save(model.sharded_state_dict(), str(checkpoint))
@@ -279,7 +279,7 @@ def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:
 
 def load_sharded(layout: Layout, folder: Path, checkpoint: Path, out: Path) -> float:
     """Load a distributed checkpoint and export it; returns the largest padded value."""
-    state.start(layout=layout, seed=4)
+    state.init_distributed(layout=layout, seed=4)
     model, architecture = build(folder, layout)
     model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(checkpoint)))
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.models.gpt import build_gpt, read_architecture
-from nemo_kto.models.lora import adapters_off, add_adapters, merge_adapters, unmerge_adapters
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters, unmerge_adapters
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
@@ -66,7 +66,7 @@ def logits(model: Any, architecture: Any) -> Any:
 
 def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], out: Path) -> dict[str, Any]:
     """On a rank, for each model: logits in every state it can be in, and its adapters and merged weights written."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
         model, architecture = build(folder, layout, SETTINGS[name])
@@ -75,7 +75,7 @@ def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str,
         load_adapter([model], architecture, adapters[name])
         found["adapted"] = logits(model, architecture)
         export_adapter([model], architecture, out=out / name / "again", base_model=folder)
-        with adapters_off([model]):
+        with disable_adapters([model]):
             found["off"] = logits(model, architecture)
         before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
         merge_adapters([model])
@@ -272,7 +272,7 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
 
 def load_only(folder: Path, adapter: Path, settings: LoRASettings | None) -> str:
     """On a rank: load an adapter; returns the error."""
-    state.start(layout=Layout(), seed=3)
+    state.init_distributed(layout=Layout(), seed=3)
     model, architecture = build(folder, Layout(), settings)
     return hf_jobs.message_of(lambda: load_adapter([model], architecture, adapter))
 
@@ -300,7 +300,7 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
 
 def export_only(folder: Path, out: Path) -> str:
     """On a rank: export new adapters; returns the error."""
-    state.start(layout=Layout(), seed=3)
+    state.init_distributed(layout=Layout(), seed=3)
     model, architecture = build(folder, Layout(), SETTINGS["qwen3"])
     return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
 

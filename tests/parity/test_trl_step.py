@@ -109,15 +109,15 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
     """The rows through our own data path, in an order that gives TRL's pairs."""
     from transformers import AutoTokenizer
 
-    from nemo_kto.data.chat import RowEncoder
+    from nemo_kto.data.chat import RecordEncoder
     from nemo_kto.data.collate import kto_custom_collate
-    from nemo_kto.data.records import KTORow, read_kto_records
+    from nemo_kto.data.records import KTOExample, read_kto_records
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(read_kto_records(rows))
-    encoded: list[Any] = RowEncoder(tokenizer=tokenizer).encode(records)
+    encoded: list[Any] = RecordEncoder(tokenizer=tokenizer).encode(records)
     tokenised = [
-        KTORow(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
+        KTOExample(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
     ]
     # TRL gives a row the response of the row before it, we that of the row after it
     return [
@@ -133,7 +133,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
     from nemo_kto.parallel import state
     from nemo_kto.telemetry.timers import RunTimer
 
-    state.start(layout=state.Layout(tensor=tensor_parallel), seed=0)
+    state.init_distributed(layout=state.Layout(tensor=tensor_parallel), seed=0)
     model = our_model(policy, reference, loss, tensor_parallel)
     optimizer, scheduler = our_optimizer(model.engine.chunks)
     batches = our_batches(policy, rows, with_kl=loss == "kto")

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.collate import kl_partners, kto_custom_collate, same_prompt_pairs
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.records import KTOExample
 
 EOS = 0
 
 
-def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTORow:
-    return KTORow(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
+def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTOExample:
+    return KTOExample(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
 
 
 THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False), row([7, 8, 9], [EOS])]
@@ -128,7 +128,7 @@ def test_same_prompts_are_marked() -> None:
 
 
 def test_lists_do_as_well_as_arrays() -> None:
-    lists = [KTORow(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
+    lists = [KTOExample(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
     for name, tensor in kto_custom_collate(lists, EOS).items():
         assert torch.equal(tensor, kto_custom_collate(THREE, EOS)[name]), name
 

@@ -10,7 +10,7 @@ import torch
 from nemo_kto.data.collate import kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_kto_dataset
 from nemo_kto.data.loader import build_dataloader
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.records import KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -71,7 +71,7 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
 
 
 def test_kl_rows_are_cut_to_seq_length() -> None:
-    rows = [KTORow([1] * 6, [2], True), KTORow([3], [4] * 6, False)]
+    rows = [KTOExample([1] * 6, [2], True), KTOExample([3], [4] * 6, False)]
     sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
     collate = partial(kto_custom_collate, eos_id=EOS, seq_length=8)
     (batch,) = build_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, take=collate)
