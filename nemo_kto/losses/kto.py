@@ -1,4 +1,4 @@
-"""The KTO family of losses: one loss a row, and the sums its metrics are made of.
+"""The KTO family of losses: one loss for each row, and the sums its metrics are made of.
 
 KTO: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
 APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266.
@@ -11,10 +11,11 @@ Everything here is a function of tensors: no communication, no configuration, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
 
 
@@ -124,21 +125,11 @@ def _weighted_losses(
     return weights_N * torch.sigmoid(-beta * signed_N)  # 1 - sigmoid(x), without the cancellation for large x
 
 
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "kto": kto_losses,
-    "apo_zero_unpaired": apo_zero_unpaired_losses,
+LOSSES = {
+    "kto": Loss(function=kto_losses, needs_z0=True),
+    "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
 }
-"""The values of ``preference_loss``, and what each computes."""
-
-
-def uses_kl_rows(preference_loss: str) -> bool:
-    """Whether a loss has a reference point, and so needs KL rows.
-
-    Examples:
-        >>> [name for name in LOSSES if uses_kl_rows(name)]
-        ['kto']
-    """
-    return preference_loss == "kto"
+"""The values of ``preference_loss`` that have a name."""
 
 
 def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -186,22 +177,22 @@ def kto_metric_sums(
         0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_N``), sums in float64 without gradient, and
         counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``, ``rejected_rows``).
     """
-    desirable_N = desirable_N.bool()
-    chosen_N, rejected_N = valid_N & desirable_N, valid_N & ~desirable_N
+    undesirable_N = valid_N & ~desirable_N.bool()
+    desirable_N = valid_N & desirable_N.bool()
     rewards_N = beta * log_ratios_N.detach().double()
     return {
         "loss_sum": torch.where(valid_N, losses_N, 0).sum(),
         "rows": valid_N.sum(),
         "invalid_rows": (~valid_N).sum(),
-        "chosen_rows": chosen_N.sum(),
-        "rejected_rows": rejected_N.sum(),
+        "chosen_rows": desirable_N.sum(),
+        "rejected_rows": undesirable_N.sum(),
         "preference_loss_sum": masked_sum(preference_losses_N, valid_N),
-        "sft_loss_sum": masked_sum(sft_losses_N, chosen_N),
-        "rewards_chosen_sum": masked_sum(rewards_N, chosen_N),
-        "rewards_rejected_sum": masked_sum(rewards_N, rejected_N),
+        "sft_loss_sum": masked_sum(sft_losses_N, desirable_N),
+        "rewards_chosen_sum": masked_sum(rewards_N, desirable_N),
+        "rewards_rejected_sum": masked_sum(rewards_N, undesirable_N),
         "rewards_square_sum": masked_sum(rewards_N.square(), valid_N),
-        "logps_chosen_sum": masked_sum(logps_N, chosen_N),
-        "logps_rejected_sum": masked_sum(logps_N, rejected_N),
+        "logps_chosen_sum": masked_sum(logps_N, desirable_N),
+        "logps_rejected_sum": masked_sum(logps_N, undesirable_N),
     }
 
 
@@ -209,8 +200,8 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Turn sums over the global batch into metrics.
 
     Args:
-        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, and :func:`kl_sums` likewise where
-            the loss has a reference point.
+        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, and the same of :func:`kl_sums`
+            where the loss has a reference point.
 
     Returns:
         loss (0 where no row is valid), preference_loss, sft_loss (over desirable rows), kl (the reference point),

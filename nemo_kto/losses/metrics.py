@@ -12,7 +12,7 @@ Derive = Callable[[Mapping[str, float]], dict[str, float]]
 class Metrics(dict[str, float]):
     """Named metrics, derived from sums and counts.
 
-    ``a + b`` adds the sums and derives the metrics anew, so that batches of different size, or with different rows that
+    ``a + b`` adds the sums and derives the metrics again, so that batches of different size, or with different rows that
     count, weigh what they should.
 
     Attributes:

@@ -9,17 +9,26 @@ Everything here is a function of tensors: no communication, no configuration, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt, Lt
 
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+
+LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
+RewardScale = Annotated[float, Gt(0)]
 
 
 def dpo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float = 0.0
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
+    *,
+    beta: float,
+    label_smoothing: LabelSmoothing = 0.0,
 ) -> torch.Tensor:
     """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
@@ -28,8 +37,8 @@ def dpo_losses(
     With e above 0 it is the conservative form, for data in which a share e of the pairs has the wrong order.
 
     Args:
-        chosen_P: r of the chosen answers; fp32.
-        rejected_P: r of the rejected answers.
+        chosen_logratios_P: r of the chosen answers; fp32.
+        rejected_logratios_P: r of the rejected answers.
         beta: how strongly the policy is held to the reference.
         label_smoothing: e, in [0, 0.5).
 
@@ -40,16 +49,16 @@ def dpo_losses(
         >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
         0.693147
     """
-    return _smoothed_logistic(beta * (chosen_P - rejected_P), label_smoothing)
+    return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P), label_smoothing)
 
 
-def ipo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def ipo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
     Args:
-        chosen_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the answers does
+        chosen_logratios_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the answers does
             not decide how far h has to go.
-        rejected_P: r of the rejected answers.
+        rejected_logratios_P: r of the rejected answers.
         beta: tau in the paper; h is drawn to 1 / (2 beta).
 
     Returns:
@@ -59,15 +68,15 @@ def ipo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float)
         >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
         0.0
     """
-    return (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    return (chosen_logratios_P - rejected_logratios_P - 1 / (2 * beta)).square()
 
 
-def hinge_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def hinge_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """Hinge on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
 
     Args:
-        chosen_P: r of the chosen answers; fp32.
-        rejected_P: r of the rejected answers.
+        chosen_logratios_P: r of the chosen answers; fp32.
+        rejected_logratios_P: r of the rejected answers.
         beta: reciprocal of the margin.
 
     Returns:
@@ -77,22 +86,22 @@ def hinge_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: floa
         >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
         [1.0, 0.0]
     """
-    return torch.relu(1 - beta * (chosen_P - rejected_P))
+    return torch.relu(1 - beta * (chosen_logratios_P - rejected_logratios_P))
 
 
 def rpo_sq_losses(
-    chosen_P: torch.Tensor,
-    rejected_P: torch.Tensor,
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
     *,
     beta: float,
     reward_delta_P: torch.Tensor,
-    gt_reward_scale: float,
+    gt_reward_scale: RewardScale = 1.0,
 ) -> torch.Tensor:
     """Reward-aware preference optimisation, squared (Sun et al. 2025, arXiv 2502.00203): (beta h - eta d)^2.
 
     Args:
-        chosen_P: r of the chosen answers; fp32.
-        rejected_P: r of the rejected answers.
+        chosen_logratios_P: r of the chosen answers; fp32.
+        rejected_logratios_P: r of the rejected answers.
         beta: how strongly the policy is held to the reference.
         reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the rows give them.
         gt_reward_scale: eta.
@@ -100,62 +109,62 @@ def rpo_sq_losses(
     Returns:
         [P].
     """
-    return (beta * (chosen_P - rejected_P) - gt_reward_scale * reward_delta_P).square()
+    return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
 
 
 def rpo_bwd_kl_losses(
-    chosen_P: torch.Tensor,
-    rejected_P: torch.Tensor,
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
     *,
     beta: float,
     reward_delta_P: torch.Tensor,
-    gt_reward_scale: float,
+    gt_reward_scale: RewardScale = 1.0,
 ) -> torch.Tensor:
     """Reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704): KL(Bernoulli(a) || Bernoulli(b)).
 
     a = sigmoid(eta d) is the preference that the rewards of the rows imply, b = sigmoid(beta h) that of the policy.
 
     Args:
-        chosen_P, rejected_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
+        chosen_logratios_P, rejected_logratios_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
 
     Returns:
         [P], 0 where beta h = eta d.
     """
-    return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_P - rejected_P))
+    return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_logratios_P - rejected_logratios_P))
 
 
 def rpo_fwd_kl_losses(
-    chosen_P: torch.Tensor,
-    rejected_P: torch.Tensor,
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
     *,
     beta: float,
     reward_delta_P: torch.Tensor,
-    gt_reward_scale: float,
+    gt_reward_scale: RewardScale = 1.0,
 ) -> torch.Tensor:
     """The same the other way round: KL(Bernoulli(b) || Bernoulli(a)); the names are NeMo-Aligner's.
 
     Args:
-        chosen_P, rejected_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
+        chosen_logratios_P, rejected_logratios_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
 
     Returns:
         [P], 0 where beta h = eta d.
     """
-    return _bernoulli_kl(beta * (chosen_P - rejected_P), gt_reward_scale * reward_delta_P)
+    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
 
 
 def simpo_losses(
-    chosen_P: torch.Tensor,
-    rejected_P: torch.Tensor,
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
     *,
     beta: float,
-    simpo_gamma: float,
-    label_smoothing: float = 0.0,
+    simpo_gamma: Annotated[float, Ge(0)] = 0.5,
+    label_smoothing: LabelSmoothing = 0.0,
 ) -> torch.Tensor:
     """SimPO (Meng et al. 2024, arXiv 2405.14734, equation 6): - log sigmoid(beta (chosen - rejected) - gamma).
 
     Args:
-        chosen_P: mean log-prob of a token of the chosen answers under the policy; fp32.
-        rejected_P: the same of the rejected answers.
+        chosen_logratios_P: mean log-prob of a token of the chosen answers under the policy; fp32.
+        rejected_logratios_P: the same of the rejected answers.
         beta: scale of the reward; the paper takes 2 to 2.5, more than with a reference.
         simpo_gamma: gamma, the margin that the chosen answer must win by.
         label_smoothing: as in :func:`dpo_losses`.
@@ -163,23 +172,23 @@ def simpo_losses(
     Returns:
         [P].
     """
-    return _smoothed_logistic(beta * (chosen_P - rejected_P) - simpo_gamma, label_smoothing)
+    return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
 
-def orpo_losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def orpo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """ORPO (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7): SFT on the chosen answer, and the odds ratio.
 
         - log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
 
     Args:
-        chosen_P: log p, the mean log-prob of a token of the chosen answers under the policy; fp32.
-        rejected_P: the same of the rejected answers.
+        chosen_logratios_P: log p, the mean log-prob of a token of the chosen answers under the policy; fp32.
+        rejected_logratios_P: the same of the rejected answers.
         beta: weight of the odds ratio, lambda in the paper.
 
     Returns:
         [P].
     """
-    return -chosen_P - beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+    return -chosen_logratios_P - beta * F.logsigmoid(_log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P))
 
 
 def _smoothed_logistic(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -198,38 +207,17 @@ def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
     return logps_P - torch.log(-torch.expm1(below_one_P))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceLoss:
-    """A value of ``preference_loss``.
-
-    Attributes:
-        losses: (chosen [P], rejected [P], *, beta and its options) -> [P].
-        options: further keyword arguments of ``losses``, under the names of their keys.
-        reference_free: it takes log-probs of the policy, and there is no reference.
-        averaged: it always takes means over an answer's tokens.
-        uses_rewards: it also takes ``reward_delta_P``, from the rewards of the rows.
-    """
-
-    losses: Callable[..., torch.Tensor]
-    options: tuple[str, ...] = ()
-    reference_free: bool = False
-    averaged: bool = False
-    uses_rewards: bool = False
-
-
 LOSSES = {
-    "dpo": PreferenceLoss(losses=dpo_losses, options=("label_smoothing",)),
-    "ipo": PreferenceLoss(losses=ipo_losses),
-    "hinge": PreferenceLoss(losses=hinge_losses),
-    "rpo_sq": PreferenceLoss(losses=rpo_sq_losses, options=("gt_reward_scale",), uses_rewards=True),
-    "rpo_bwd_kl": PreferenceLoss(losses=rpo_bwd_kl_losses, options=("gt_reward_scale",), uses_rewards=True),
-    "rpo_fwd_kl": PreferenceLoss(losses=rpo_fwd_kl_losses, options=("gt_reward_scale",), uses_rewards=True),
-    "simpo": PreferenceLoss(
-        losses=simpo_losses, options=("simpo_gamma", "label_smoothing"), reference_free=True, averaged=True
-    ),
-    "orpo": PreferenceLoss(losses=orpo_losses, reference_free=True, averaged=True),
+    "dpo": Loss(function=dpo_losses),
+    "ipo": Loss(function=ipo_losses),
+    "hinge": Loss(function=hinge_losses),
+    "rpo_sq": Loss(function=rpo_sq_losses, needs_rewards=True),
+    "rpo_bwd_kl": Loss(function=rpo_bwd_kl_losses, needs_rewards=True),
+    "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses, needs_rewards=True),
+    "simpo": Loss(function=simpo_losses, needs_reference=False, average_log_probs=True),
+    "orpo": Loss(function=orpo_losses, needs_reference=False, average_log_probs=True),
 }
-"""The values of ``preference_loss``, and what each computes."""
+"""The values of ``preference_loss`` that have a name."""
 
 
 def preference_metric_sums(
@@ -237,8 +225,8 @@ def preference_metric_sums(
     *,
     preference_losses_P: torch.Tensor,
     sft_losses_P: torch.Tensor,
-    chosen_P: torch.Tensor,
-    rejected_P: torch.Tensor,
+    chosen_logratios_P: torch.Tensor,
+    rejected_logratios_P: torch.Tensor,
     chosen_logps_P: torch.Tensor,
     rejected_logps_P: torch.Tensor,
     valid_P: torch.Tensor,
@@ -250,7 +238,7 @@ def preference_metric_sums(
         losses_P: loss of each pair, all its terms together.
         preference_losses_P: its preference loss.
         sft_losses_P: negative log-prob of its chosen answer.
-        chosen_P, rejected_P: r of its answers, or their log-probs where there is no reference.
+        chosen_logratios_P, rejected_logratios_P: r of its answers, or their log-probs where there is no reference.
         chosen_logps_P, rejected_logps_P: the policy's log-probs.
         valid_P: True where both answers have a token; the other pairs are in no sum and no count but ``invalid_rows``.
         beta: the reward of an answer is beta r.
@@ -259,7 +247,9 @@ def preference_metric_sums(
         0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_P``), sums in float64 without gradient, and
         counts in int64 (``rows``, ``invalid_rows``, ``correct``).
     """
-    chosen_rewards_P, rejected_rewards_P = (beta * values_P.detach().double() for values_P in (chosen_P, rejected_P))
+    chosen_rewards_P, rejected_rewards_P = (
+        beta * values_P.detach().double() for values_P in (chosen_logratios_P, rejected_logratios_P)
+    )
     margins_P = chosen_rewards_P - rejected_rewards_P
     return {
         "loss_sum": torch.where(valid_P, losses_P, 0).sum(),

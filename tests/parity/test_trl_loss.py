@@ -54,7 +54,9 @@ def test_losses_rewards_kl_and_gradient(
     valid = torch.ones_like(desirable, dtype=torch.bool)
     sums = kl_sums(logps["policy_KL"] - logps["reference_KL"], valid) if name == "kto" else {}
     anchor = {"z0": kl_reference_point(sums["kl_sum"], sums["kl_rows"])} if name == "kto" else {}
-    ours = LOSSES[name](ratios, desirable, beta=0.1, desirable_weight=weights[0], undesirable_weight=weights[1], **anchor)
+    ours = LOSSES[name].function(
+        ratios, desirable, beta=0.1, desirable_weight=weights[0], undesirable_weight=weights[1], **anchor
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
     rows = {"preference_losses_N": ours, "sft_losses_N": -both("policy"), "log_ratios_N": ratios, "logps_N": both("policy")}

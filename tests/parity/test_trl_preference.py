@@ -40,8 +40,8 @@ def metrics_of(losses: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tenso
         losses,
         preference_losses_P=losses,
         sft_losses_P=-chosen,
-        chosen_P=chosen,
-        rejected_P=rejected,
+        chosen_logratios_P=chosen,
+        rejected_logratios_P=rejected,
         chosen_logps_P=logps.get("chosen_logps", chosen),
         rejected_logps_P=logps.get("rejected_logps", rejected),
         valid_P=torch.ones(len(losses), dtype=torch.bool),
@@ -77,7 +77,7 @@ def test_a_function_of_two_log_probs(name: str, options: dict[str, float], beta:
     named = {"label_smoothing": 0.0, "simpo_gamma": 0.0, **options}
     trainer = SimpleNamespace(alpha=0.0, loss_type=TRL_NAMES[name], beta=beta, accelerator=ACCELERATOR, **named)
     theirs, chosen_rewards, rejected_rewards = cpo_trainer.CPOTrainer.cpo_loss(trainer, chosen, rejected)
-    ours = LOSSES[name].losses(chosen, rejected, beta=beta, **options)
+    ours = LOSSES[name].function(chosen, rejected, beta=beta, **options)
     assert_same(ours, theirs, chosen, rejected)
     assert set(LOSSES[name].options) == set(options)
 
@@ -93,7 +93,7 @@ def test_the_odds_ratio(beta: float, spread: float) -> None:
     trainer = SimpleNamespace(beta=beta, accelerator=ACCELERATOR)
     ratio_terms, *_ = orpo_trainer.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
     theirs = -chosen - ratio_terms  # as in its get_batch_loss_metrics, with the answer's own mean for the SFT term
-    assert_same(LOSSES["orpo"].losses(chosen, rejected, beta=beta), theirs, chosen, rejected)
+    assert_same(LOSSES["orpo"].function(chosen, rejected, beta=beta), theirs, chosen, rejected)
 
 
 class KnownLogits(torch.nn.Module):
@@ -152,7 +152,7 @@ def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> Non
     average = name == "ipo"  # TRL always takes means for it
     logps, reference_logps = (answer_logps(logits, tokens, mask, average=average) for logits in (policy, reference))
     chosen, rejected = (logps - reference_logps).chunk(2)
-    ours = LOSSES[name].losses(chosen, rejected, beta=beta)
+    ours = LOSSES[name].function(chosen, rejected, beta=beta)
     assert_same(ours.mean(), theirs, policy)
 
     summed = answer_logps(policy, tokens, mask, average=False)

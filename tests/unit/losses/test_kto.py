@@ -12,6 +12,7 @@ import torch
 
 from nemo_kto.losses import kto
 from nemo_kto.losses.kto import LOSSES, apo_zero_unpaired_losses, kl_reference_point, kl_sums, kto_losses
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.sequence import row_sums
 
 WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
@@ -27,7 +28,7 @@ def losses_by_name(name: str, **options: Any) -> Any:
         options.setdefault("z0", torch.tensor(0.0))
     else:
         options.pop("z0", None)
-    return partial(LOSSES[name], **{"beta": 0.1, **WEIGHTS, **options})
+    return partial(LOSSES[name].function, **{"beta": 0.1, **WEIGHTS, **options})
 
 
 def test_docstring_examples() -> None:
@@ -37,7 +38,11 @@ def test_docstring_examples() -> None:
 
 
 def test_the_name_table() -> None:
-    assert {"kto": kto_losses, "apo_zero_unpaired": apo_zero_unpaired_losses} == LOSSES
+    assert {
+        "kto": Loss(function=kto_losses, needs_z0=True),
+        "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
+    } == LOSSES
+    assert [loss.options for loss in LOSSES.values()] == [{}, {}]
 
 
 def test_kto_is_its_closed_form() -> None:

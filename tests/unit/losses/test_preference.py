@@ -7,10 +7,11 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from annotated_types import Ge, Gt, Lt
 
 from nemo_kto.losses import preference
 from nemo_kto.losses.metrics import Metrics
@@ -50,16 +51,16 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2),
     "orpo": lambda c, r, d: -c + BETA * logistic(math.log(odds(c) / odds(r))),
 }
-WITH_REWARDS = [name for name in LOSSES if LOSSES[name].uses_rewards]
+WITH_REWARDS = [name for name in LOSSES if LOSSES[name].needs_rewards]
 
 
 def loss_of(name: str, deltas: torch.Tensor | None = None, **options: float) -> Callable[..., torch.Tensor]:
     """The loss with all that it takes besides the two answers; one reward delta for all pairs where none are given."""
     loss = LOSSES[name]
     arguments: dict[str, Any] = {"beta": BETA, **{key: OPTIONS[key] for key in loss.options}, **options}
-    if loss.uses_rewards:
+    if loss.needs_rewards:
         arguments["reward_delta_P"] = torch.tensor(2.0) if deltas is None else deltas
-    return partial(loss.losses, **arguments)
+    return partial(loss.function, **arguments)
 
 
 def test_docstring_examples() -> None:
@@ -70,15 +71,22 @@ def test_docstring_examples() -> None:
 
 def test_the_name_table() -> None:
     assert LOSSES.keys() == FORMULAS.keys()
-    assert {name: loss.options for name, loss in LOSSES.items() if loss.options} == {
-        "dpo": ("label_smoothing",),
-        "rpo_sq": ("gt_reward_scale",),
-        "rpo_bwd_kl": ("gt_reward_scale",),
-        "rpo_fwd_kl": ("gt_reward_scale",),
-        "simpo": ("simpo_gamma", "label_smoothing"),
+    smoothing, scale = ("label_smoothing", 0.0, (Ge(0), Lt(0.5))), ("gt_reward_scale", 1.0, (Gt(0),))
+    options = {
+        name: [(key, option.default, get_args(option.annotation)[1:]) for key, option in loss.options.items()]
+        for name, loss in LOSSES.items()
+        if loss.options
     }
-    assert [name for name, loss in LOSSES.items() if loss.reference_free] == ["simpo", "orpo"]
-    assert [name for name, loss in LOSSES.items() if loss.averaged] == ["simpo", "orpo"]
+    assert options == {
+        "dpo": [smoothing],
+        "rpo_sq": [scale],
+        "rpo_bwd_kl": [scale],
+        "rpo_fwd_kl": [scale],
+        "simpo": [("simpo_gamma", 0.5, (Ge(0),)), smoothing],
+    }
+    assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
+    assert [name for name, loss in LOSSES.items() if loss.average_log_probs] == ["simpo", "orpo"]
+    assert not any(loss.needs_z0 for loss in LOSSES.values())
     assert WITH_REWARDS == ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 
 
@@ -247,13 +255,13 @@ Sides = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 def sums_of(chosen: torch.Tensor, rejected: torch.Tensor, *logps_and_valid: torch.Tensor) -> dict[str, float]:
     """Sums of pairs that learn from twice their DPO loss and a tenth of their SFT loss."""
     chosen_logps, rejected_logps, valid = logps_and_valid
-    preference_losses = LOSSES["dpo"].losses(chosen, rejected, beta=BETA)
+    preference_losses = LOSSES["dpo"].function(chosen, rejected, beta=BETA)
     sums = preference_metric_sums(
         2 * preference_losses - 0.1 * chosen_logps,
         preference_losses_P=preference_losses,
         sft_losses_P=-chosen_logps,
-        chosen_P=chosen,
-        rejected_P=rejected,
+        chosen_logratios_P=chosen,
+        rejected_logratios_P=rejected,
         chosen_logps_P=chosen_logps,
         rejected_logps_P=rejected_logps,
         valid_P=valid,
@@ -311,13 +319,13 @@ def test_what_stands_in_an_invalid_pair_does_not_matter(batch: Sides) -> None:
 
 def test_the_loss_alone_has_a_gradient_and_valid_pairs_alone_get_it() -> None:
     chosen, rejected = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
-    losses = LOSSES["dpo"].losses(chosen, rejected, beta=BETA)
+    losses = LOSSES["dpo"].function(chosen, rejected, beta=BETA)
     sums = preference_metric_sums(
         losses,
         preference_losses_P=losses,
         sft_losses_P=-chosen,
-        chosen_P=chosen,
-        rejected_P=rejected,
+        chosen_logratios_P=chosen,
+        rejected_logratios_P=rejected,
         chosen_logps_P=chosen,
         rejected_logps_P=rejected,
         valid_P=torch.tensor([True, False, True]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from nemo_kto.losses.loss import find_loss
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
 from nemo_kto.losses.sequence import valid_rows
@@ -28,27 +30,22 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         *,
         preference_loss: str,
         ref_policy_kl_penalty: float,
-        label_smoothing: float,
-        gt_reward_scale: float,
-        simpo_gamma: float,
+        loss_options: Mapping[str, float],
         **base: Any,
     ) -> None:
         """
         Args:
             preference_loss: a key of :data:`nemo_kto.losses.preference.LOSSES`.
             ref_policy_kl_penalty: beta.
-            label_smoothing: share of the pairs whose order is taken to be wrong.
-            gt_reward_scale: what the rewards of the rows are multiplied with.
-            simpo_gamma: margin of SimPO.
+            loss_options: options of the loss; those left out have the default of its function.
             **base: keyword arguments of :class:`MegatronGPTModel`; no reference where the loss has none.
         """
-        loss = LOSSES[preference_loss]
-        base["average_log_probs"] |= loss.averaged
+        loss = find_loss(preference_loss, LOSSES)
+        base["average_log_probs"] |= loss.average_log_probs
         super().__init__(**base)
-        options = {"label_smoothing": label_smoothing, "gt_reward_scale": gt_reward_scale, "simpo_gamma": simpo_gamma}
         self.beta = ref_policy_kl_penalty
-        self._losses = partial(loss.losses, beta=self.beta, **{name: options[name] for name in loss.options})
-        self._uses_rewards = loss.uses_rewards
+        self._losses = partial(loss.function, beta=self.beta, **loss_options)
+        self._uses_rewards = loss.needs_rewards
 
     def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
         """Reference log-prob of each answer: [2B], fp32, CPU; the chosen ones first, then the rejected ones."""
@@ -92,8 +89,8 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             self.preference_loss_weight * preference_p + self.sft_loss_weight * sft_p,
             preference_losses_P=preference_p,
             sft_losses_P=sft_p,
-            chosen_P=chosen_p,
-            rejected_P=rejected_p,
+            chosen_logratios_P=chosen_p,
+            rejected_logratios_P=rejected_p,
             chosen_logps_P=chosen_logps_p,
             rejected_logps_P=rejected_logps_p,
             valid_P=valid_rows(pick("chosen_labels")) & valid_rows(pick("rejected_labels")),

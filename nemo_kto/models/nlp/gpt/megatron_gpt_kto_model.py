@@ -13,8 +13,8 @@ from nemo_kto.losses.kto import (
     kl_sums,
     kto_metric_sums,
     kto_metrics,
-    uses_kl_rows,
 )
+from nemo_kto.losses.loss import find_loss
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.sequence import valid_rows
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -48,14 +48,14 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **base: keyword arguments of :class:`MegatronGPTModel`.
         """
         super().__init__(**base)
-        self.preference_loss = preference_loss
+        self.loss = find_loss(preference_loss, LOSSES)
         self.beta = ref_policy_kl_penalty
         self.weights = {"desirable_weight": desirable_loss_weight, "undesirable_weight": undesirable_loss_weight}
 
     @property
     def uses_kl_rows(self) -> bool:
         """Whether the loss needs z0, and so the KL rows."""
-        return uses_kl_rows(self.preference_loss)
+        return self.loss.needs_z0
 
     def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
         """Reference log-prob of each row's response: [2B], fp32, CPU; the samples first, then the KL rows.
@@ -118,7 +118,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         log_ratios_b = logps_b - pick(batch["ref_policy_log_probs_samples"])
         desirable_b = pick(batch["preference"])
         anchor = {"z0": z0} if self.uses_kl_rows else {}
-        kto_b = LOSSES[self.preference_loss](log_ratios_b, desirable_b, beta=self.beta, **anchor, **self.weights)
+        kto_b = self.loss.function(log_ratios_b, desirable_b, beta=self.beta, **anchor, **self.weights)
         sft_b = self.sft_losses(logps_b, batch["sample_labels"][rows_b])
         return kto_metric_sums(
             self.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0),

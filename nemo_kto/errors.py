@@ -1,0 +1,43 @@
+"""Mistakes that the user can correct: what the command line prints without a traceback, with exit status 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class UserError(ValueError):
+    """The message says what is wrong, which value was found, and what to do."""
+
+
+class ConfigError(NamedTuple):
+    """One mistake in a configuration.
+
+    Attributes:
+        key: whose value is wrong.
+        text: constraint, value found, remedy.
+        reads: further keys the verdict depends on; while one of those is wrong itself, the verdict means nothing.
+        about_files: a file is not on this machine, and may be on another one.
+    """
+
+    key: str
+    text: str
+    reads: tuple[str, ...] = ()
+    about_files: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.text}"
+
+
+def either(names: Sequence[str]) -> str:
+    """The names in a sentence: a, b or c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def error_of(call: Callable[[], object]) -> str | None:
+    """The message of the ValueError that the call raises; None if it raises none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,96 @@
+"""What a loss is: a function of tensors, its options, and what it needs from the data and from the reference."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, get_type_hints
+
+import torch
+
+from nemo_kto.errors import UserError, either
+
+
+class Option(NamedTuple):
+    """An option of a loss: its type, which may be Annotated with constraints, and its default."""
+
+    annotation: object
+    default: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A value of ``preference_loss``.
+
+    The keyword-only parameters of ``function`` that have a default are the options of the loss: keys of model.kto or
+    model.dpo, whose type, constraint and default stand in the signature and only there.
+
+    Attributes:
+        function: one loss for each example (KTO) or pair (DPO).
+            KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N].
+            DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P].
+        needs_reference: it takes log-ratios; without a reference it takes log-probs of the policy in their place.
+        needs_z0: it also takes ``z0``, the estimate of KL(policy || reference), which needs KL examples.
+        average_log_probs: it always takes means over the tokens of a response.
+        needs_rewards: it also takes ``reward_delta_P``, from the rewards in the data.
+    """
+
+    function: Callable[..., torch.Tensor]
+    needs_reference: bool = True
+    needs_z0: bool = False
+    average_log_probs: bool = False
+    needs_rewards: bool = False
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """Name -> type and default of each option.
+
+        Raises:
+            NameError: an annotation of ``function`` names what does not exist.
+        """
+        hints = get_type_hints(self.function, include_extras=True)
+        return {
+            name: Option(hints.get(name, type(parameter.default)), parameter.default)
+            for name, parameter in self._keywords().items()
+            if parameter.default is not parameter.empty
+        }
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of what ``function`` must be given besides its two tensors: its keyword-only parameters without default."""
+        return {name for name, parameter in self._keywords().items() if parameter.default is parameter.empty}
+
+    def _keywords(self) -> dict[str, inspect.Parameter]:
+        parameters = inspect.signature(self.function).parameters
+        return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
+    """The loss of a name.
+
+    Args:
+        name: a key of ``known``, or ``package.module.NAME`` of a :class:`Loss`, which may be in the working directory.
+        known: the losses that have a name.
+
+    Raises:
+        UserError: there is no such loss.
+    """
+    if name in known:
+        return known[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise UserError(f"must be {either(list(known))}, got {name}")
+    if os.getcwd() not in sys.path:  # the script of an installed command has its own folder there instead
+        sys.path.append(os.getcwd())
+    try:
+        loss = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module is the user's and may raise anything
+        text = f"must be {either(list(known))}, or the path of a Loss that can be imported, got {name}"
+        raise UserError(f"{text}; {type(error).__name__}: {error}") from error
+    if not isinstance(loss, Loss):
+        raise UserError(f"must name a Loss (nemo_kto.losses.loss), got {name}, which is a {type(loss).__name__}")
+    return loss
