@@ -6,7 +6,6 @@ Configuration objects stop here; everything below takes plain keyword arguments.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,14 @@ from nemo_kto.launch.build_policy import Policy, base_model, build_policy, expor
 from nemo_kto.launch.build_reference import HeldReference, with_reference
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.saved_config import save_config
-from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
+from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import cpu, state
 from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.recipes.kto import KTOLossConfig
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter
@@ -39,7 +39,7 @@ def train(cfg: RunConfig) -> None:
     """Run the whole job on this rank: align the model and export it.
 
     Args:
-        cfg: checked by ``launch.validate``.
+        cfg: checked by ``launch.cli``.
     """
     layout = state.Layout(
         tensor=cfg.model.tensor_model_parallel_size,
@@ -91,7 +91,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         "timers": timers,
         "throughput": ThroughputMeter(world_size=state.world_size(), peak_memory=cpu.peak_memory_bytes),
     }
-    trainer = KTOTrainer(**parts) if isinstance(cfg, KTOConfig) else DPOTrainer(**parts, collate_fn=data.collate_fn)
+    trainer = KTOTrainer(**parts) if isinstance(cfg.loss, KTOLossConfig) else DPOTrainer(**parts, collate_fn=data.collate_fn)
     if resumed is not None:
         trainer.load_state_dict(resumed)
     return trainer
@@ -131,11 +131,8 @@ def build_model(cfg: RunConfig, policy: Policy, data: RunData, timers: PhaseTime
         "sft_average_log_probs": loss.sft_average_log_probs,
         "phase": timers.phase,
     }
-    if isinstance(cfg, DPOConfig):
-        dpo = cfg.model.dpo
-        options = {name: getattr(dpo, name) for name in ("label_smoothing", "gt_reward_scale", "simpo_gamma")}
-        return MegatronGPTDPOModel(**shared, **options)
-    assert isinstance(cfg, KTOConfig)
+    if not isinstance(loss, KTOLossConfig):
+        return MegatronGPTDPOModel(**shared, loss_options=loss.loss_options())
     desirable, undesirable = loss_weights(cfg, data.train_rows)
     return MegatronGPTKTOModel(**shared, desirable_loss_weight=desirable, undesirable_loss_weight=undesirable)
 
@@ -198,9 +195,9 @@ def build_logger(cfg: RunConfig, *, max_steps: int, resumed_step: int | None) ->
         enabled=state.is_rank_zero(),
         resumed_step=resumed_step,
         tensorboard=settings.create_tensorboard_logger,
-        wandb=asdict(settings.wandb_logger_kwargs) if settings.create_wandb_logger else None,
-        mlflow=asdict(settings.mlflow_logger_kwargs) if settings.create_mlflow_logger else None,
+        wandb=settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
+        mlflow=settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         extra=progress,
     )
-    run_logger.log_hyperparams(asdict(cfg))
+    run_logger.log_hyperparams(cfg.model_dump())
     return run_logger

@@ -18,9 +18,9 @@ from nemo_kto.data.dataset import KTODataset, build_dpo_splits, build_kto_splits
 from nemo_kto.data.loader import build_dpo_dataloader, build_kto_dataloader
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
-from nemo_kto.launch.schema import DPOConfig, KTOConfig, RunConfig
-from nemo_kto.losses.kto import uses_kl_rows
+from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import cpu, state
+from nemo_kto.recipes.kto import KTOLossConfig
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +59,15 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         "seed": cfg.model.seed,
     }
     build_splits: Callable[..., Any] = build_kto_splits
-    if isinstance(cfg, DPOConfig):
-        rewards = cfg.model.data
-        build_splits = partial(
-            build_dpo_splits,
-            default_chosen_reward=rewards.default_chosen_reward,
-            default_rejected_reward=rewards.default_rejected_reward,
-        )
+    if not isinstance(cfg.loss, KTOLossConfig):
+        build_splits = partial(build_dpo_splits, **cfg.data_options())
     with state.main_process_first():
         splits = build_splits(**source)
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none for splits_string={data.splits_string!r}")
     loader = partial(_loader, cfg, tokenizer)
     collate_fn: Callable[[Any], Any] = _as_it_is  # KL pairs are formed over the global batch, so that loader collates itself
-    if isinstance(cfg, DPOConfig):
+    if not isinstance(cfg.loss, KTOLossConfig):
         collate_fn = partial(dpo_custom_collate, **_collate_options(cfg, tokenizer))
     return RunData(
         train=loader(splits.train, training=True),
@@ -82,9 +77,10 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     )
 
 
-def loss_weights(cfg: KTOConfig, rows: KTODataset) -> tuple[float, float]:
+def loss_weights(cfg: RunConfig, rows: KTODataset) -> tuple[float, float]:
     """Weights of desirable and undesirable rows; says so where they do not balance, or balances them."""
-    kto, desirable = cfg.model.kto, rows.desirable_count()
+    kto, desirable = cfg.loss, rows.desirable_count()
+    assert isinstance(kto, KTOLossConfig)
     undesirable = len(rows) - desirable
     weights = kto.desirable_loss_weight, kto.undesirable_loss_weight
     warnings = [one_class_warning(desirable, undesirable, cfg.model.optim.lr)]
@@ -115,7 +111,7 @@ def _collate_options(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[Any], *, training: bool) -> DataLoader[Any]:
-    with_kl = isinstance(cfg, KTOConfig) and uses_kl_rows(cfg.model.kto.preference_loss)
+    with_kl = cfg.loss.record.needs_z0
     sampler = GlobalBatchSampler(
         num_rows=len(rows),  # type: ignore[arg-type]  # torch's Dataset declares no length
         global_batch_size=cfg.model.global_batch_size,
@@ -131,7 +127,7 @@ def _loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset[An
         "size": state.data_parallel_size(),
         "num_workers": cfg.model.data.num_workers,
     }
-    if isinstance(cfg, DPOConfig):
+    if not isinstance(cfg.loss, KTOLossConfig):
         return build_dpo_dataloader(**shared)
     options = _collate_options(cfg, tokenizer)
     return build_kto_dataloader(**shared, **options, with_kl=with_kl, pin_memory=cpu.on_gpu())

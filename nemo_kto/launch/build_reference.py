@@ -12,8 +12,7 @@ from nemo_kto.algorithms.dpo import TrainerConfig
 from nemo_kto.checkpoint.reference_cache import CachedReference, ReferenceCache
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
-from nemo_kto.launch.schema import DPOConfig, RunConfig
-from nemo_kto.losses.preference import LOSSES
+from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.lora import adapters_off
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.reference import LiveReference, MovingReference, ReferencePolicy, SwappedWeights
@@ -32,8 +31,8 @@ class HeldReference(NamedTuple):
 def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     """How the reference is held (swap, adapter, cached or none), and why."""
     settings = cfg.model.reference
-    if isinstance(cfg, DPOConfig) and LOSSES[cfg.model.dpo.preference_loss].reference_free:
-        return "none", f"{cfg.model.dpo.preference_loss} needs no reference"
+    if not cfg.loss.record.needs_reference:
+        return "none", f"{cfg.loss.preference_loss} needs no reference"
     if settings.mode != "auto":
         return settings.mode, "as asked"
     if settings.sync_interval:

@@ -1,11 +1,12 @@
-"""DPO and its kin, of a GPT model, with the command line of NeMo-Aligner:
+"""DPO and its variants, of a GPT model, with the command line of NeMo-Aligner:
 
     python examples/nlp/gpt/train_gpt_dpo.py pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA
 
 The configuration is conf/gpt_dpo.yaml; `nemo-kto dpo` is the same.
 """
 
-from nemo_kto.launch.cli import main_dpo
+from nemo_kto.launch.cli import train
+from nemo_kto.recipes import RECIPES
 
 if __name__ == "__main__":
-    main_dpo()
+    train(RECIPES["dpo"])
