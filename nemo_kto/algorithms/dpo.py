@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import NotRequired, TypedDict
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
 from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
@@ -23,6 +24,23 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
 
 Item = TypeVar("Item")
+
+
+class TrainerArguments(TypedDict):
+    """Keyword arguments of :class:`DPOTrainer`, without ``collate_fn``."""
+
+    cfg: TrainerConfig
+    model: PolicyModel[Any]
+    optimizer: Optimizer
+    scheduler: Scheduler
+    train_dataloader: Loader[Any]
+    val_dataloader: Loader[Any] | None
+    test_dataloader: Loader[Any] | None
+    logger: MetricsLogger
+    ckpt_callback: CheckpointWriter
+    run_timer: RunTimer
+    timers: NotRequired[PhaseTimers]
+    callbacks: NotRequired[Sequence[Callback]]
 
 
 class DPOTrainer:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from nemo_kto.algorithms.callbacks import Callback
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
-from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
+from typing_extensions import Unpack
+
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
 from nemo_kto.data.batch import KTOBatch
 from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 __all__ = ["KTOTrainer", "kto_custom_collate"]
+
+
+def identity(batch: KTOBatch) -> KTOBatch:
+    """The collate function where a loader yields batches already."""
+    return batch
 
 
 class KTOTrainer(DPOTrainer):
@@ -21,40 +24,11 @@ class KTOTrainer(DPOTrainer):
     Its loaders yield collated batches (KL examples are formed over the global batch, before a rank takes its share).
     """
 
-    def __init__(
-        self,
-        *,
-        cfg: TrainerConfig,
-        model: PolicyModel[KTOBatch],
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader: Loader[KTOBatch],
-        val_dataloader: Loader[KTOBatch] | None,
-        test_dataloader: Loader[KTOBatch] | None,
-        logger: MetricsLogger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
-        timers: PhaseTimers | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        """Args: those of :class:`DPOTrainer`, without ``collate_fn``."""
-        super().__init__(
-            cfg=cfg,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_dataloader=train_dataloader,
-            val_dataloader=val_dataloader,
-            test_dataloader=test_dataloader,
-            collate_fn=lambda batch: batch,
-            logger=logger,
-            ckpt_callback=ckpt_callback,
-            run_timer=run_timer,
-            timers=timers,
-            callbacks=callbacks,
-        )
+    def __init__(self, **arguments: Unpack[TrainerArguments]) -> None:
+        """Args: **arguments: see :class:`DPOTrainer`; there is no ``collate_fn``."""
+        super().__init__(collate_fn=identity, **arguments)
 
-    def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[Any]:
+    def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
         """Batches with the reference log-probs attached, one number a sequence.
 
         ``ref_policy_log_probs_samples`` where the loss has a reference, ``ref_policy_log_probs_kl_samples`` where the batch

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nemo_kto.errors import UserError
+
 Message = Mapping[str, Any]
 TextOrMessages = str | list[Message]
 Record = TypeVar("Record")
@@ -32,7 +34,7 @@ _PREFERENCES = {"chosen": True, "rejected": False}
 _DIALOGUE_ANSWER = "\n\nAssistant:"
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """The data cannot be used; the message says which rows or files, why, and what to do."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,17 +12,12 @@ from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.losses.loss import Loss
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.lora import disable_adapters
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
-from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers
-
-Sequences = Callable[[Any], tuple[SequenceBatch, ...]]
-"""What the reference evaluates of a collated batch."""
 
 
 class ReferenceSetup(NamedTuple):
@@ -33,52 +27,65 @@ class ReferenceSetup(NamedTuple):
     synced_weights: SwappedWeights | None = None
 
 
-def choose_mode(cfg: RunConfig, loss: Loss) -> tuple[str, str]:
+def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     """How the reference is held (swap, adapter, cached or none), and why."""
     settings = cfg.model.reference
-    if not loss.needs_reference:
+    if not cfg.loss.record.needs_reference:
         return "none", f"{cfg.loss.preference_loss} needs no reference"
     if settings.mode != "auto":
-        return settings.mode, "as configured"
+        return settings.mode, "set by the user"
     if settings.sync_interval:
         return "swap", "it is synced with the policy, so that its log-probs change"
     if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
-        return "adapter", "it is the model without what its adapters learn, and costs no memory to speak of"
+        return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
     return "cached", "it does not change: one pass over the data serves this run, its validations and later runs"
 
 
-def load_reference_weights(cfg: RunConfig, policy: Policy) -> bool:
-    """Fill the model with the weights of another reference model; False where the reference is the policy at its start.
+def build_reference(
+    cfg: RunConfig,
+    policy: Policy,
+    engine: LogProbEngine,
+    data: RunData,
+    trainer_cfg: TrainerConfig,
+    timers: PhaseTimers,
+) -> ReferenceSetup:
+    """The reference, and with it the weights that the policy starts from.
+
+    Where the reference is another model, its weights are in the model while they are kept or evaluated.
 
     Raises:
-        ValueError: the policy brings trained adapters, which are the reference.
+        ValueError: there is another model, and the policy brings trained adapters, which are the reference.
     """
-    other = cfg.model.reference.restore_from_path
-    if other is None:
-        return False
-    if policy.has_pretrained_adapters:
-        raise ValueError(
-            f"model.reference.restore_from_path must be null where {policy.source} brings trained adapters, which are the "
-            f"reference, got {other}; leave it out, or merge the adapters first: nemo-kto export"
-        )
-    load_base_weights(policy, Path(other))
-    return True
-
-
-def build_reference(
-    cfg: RunConfig, policy: Policy, engine: LogProbEngine, loss: Loss, timers: PhaseTimers
-) -> ReferenceSetup:
-    """Hold the weights that the model has now, which are the reference's."""
-    mode, why = choose_mode(cfg, loss)
+    mode, why = choose_mode(cfg)
     if state.is_rank_zero():
         print(f"reference policy: {mode} ({why})", flush=True)
     if mode == "none":
         return ReferenceSetup(None)
+    other = cfg.model.reference.restore_from_path
+    if other is not None and policy.has_pretrained_adapters:
+        raise ValueError(
+            f"model.reference.restore_from_path must be null where {policy.source} brings trained adapters, which are the "
+            f"reference, got {other}; leave it out, or merge the adapters first: nemo-kto export"
+        )
+    if other is not None:
+        load_base_weights(policy, Path(other))
     if mode == "cached":
-        return ReferenceSetup(CachedReference(cache=_open_cache(cfg, policy)))
-    if mode == "adapter" and not policy.has_pretrained_adapters:
+        cached = CachedReference(cache=_open_cache(cfg, policy))
+        _precompute(cached, cfg, engine, data, trainer_cfg)
+        timers.report_and_reset()  # not the phases of a step
+        setup = ReferenceSetup(cached)
+    else:
+        setup = _hold(cfg, policy, engine, timers, adapter=mode == "adapter")
+    if other is not None:
+        load_base_weights(policy, policy.source)
+    return setup
+
+
+def _hold(cfg: RunConfig, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, adapter: bool) -> ReferenceSetup:
+    """Hold the weights that the model has now."""
+    if adapter and not policy.has_pretrained_adapters:
         return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
-    # Adapters that come trained are the reference: they are swapped, and the base model, which is frozen, is not.
+    # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     weights = SwappedWeights(
@@ -88,19 +95,19 @@ def build_reference(
     return ReferenceSetup(live, weights if cfg.model.reference.sync_interval else None)
 
 
-def precompute(
-    reference: CachedReference, engine: LogProbEngine, data: RunData, sequences: Sequences, trainer_cfg: TrainerConfig
+def _precompute(
+    reference: CachedReference, cfg: RunConfig, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
     known = reference.cache.size
-    total = number_of_batches(trainer_cfg, data.train, data.validation)
-    batches = batches_of_run(trainer_cfg, data.train, data.validation)
-
-    def parts() -> Iterator[tuple[SequenceBatch, ...]]:
-        for batch in progress_bar(batches, total=total, title="reference", shown=state.is_rank_zero()):
-            yield sequences(data.collate_fn(batch))
-
-    reference.precompute(parts(), engine)
+    loaders: Any = (data.train, data.validation)
+    batches = progress_bar(
+        batches_of_run(trainer_cfg, *loaders),
+        total=number_of_batches(trainer_cfg, *loaders),
+        title="reference",
+        shown=state.is_rank_zero(),
+    )
+    reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
     if state.is_rank_zero():
         new = reference.cache.size - known
         print(f"reference log-probs: {new} sequences computed, in {reference.cache.folder}", flush=True)

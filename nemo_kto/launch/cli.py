@@ -13,23 +13,23 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_kto import __version__
-from nemo_kto.data.records import DataError
+from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose, ranks
-from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm, MachineConfig, RunConfig
-from nemo_kto.launch.validate import Problem, find_problems
+from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
+from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
+from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 
@@ -48,7 +48,7 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
 _COMMAND_USAGE = """\
   nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
       {title}. MODEL: a Hugging Face folder.
-      DATA: {rows}.
+      DATA: {data}.
       The aligned model is in results/{config_name}/hf afterwards, in Hugging Face format.
 """
 
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `nemo-kto`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
-    if command in ALGORITHMS:
-        train(ALGORITHMS[command], arguments[1:])
+    if command in RECIPES:
+        train(RECIPES[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
     elif command == "--version":
@@ -83,29 +83,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
-        known = f"{', '.join(ALGORITHMS)} or export"
+        known = f"{', '.join(RECIPES)} or export"
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
 
 
-def main_kto() -> None:
-    """What examples/nlp/gpt/train_gpt_kto.py runs."""
-    train(KTO, sys.argv[1:])
-
-
-def main_dpo() -> None:
-    """What examples/nlp/gpt/train_gpt_dpo.py runs."""
-    train(DPO, sys.argv[1:])
-
-
 def _usage() -> str:
     commands = [
-        _COMMAND_USAGE.format(
-            name=algorithm.name, title=algorithm.title, rows=algorithm.rows, config_name=algorithm.config_name
-        )
-        for algorithm in ALGORITHMS.values()
+        _COMMAND_USAGE.format(name=recipe.name, title=recipe.title, data=recipe.data, config_name=recipe.config_name)
+        for recipe in RECIPES.values()
     ]
-    return _USAGE.format(commands="\n".join(commands), names="|".join(ALGORITHMS))
+    return _USAGE.format(commands="\n".join(commands), names="|".join(RECIPES))
 
 
 def _export(argv: Sequence[str]) -> None:
@@ -115,7 +103,7 @@ def _export(argv: Sequence[str]) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
-    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT format")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
@@ -127,86 +115,121 @@ def _export(argv: Sequence[str]) -> None:
         parser.error(str(error))
 
 
-def train(algorithm: Algorithm, argv: Sequence[str]) -> None:
-    """Training from overrides: what `nemo-kto ALGORITHM` runs.
+def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
+    """Training from overrides: what `nemo-kto NAME` and the scripts of examples/ run.
 
     Args:
-        algorithm: which one.
-        argv: overrides and Hydra's flags.
+        recipe: what is trained.
+        argv: overrides and Hydra's flags; those of the process by default.
     """
+    argv = sys.argv[1:] if argv is None else argv
     ranks.end_with_launcher()
-    world = ranks.find()
-    flags = get_args_parser().parse_intermixed_args(list(argv))  # flags may stand among the overrides
+    world = ranks.detect_world()
+    flags = _flags(argv)
     if flags.help:
         from nemo_kto.launch.keys import as_text
 
-        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {algorithm.name}"
-        usage = {"title": algorithm.title, "name": algorithm.name, "program": program}
-        print(_TRAINING_USAGE.format(**usage, keys=as_text(algorithm)), end="")
+        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
+        usage = {"title": recipe.title, "name": recipe.name, "program": program}
+        print(_TRAINING_USAGE.format(**usage, keys=as_text(recipe)), end="")
         return
-    source = compose.Source(flags.config_name or algorithm.config_name, flags.config_path, flags.config_dir)
-    if not (flags.hydra_help or flags.info or flags.shell_completion):
-        _check(flags, algorithm, source, world)
+    source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
+    job = Job(recipe=recipe, source=source, world=world)
+    if flags.multirun and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+        _refuse(mistakes, world)
     compose.register()
     # Hydra reads the command line itself, and only understands flags before overrides.
     sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    job = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=algorithm.config_name)
-    job(lambda config: _run(config, source=source, world=world))()
-
-
-def _check(flags: argparse.Namespace, algorithm: Algorithm, source: compose.Source, world: ranks.World | None) -> None:
-    """List every mistake of the command line and exit; in a sweep, each job is checked for itself beyond the overrides."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+    entry = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)
     try:
-        config, mistakes = compose.check_overrides(flags.overrides, source=source, sweep=flags.multirun)
-        found = compose.algorithm_of(config)
-    except (HydraException, OmegaConfBaseException) as error:
-        _refuse([Problem(f"{source.config_name}.yaml", f"does not compose: {compose.reason(error)}")], world)
-    if found is not algorithm:
-        text = f"must be a configuration for {algorithm.name}, got one for {found.name}; run `nemo-kto {found.name}`"
-        _refuse([Problem(f"{source.config_name}.yaml", text)], world)
-    if not (flags.multirun or flags.cfg):
+        entry(job.run)()
+    except compose.WRONG as error:
+        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
+        _refuse(job.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], world)
+
+
+def _flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Hydra's flags, which may stand among the overrides, and the overrides."""
+    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False)
+    for names in (("--help", "-h"), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m")):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    for names in (("--cfg", "-c"), ("--package", "-p"), ("--experimental-rerun",)):
+        parser.add_argument(*names)
+    for names in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+        parser.add_argument(*names)
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(list(argv))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the command line runs, once or several times."""
+
+    recipe: Recipe
+    source: compose.Source
+    world: ranks.World | None
+
+    def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
+        """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
+        judge = partial(self._judge, sweep=sweep)
+        return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+
+    def _judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool) -> list[ConfigError]:
+        cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
         wrong = {mistake.key for mistake in mistakes}
-        further = _problems(config, world)[1]
-        mistakes += [problem for problem in further if wrong.isdisjoint({problem.key, *problem.reads})]
-    if mistakes:
-        _refuse(mistakes, world)
+        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
+        return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+
+    def run(self, config: DictConfig) -> None:
+        """One job, as Hydra hands it over."""
+        hydra_config = HydraConfig.get()
+        overrides = list(hydra_config.overrides.task)
+        sweep = hydra_config.mode == RunMode.MULTIRUN
+        if sweep:
+            config.exp_manager.explicit_log_dir = hydra_config.runtime.output_dir
+        cfg, mistakes = compose.to_config(config, recipe=self.recipe)
+        if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
+            _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
+        for unused in unused_keys(cfg) if sweep and (self.world is None or self.world.rank == 0) else ():
+            print(f"nemo-kto: {unused.key} is not used in this job: it {unused.text}", file=sys.stderr)
+        if cfg.trainer.accelerator == "cpu":
+            os.environ["NEMO_KTO_FORCE_CPU"] = "1"
+        count = local_ranks(cfg.trainer, _gpus(cfg))
+        if self.world is None and count > 1:
+            if sweep:
+                overrides += [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"]
+                overrides += [f"{unused.key}=null" for unused in unused_keys(cfg)]
+            ranks.spawn_ranks(count, [*_own_command(self.recipe), *_source_flags(self.source), *overrides])
+        else:
+            self._train(cfg)
+
+    def _train(self, cfg: RunConfig) -> None:
+        # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
+        gc.disable()
+        from nemo_kto.launch import build
+
+        gc.freeze()
+        gc.enable()
+        try:
+            build.train(cfg)
+        except KeyboardInterrupt:
+            ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
+        except UserError as error:  # says what to correct; where in the program it was found helps nobody
+            print(f"nemo-kto: {error}", file=sys.stderr)
+            ranks.exit_rank(ranks.USAGE_ERROR, world=self.world)
+        except Exception as error:
+            ranks.fail(error, world=self.world)
 
 
-def _problems(config: DictConfig, world: ranks.World | None) -> tuple[RunConfig | None, list[Problem]]:
-    """The typed configuration and what is wrong with it."""
-    typed, mistakes = compose.to_config(config)
-    if typed is None:
-        return None, mistakes
-    if typed.trainer.accelerator == "cpu":
-        os.environ["NEMO_KTO_FORCE_CPU"] = "1"
-    return typed, [
-        *_world_problems(typed.trainer, world),
-        *find_problems(typed, world_size=_world_size(typed.trainer, world)),
-    ]
+def _gpus(cfg: RunConfig) -> int:
+    """GPUs of this machine that the run may use."""
+    return 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
 
 
-def _local_ranks(trainer: MachineConfig) -> int:
-    """Ranks on a machine that the configuration asks for."""
-    return trainer.devices if isinstance(trainer.devices, int) else device.device_count() or 1
-
-
-def _world_size(trainer: MachineConfig, world: ranks.World | None) -> int:
-    return world.size if world is not None else max(1, trainer.num_nodes) * max(1, _local_ranks(trainer))
-
-
-def _world_problems(trainer: MachineConfig, world: ranks.World | None) -> list[Problem]:
-    nodes = trainer.num_nodes
-    if world is None and nodes > 1:
-        remedy = "start the ranks with torchrun or srun, see examples/slurm"
-        return [Problem("trainer.num_nodes", f"must be 1 where no ranks were started for it, got {nodes}; {remedy}")]
-    if world is not None and trainer.devices == "auto" and world.local_size and nodes * world.local_size != world.size:
-        found = world.size // world.local_size
-        return [Problem("trainer.num_nodes", f"must be the number of machines that were started, {found}, got {nodes}")]
-    return []
-
-
-def _refuse(mistakes: Sequence[Problem], world: ranks.World | None) -> NoReturn:
+def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
     """Say what is wrong, once, and exit.
 
     Every rank comes to the same verdict and rank 0 speaks, except about files that only another machine lacks.
@@ -223,43 +246,10 @@ def _refuse(mistakes: Sequence[Problem], world: ranks.World | None) -> NoReturn:
     sys.exit(ranks.USAGE_ERROR)
 
 
-def _run(config: DictConfig, *, source: compose.Source, world: ranks.World | None) -> None:
-    """One job, as Hydra hands it over."""
-    hydra_config = HydraConfig.get()
-    sweep = hydra_config.mode == RunMode.MULTIRUN
-    if sweep:
-        config.exp_manager.explicit_log_dir = hydra_config.runtime.output_dir
-    typed, mistakes = _problems(config, world)
-    if typed is None or mistakes:
-        _refuse(mistakes, world)
-    count = _local_ranks(typed.trainer)
-    if world is None and count > 1:
-        overrides = list(hydra_config.overrides.task)
-        if sweep:
-            overrides.append(f"exp_manager.explicit_log_dir='{typed.exp_manager.explicit_log_dir}'")
-        ranks.start(count, [*_own_command(typed.algorithm), *_source_flags(source), *overrides])
-        return
-    # All that is imported stays. Collections meanwhile would look through millions of objects and find none to free: 0.6 s.
-    gc.disable()
-    from nemo_kto.launch import build
-
-    gc.freeze()
-    gc.enable()
-    try:
-        build.train(typed)
-    except KeyboardInterrupt:
-        ranks.end(ranks.INTERRUPTED, world=world)
-    except DataError as error:  # says which rows; where in the program they were read helps nobody
-        print(f"nemo-kto: {error}", file=sys.stderr)
-        ranks.end(ranks.USAGE_ERROR, world=world)
-    except Exception as error:
-        ranks.fail(error, world=world)
-
-
-def _own_command(algorithm: Algorithm) -> list[str]:
+def _own_command(recipe: Recipe) -> list[str]:
     """What the interpreter must be given to come here again: the script that was called, or this module."""
     script = _own_script()
-    return ["-u", str(script)] if script else ["-u", "-m", "nemo_kto.launch.cli", algorithm.name]
+    return ["-u", str(script)] if script else ["-u", "-m", "nemo_kto.launch.cli", recipe.name]
 
 
 def _own_script() -> Path | None:

@@ -1,59 +1,45 @@
-"""Command-line overrides become one typed configuration; every override that is wrong is found, not the first one alone."""
+"""Hydra composes the YAML files and the command line; pydantic gives the result its types.
+
+What is right is composed once, by ``hydra.main``. :func:`find_mistakes` explains a command line that is not right: it finds
+every mistake, not only the first.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import importlib.util
+import math
 import os
-import types
-from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from hydra import compose, version
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.config_store import ConfigStore
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, SCMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
-from nemo_kto.launch.schema import ALGORITHMS, KTO, Algorithm, RunConfig, blank
-from nemo_kto.launch.validate import Problem
+from nemo_kto.errors import ConfigError, UserError, either
+from nemo_kto.launch.schema import RunConfig, config_type
+from nemo_kto.launch.words import echo, mistakes, names
+from nemo_kto.losses.loss import Loss, find_loss
+from nemo_kto.recipes import KTO, RECIPES, Recipe
 
 PACKAGE = "nemo_kto.conf"
+Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]
+"""(configuration, the same without overrides) -> what is wrong with it."""
 _FREE_FORM = "model.data.data_prefix"  # may be a mapping, so anything may lie under it
-_PATHS = (
-    "exp_manager.exp_dir",
-    "exp_manager.explicit_log_dir",
-    "pretrained_checkpoint.restore_from_path",
-    "model.data.cache_dir",
-    "model.reference.restore_from_path",
-    "model.peft.restore_from_path",
-    "export.path",
-    "export.adapter_path",
-)
+WRONG = (HydraException, OmegaConfBaseException)
 
 
 def register() -> None:
-    """Make the resolvers and the types known; may be called any number of times."""
-    OmegaConf.register_new_resolver("multiply", _multiply, replace=True)
+    """Make the resolvers known; may be called any number of times."""
+    OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("int_div", lambda dividend, divisor: dividend // divisor, replace=True)
-    for algorithm in ALGORITHMS.values():
-        ConfigStore.instance().store(name=f"{algorithm.name}_schema", node=blank(algorithm.config_type))
-
-
-def _multiply(*factors: Any) -> Any:
-    product = 1
-    for factor in factors:
-        product *= factor
-    return product
 
 
 def config_path() -> str:
@@ -72,122 +58,141 @@ class Source(NamedTuple):
 
 
 DEFAULT_SOURCE = Source()
+Compose = Callable[[Sequence[str]], DictConfig]
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[None]:
-    """Let ``hydra.compose`` find what hydra.main would find; its public ways know of one place only."""
+def _opened(source: Source) -> Iterator[Compose]:
+    """What composes overrides, with files found where hydra.main finds them."""
     register()
-    version.setbase("1.3")
-    path = source.config_path or config_path()
-    places = create_config_search_path(path if path.startswith("pkg://") else os.path.abspath(path))
+    place, search = source.config_path or config_path(), []
     if source.config_dir is not None:
-        found = SearchPathQuery(provider="schema")
-        places.prepend(provider="command-line", path=f"file://{os.path.abspath(source.config_dir)}", anchor=found)
+        url = place if place.startswith("pkg://") else f"file://{os.path.abspath(place)}"
+        place, search = source.config_dir, [f"hydra.searchpath=['{url}']"]
+    package = place.removeprefix("pkg://")
     GlobalHydra.instance().clear()
-    Hydra.create_main_hydra2(task_name="nemo-kto", config_search_path=places)
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().clear()
+    with (
+        initialize_config_dir(os.path.abspath(place), version_base="1.3")
+        if package == place
+        else initialize_config_module(package, version_base="1.3")
+    ):
+        yield lambda overrides: compose(source.config_name, overrides=[*search, *overrides])
 
 
-def algorithm_of(config: DictConfig) -> Algorithm:
+def recipe_of(config: DictConfig) -> Recipe:
     """What a composed configuration is of.
 
     Raises:
-        HydraException: none of the known schemas is among its defaults.
+        UserError: none of the known files is among its defaults.
     """
-    found = OmegaConf.get_type(config)
-    for algorithm in ALGORITHMS.values():
-        if found is algorithm.config_type:
-            return algorithm
-    schemas = " or ".join(f"{algorithm.config_name}" for algorithm in ALGORITHMS.values())
-    raise HydraException(f"its defaults must begin with {schemas}, which bring the types of the keys")
+    name = config.get("algorithm")
+    if name not in RECIPES:
+        names = either([recipe.config_name for recipe in RECIPES.values()])
+        raise UserError(f"its defaults must begin with {names}, which bring the keys")
+    return RECIPES[name]
 
 
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
-    """The configuration as Hydra composes it, nothing resolved or checked beyond types."""
-    with _opened(source):
-        return compose(source.config_name, overrides=list(overrides))
+    """The configuration as Hydra composes it, nothing resolved or checked."""
+    with _opened(source) as composed:
+        return composed(overrides)
 
 
-def check_overrides(
-    overrides: Sequence[str], *, source: Source = DEFAULT_SOURCE, sweep: bool = False
-) -> tuple[DictConfig, list[Problem]]:
-    """The configuration that the good overrides give, and what is wrong with the others.
+def to_config(
+    config: DictConfig, *, recipe: Recipe | None = None, fallback: DictConfig | None = None
+) -> tuple[RunConfig | None, list[ConfigError]]:
+    """The typed configuration with everything resolved.
 
     Args:
-        overrides: as on the command line.
-        source: where configurations come from.
-        sweep: several values for a key are allowed; each is looked at, the first one is taken.
+        config: as Hydra composes it.
+        recipe: its algorithm, where it is known.
+        fallback: a configuration whose values take the place of wrong ones.
 
-    Raises:
-        HydraException: the configuration itself does not compose.
+    Returns:
+        The configuration, None where something is wrong and there is no fallback; and all that is wrong.
     """
-    with _opened(source):
-        basis = compose(source.config_name, overrides=[])
-        good: list[str] = []
-        problems: list[Problem] = []
-        forms = [_read(text, basis, sweep) for text in overrides]
-        if not any(problem or len(values) > 1 for problem, values in forms):  # most often all is well
-            with contextlib.suppress(HydraException, OmegaConfBaseException):
-                return compose(source.config_name, overrides=list(overrides)), []
-        for problem, values in forms:
-            wrong = [_try(value, source, algorithm_of(basis).config_type) for value in values]
-            found = [problem] if problem else [mistake for mistake in wrong if mistake is not None]
-            problems.extend(found)
-            good.extend(values[:1] if not found else [])
+    recipe, config = recipe or recipe_of(config), config.copy()
+    OmegaConf.set_struct(config, False)
+    found: list[ConfigError] = []
+    for _ in range(4):  # wrong values, then values that are made of those, then what is still wrong
+        values, errors = _resolved(config)
+        loss, wrong_loss = _find_loss(values, recipe)
+        typed, wrong_values = _typed(values, recipe, loss)
+        errors += wrong_loss
+        errors += [error for error in wrong_values if error.key not in {earlier.key for earlier in errors}]
+        if typed is not None and not errors:
+            return typed, found
+        direct = [error for error in errors if not OmegaConf.is_interpolation(*_parent(config, error.key))] or errors
+        known, new = {error.key for error in found}, {error.key for error in direct}
+        found += [error for error in direct if error.key not in known and (known | new).isdisjoint(error.reads)]
+        if fallback is None:
+            break
+        for key in new:
+            _replace(config, key, fallback)
+    return None, found
+
+
+def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]:
+    """Dotted name -> resolved value of all keys, ??? for those that must still be given; and what does not resolve."""
+    values: dict[str, object] = {}
+    errors = []
+    for key in known_keys(config):
         try:
-            return compose(source.config_name, overrides=good), problems
-        except (HydraException, OmegaConfBaseException) as error:  # right one by one, wrong together
-            return basis, [*problems, Problem("The overrides", f"do not go together: {reason(error)}")]
+            value = "???" if OmegaConf.is_missing(*_parent(config, key)) else OmegaConf.select(config, key)
+            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except Exception as error:  # a resolver may raise anything
+            errors.append(ConfigError(key, f"does not resolve: {reason(error)}"))
+    return values, errors
 
 
-def _read(text: str, basis: DictConfig, sweep: bool) -> tuple[Problem | None, list[str]]:
-    """What is wrong with the form or the key of an override; and the override, or all of a sweep."""
-    name = text.split("=")[0]
+def _find_loss(values: Mapping[str, object], recipe: Recipe) -> tuple[Loss | None, list[ConfigError]]:
+    """The loss that preference_loss names."""
+    key = f"model.{recipe.name}.preference_loss"
     try:
-        override = _parse(text)
-    except OverrideParseException:
-        if "=" not in text:
-            return Problem(name, f"must be written KEY=VALUE, got {text}"), []
-        remedy = f"put it in quotes: '{name}=\"...\"'"
-        return Problem(name, f"has a value that cannot be read, got {text}; {remedy}"), []
-    if not _is_known(override.key_or_group, basis):
-        return _unknown(override, basis), []
-    if not override.is_sweep_override():
-        return None, [text]
-    if not sweep:
-        remedy = "write [a,b] for a list, or add --multirun for a sweep"
-        return Problem(override.key_or_group, f"must have one value, got {text}; {remedy}"), []
-    return None, [f"{name}={value}" for value in override.sweep_string_iterator()]
+        name = echo(values.get(key))
+        loss = find_loss(name, recipe.losses)
+        recipe.refuse_misfit(loss, name)
+    except UserError as error:
+        return None, [ConfigError(key, str(error))]
+    return loss, []
 
 
-def _parse(text: str) -> Override:
-    return OverridesParser.create().parse_overrides([text])[0]
-
-
-def _try(text: str, source: Source, config_type: type[RunConfig]) -> Problem | None:
-    """What is wrong with the value of an override."""
-    override = _parse(text)
+def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> tuple[RunConfig | None, list[ConfigError]]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, last = key.split(".")
+        section = nested
+        for name in above:
+            section = section.setdefault(name, {})
+        if value != "???":
+            section[last] = value
+    types = config_type(recipe, loss)
     try:
-        compose(source.config_name, overrides=[text])
-    except MissingConfigException:
-        options = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
-        return Problem(override.key_or_group, f"must be one of {', '.join(options)}, got {override.value()}")
-    except (HydraException, OmegaConfBaseException) as error:
-        return _wrong_value(text, override, error, config_type)
-    return None
+        return types.model_validate(nested), []
+    except ValidationError as error:
+        known = list(names(types))
+        return None, [
+            wrong if wrong.text else _unknown(wrong.key, echo(values.get(wrong.key)), known, recipe)
+            for wrong in mistakes(error, types, values)
+        ]
 
 
-def _is_known(key: str, basis: DictConfig) -> bool:
-    if key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or key in known_keys(basis, sections=True):
-        return True
-    return bool(GlobalHydra.instance().config_loader().get_group_options(key.split("@")[0]))
+def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
+    """Put the value of another configuration in the place of a wrong one."""
+    section, last = _parent(config, key)
+    other, _ = _parent(fallback, key)
+    if last not in other.keys():  # noqa: SIM118  (a mapping of omegaconf does not hold what is missing)
+        section.pop(last)
+    else:
+        section[last] = "?" if OmegaConf.is_missing(other, last) else OmegaConf.select(fallback, key)
 
 
-def known_keys(config: Any, *, sections: bool = False, prefix: str = "") -> list[str]:
+def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
+    section, _, last = key.rpartition(".")
+    return (OmegaConf.select(config, section) if section else config), last
+
+
+def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") -> list[str]:
     """Dotted names of all values (and, with ``sections``, of what holds them), in the order of the files."""
     keys = []
     for name in config:
@@ -200,17 +205,105 @@ def known_keys(config: Any, *, sections: bool = False, prefix: str = "") -> list
     return keys
 
 
-def _unknown(override: Override, basis: DictConfig) -> Problem:
+def find_mistakes(
+    overrides: Sequence[str], *, source: Source, recipe: Recipe, judge: Judge, sweep: bool = False
+) -> list[ConfigError]:
+    """Everything that is wrong with a command line.
+
+    Args:
+        overrides: as on the command line.
+        source: where configurations come from.
+        recipe: the algorithm of the command.
+        judge: what is wrong with a configuration; the second one has right values in the place of wrong ones.
+        sweep: several values for a key are allowed; each is looked at, with the first ones of the other keys.
+    """
+    fallback, file = load(source=Source(recipe.config_name)), f"{source.config_name}.yaml"
+    with _opened(source) as composed:
+        try:
+            basis = composed([])
+            found = recipe_of(basis)
+        except (UserError, *WRONG) as error:
+            return [ConfigError(file, f"does not compose: {reason(error)}")]
+        if found is not recipe:
+            text = f"must be a configuration for {recipe.name}, got one for {found.name}; run `nemo-kto {found.name}`"
+            return [ConfigError(file, text)]
+        errors: list[ConfigError] = []
+        good: list[list[str]] = []
+        for text in overrides:
+            error, values = _read(text, basis, recipe, sweep)
+            wrong = [error] if error else [error for value in values if (error := _fault(value, composed, recipe))]
+            errors += wrong
+            good += [values] if values and not wrong else []
+        first = [values[0] for values in good]
+        jobs = [first, *([*first[:i], value, *first[i + 1 :]] for i, values in enumerate(good) for value in values[1:])]
+        for job in jobs:
+            try:
+                errors += judge(composed(job), fallback)
+            except WRONG as error:  # right one by one, wrong together
+                errors.append(ConfigError("The overrides", f"do not go together: {reason(error)}"))
+    order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
+    return sorted(dict.fromkeys(errors), key=lambda error: order.get(error.key, len(order)))
+
+
+def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> tuple[ConfigError | None, list[str]]:
+    """What is wrong with the form or the key of an override; and the override, or all of a sweep."""
+    name = text.split("=")[0]
+    try:
+        override = OverridesParser.create().parse_overrides([text])[0]
+    except OverrideParseException:
+        if "=" not in text:
+            return ConfigError(name, f"must be written KEY=VALUE, got {text}"), []
+        return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'"), []
     key = override.key_or_group
-    nearest = _nearest(key, known_keys(basis, sections=True))
-    remedy = f"did you mean {nearest}?" if nearest else f"`nemo-kto {algorithm_of(basis).name} --help` lists all keys"
-    return Problem(key, f"is not a key of the configuration, got {override.input_line}; {remedy}")
+    known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
+    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of a loss of one's own
+    if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or _group(key)):
+        return _unknown(key, text, known, recipe), []
+    if override.is_delete():
+        return ConfigError(key, f"cannot be deleted, got {text}; set it to another value"), []
+    if not override.is_sweep_override():
+        return None, [text]
+    if not sweep:
+        remedy = "write [a,b] for a list, or add --multirun for a sweep"
+        return ConfigError(key, f"must have one value, got {text}; {remedy}"), []
+    return None, [f"{name}={value}" for value in override.sweep_string_iterator()]
+
+
+def _group(key: str) -> list[str]:
+    """The files that a key such as ``hardware`` chooses from."""
+    return GlobalHydra.instance().config_loader().get_group_options(key.split("@")[0])
+
+
+def _fault(text: str, composed: Compose, recipe: Recipe) -> ConfigError | None:
+    """Why Hydra cannot apply an override."""
+    key, _, value = text.lstrip("+").partition("=")
+    try:
+        composed([text])
+    except MissingConfigException:
+        return ConfigError(key, f"must be one of {', '.join(_group(key))}, got {value}")
+    except WRONG as error:
+        field = names(config_type(recipe)).get(key)
+        if field is not None and field.section is not None:
+            return ConfigError(key, f"must be {either(field.alternatives)}, got '{value}'")
+        return ConfigError(key, f"cannot be set, got {text}: {reason(error)}")
+    return None
+
+
+def _unknown(key: str, got: str, known: Sequence[str], recipe: Recipe) -> ConfigError:
+    nearest = _nearest(key, [name for name in known if not key.startswith(f"{name}.")])
+    remedy = f"did you mean {nearest}?" if nearest else f"`nemo-kto {recipe.name} --help` lists all keys"
+    section = f"model.{recipe.name}"
+    if key.rpartition(".")[0] != section:
+        return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}")
+    if got.startswith(key):
+        remedy += f" (options of a loss of your own begin with a plus: +{got})"
+    return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}", (f"{section}.preference_loss",))
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
     """The known key that was most likely meant: the same last name elsewhere, or a few letters apart."""
     last = key.rsplit(".", 1)[-1]
-    elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == last and name != key]
     if elsewhere:
         return max(elsewhere, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
@@ -221,22 +314,6 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     return by_last[close[0]] if close else None
 
 
-def _wrong_value(text: str, override: Override, error: Exception, config_type: type[RunConfig]) -> Problem:
-    key = override.key_or_group
-    expected = _describe(_hint(key, config_type))
-    if override.is_delete():
-        return Problem(key, f"cannot be deleted, got {text}; set it to another value")
-    if expected is None:
-        return Problem(key, f"cannot be set, got {text}: {reason(error)}")
-    value = override.value()
-    if isinstance(value, str | QuotedString):
-        return Problem(key, f"must be {expected}, got '{getattr(value, 'text', value)}'")
-    got = (
-        {None: "null", True: "true", False: "false"}.get(value, value) if value is None or isinstance(value, bool) else value
-    )
-    return Problem(key, f"must be {expected}, got {got}")
-
-
 def reason(error: BaseException) -> str:
     """Why something does not compose or resolve, in one line and without Hydra's search paths."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -244,70 +321,3 @@ def reason(error: BaseException) -> str:
     text, _, where = text.partition("\n    full_key: ")
     text = " ".join(text.split()).rpartition("raised while composing config: ")[2].rstrip(".")
     return f"{text} ({where.splitlines()[0]})" if where else text
-
-
-def _hint(key: str, config_type: type[RunConfig]) -> Any:
-    """The type of a key; None if it is not in the schema."""
-    hint: Any = config_type
-    for name in key.split("."):
-        hint = get_type_hints(hint).get(name) if isinstance(hint, type) and is_dataclass(hint) else None
-    return hint
-
-
-def _describe(hint: Any) -> str | None:
-    """A type in words."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return f"a section with the keys {', '.join(get_type_hints(hint))}"
-    if get_origin(hint) in (Union, types.UnionType):
-        members = get_args(hint)
-        if set(members) == {int, float}:
-            return "a number"
-        return " or ".join(_describe(member) or "" for member in members)
-    if get_origin(hint) is list:
-        return f"a list of {str(_describe(get_args(hint)[0])).removeprefix('a ')}s"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
-    return words.get(hint)
-
-
-def to_config(config: DictConfig) -> tuple[RunConfig | None, list[Problem]]:
-    """The typed configuration with everything resolved and ~ expanded.
-
-    Values that were to be given and were not are empty texts.
-
-    Returns:
-        The configuration and no problem; or None and what does not resolve.
-    """
-    config = config.copy()
-    problems = []
-    for key in known_keys(config):
-        if OmegaConf.is_missing(*_parent(config, key)):
-            OmegaConf.update(config, key, "")
-        try:
-            value = OmegaConf.select(config, key, throw_on_missing=True)
-        except Exception as error:  # a resolver may raise anything
-            problems.append(Problem(key, f"does not resolve: {reason(error)}"))
-            continue
-        if key in _PATHS and value is not None:
-            OmegaConf.update(config, key, os.path.expanduser(value))
-        if key == _FREE_FORM:
-            OmegaConf.update(config, key, _expand(value), merge=False)
-    if problems:
-        return None, problems
-    typed = OmegaConf.to_container(config, resolve=True, structured_config_mode=SCMode.INSTANTIATE)
-    assert isinstance(typed, RunConfig)
-    return typed, []
-
-
-def _parent(config: DictConfig, key: str) -> tuple[Any, str]:
-    section, _, last = key.rpartition(".")
-    return (OmegaConf.select(config, section) if section else config), last
-
-
-def _expand(value: Any) -> Any:
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, dict):
-        return {name: _expand(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_expand(part) for part in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value

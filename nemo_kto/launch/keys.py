@@ -10,26 +10,29 @@ import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_kto.launch.compose import PACKAGE, config_path
-from nemo_kto.launch.schema import ALGORITHMS, Algorithm
+from nemo_kto.launch.schema import config_type
+from nemo_kto.launch.words import names
+from nemo_kto.recipes import RECIPES, Recipe
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")
 
 
 class Key(NamedTuple):
-    """One key: dotted name, default as written, comment."""
+    """One key: dotted name, default as written, comment; type and constraint in words."""
 
     name: str
     default: str
     comment: str
+    type: str = ""
 
 
-def all_keys(algorithm: Algorithm) -> list[Key]:
-    """Every key of an algorithm's configuration once; where its file gives a default anew, its own line counts."""
-    text = _read(algorithm.config_name)
+def all_keys(recipe: Recipe) -> list[Key]:
+    """Every key of an algorithm's configuration once; where its file changes a default, its own line counts."""
+    text = _read(recipe.config_name)
     keys: dict[str, Key] = {}
     for match in map(_DEFAULTS.match, text.splitlines()):
         if match is not None and match["file"] != "base/hydra":
@@ -37,12 +40,14 @@ def all_keys(algorithm: Algorithm) -> list[Key]:
             keys.update({key.name: key for key in _keys(_read(match["file"]), prefix)})
     keys.update({key.name: key for key in _keys(text, "")})
     order = list(dict.fromkeys(name.split(".")[0] for name in keys))
-    return sorted(keys.values(), key=lambda key: order.index(key.name.split(".")[0]))
+    types = names(config_type(recipe))
+    typed = [key._replace(type=types[key.name].description) for key in keys.values()]
+    return sorted(typed, key=lambda key: order.index(key.name.split(".")[0]))
 
 
 def _read(name: str) -> str:
     path = config_path()
-    folder: Any = resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
+    folder = resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
     return str((folder / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -62,18 +67,19 @@ def _keys(text: str, prefix: str) -> Iterator[Key]:
 _INTRODUCTION = """\
 # Configuration
 
-Written by `python -m nemo_kto.launch.keys` from the comments in `conf/`; edit those.
+Written by `python -m nemo_kto.launch.keys` from the comments in `conf/` and the types in the code; edit those.
 
 Every key can be given on the command line (`nemo-kto kto model.optim.lr=1e-6 ...`), in a YAML file of your own
 (`nemo-kto kto --config-dir . --config-name mine`, where mine.yaml begins with `defaults: [gpt_kto, _self_]`), or swept
 over (`--multirun model.optim.lr=1e-6,3e-6`). `???` must be given. `hardware=cpu` and `hardware=gpu_node` set several keys
-at once. `nemo-kto kto --cfg job ...` prints what a command line amounts to. All mistakes are listed before anything starts.
+at once. `nemo-kto kto --cfg job ...` prints the configuration of a command line. All mistakes are listed before
+anything starts.
 """
 
 
 def as_markdown() -> str:
-    """The page docs/configuration.md: the keys that all algorithms have, and then those of each, or with its own default."""
-    keys = {algorithm.name: all_keys(algorithm) for algorithm in ALGORITHMS.values()}
+    """The page docs/configuration.md: the keys that all algorithms have, then those that one has or whose default it sets."""
+    keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
     lines, section = [_INTRODUCTION.rstrip()], ""
@@ -84,22 +90,22 @@ def as_markdown() -> str:
             section = top
         lines.append(_line(key))
     for name, own in keys.items():
-        lines += [*_table(f"`nemo-kto {name}` alone"), *(_line(key) for key in own if key not in shared)]
+        lines += [*_table(f"Only `nemo-kto {name}`"), *(_line(key) for key in own if key not in shared)]
     return "\n".join(lines) + "\n"
 
 
 def _table(title: str) -> list[str]:
-    return ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|"]
+    return ["", f"## {title}", "", "| key | default | type | meaning |", "|---|---|---|---|"]
 
 
 def _line(key: Key) -> str:
-    return f"| `{key.name}` | `{key.default}` | {key.comment.replace('|', chr(92) + '|')} |"
+    return f"| `{key.name}` | `{key.default}` | {key.type} | {key.comment.replace('|', chr(92) + '|')} |"
 
 
-def as_text(algorithm: Algorithm) -> str:
+def as_text(recipe: Recipe) -> str:
     """The keys for the terminal."""
     lines = []
-    for key in all_keys(algorithm):
+    for key in all_keys(recipe):
         lines += [f"  {key.name}={key.default}", f"      {key.comment}"]
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, checkpoint_dtype, find_checkpoints
@@ -21,7 +20,7 @@ def resolve_precision(cfg: RunConfig) -> RunConfig:
     checkpoint, any other run takes bf16 where the machine computes faster with it.
     """
     chosen = state.from_rank_zero(_choose(cfg) if state.is_rank_zero() else "")
-    return replace(cfg, trainer=replace(cfg.trainer, precision=chosen))
+    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})})
 
 
 def _choose(cfg: RunConfig) -> str:

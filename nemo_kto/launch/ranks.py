@@ -46,7 +46,7 @@ class World:
     local_size: int | None
 
 
-def find(environ: MutableMapping[str, str] | None = None) -> World | None:
+def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
     """The ranks that somebody started, None if this process is alone.
 
     In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
@@ -85,7 +85,7 @@ def _from_slurm(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_PORT", str(slurm.main_port))
 
 
-def start(count: int, command: Sequence[str]) -> None:
+def spawn_ranks(count: int, command: Sequence[str]) -> None:
     """Start ``count`` ranks of a Python command on this machine and wait for them; nothing is restarted.
 
     When one fails, the others are ended at once. SIGINT and SIGTERM are passed on. The processors are shared: each rank
@@ -182,8 +182,8 @@ def end_with_launcher() -> None:
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process because of ``error``.
 
-    A rank started by :func:`start` leaves its traceback to the process that started it, which prints that of the rank that
-    failed first and not those of the ranks that failed because of it.
+    A rank started by :func:`spawn_ranks` leaves its traceback to the process that started it, which prints that of the rank
+    that failed first and not those of the ranks that failed because of it.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -192,10 +192,10 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
     if _STARTED_BY not in os.environ:
         rank = f"rank {world.rank}: " if world is not None else ""
         print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
-    end(1, world=world)
+    exit_rank(1, world=world)
 
 
-def end(status: int, *, world: World | None) -> NoReturn:
+def exit_rank(status: int, *, world: World | None) -> NoReturn:
     """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
     if world is None:
         sys.exit(status)

@@ -17,7 +17,7 @@ def save_config(config: RunConfig) -> None:
     """Write the resolved configuration into the run folder, and say what has changed since the run began."""
     file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    now = OmegaConf.structured(config)
+    now = OmegaConf.create(config.model_dump())
     if file.exists() and config.exp_manager.resume_if_exists:
         before = OmegaConf.load(file)
         for key in known_keys(now):

@@ -1,89 +1,113 @@
-"""The types of the configuration. Values, their meaning and their units are in conf/, and only there."""
+"""The types and constraints of the configuration. Values and their meaning are in conf/, and only there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, is_dataclass
-from typing import Any, get_type_hints
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from omegaconf import MISSING
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, create_model
+
+from nemo_kto.data.prefix import read_splits_string
+from nemo_kto.data.truncation import TRUNCATION_MODES
+from nemo_kto.errors import error_of
+from nemo_kto.losses.loss import Loss
+from nemo_kto.models.lora_settings import TARGET_MODULES
+from nemo_kto.parallel.precision import PRECISIONS
+from nemo_kto.recipes.recipe import LossConfig, Recipe
+from nemo_kto.recipes.section import FilePath, Name, Remedy, Section, check, one_of
+from nemo_kto.telemetry.timers import parse_duration
+
+Base = TypeVar("Base", bound=BaseModel)
+Count = Annotated[int, Ge(1)]
+Unsupported = "not supported in this version"
+Part = Annotated[
+    int | float,
+    check(
+        lambda part: part >= 0 and (isinstance(part, int) or part <= 1.0),
+        "be an integer of at least 0, or a fraction from 0.0 to 1.0",
+    ),
+]
+Finite = Annotated[float, check(math.isfinite, "be a finite number")]
+Folder = Annotated[FilePath, check(bool, "be the name of a folder")]
+LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
-@dataclass(kw_only=True)
-class LoopConfig:
-    """trainer.kto or trainer.dpo: the training loop."""
+class LoopConfig(Section):
+    """trainer.NAME: the training loop."""
 
-    max_epochs: int
-    max_steps: int
-    val_check_interval: int | float
+    max_epochs: Count
+    max_steps: Annotated[int, check(lambda steps: steps == -1 or steps >= 1, "be at least 1", "use -1 for no limit")]
+    val_check_interval: Part
     val_before_training: bool
-    save_interval: int | float
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    gradient_clip_val: float
+    save_interval: Part
+    limit_train_batches: Annotated[Part, check(bool, "be above 0", "use 1.0 for all")]
+    limit_val_batches: Part
+    gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]
+
+    def duration(self) -> dict[str, Any]:
+        """What the trainer takes, by its names."""
+        return self.model_dump(exclude={"gradient_clip_val"})
 
 
-@dataclass(kw_only=True)
-class MachineConfig:
-    """trainer, without the loop of one algorithm."""
+class TrainerConfig(Section):
+    """trainer, without the loop."""
 
-    num_nodes: int
-    devices: int | str
-    accelerator: str
-    precision: str
-    max_time: str | None
-    timeout_minutes: int
-
-
-@dataclass(kw_only=True)
-class KTOTrainerConfig(MachineConfig):
-    """trainer."""
-
-    kto: LoopConfig
-
-
-@dataclass(kw_only=True)
-class DPOTrainerConfig(MachineConfig):
-    """trainer."""
-
-    dpo: LoopConfig
+    num_nodes: Count
+    devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU")]
+    accelerator: Literal["auto", "cpu", "gpu"]
+    precision: Annotated[Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported")]
+    max_time: (
+        Annotated[
+            Name,
+            check(
+                lambda time: error_of(lambda: parse_duration(time)) is None,
+                "be written DD:HH:MM:SS (days:hours:minutes:seconds)",
+                "e.g. {key}=00:03:45:00",
+            ),
+        ]
+        | None
+    )
+    timeout_minutes: Count
+    callbacks: list[str | dict[str, object]]
 
 
-@dataclass(kw_only=True)
-class WandbConfig:
+class WandbConfig(Section):
     """exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
 
-    project: str
-    name: str
-    entity: str | None
-    group: str | None
+    project: Name
+    name: Name
+    entity: Name | None
+    group: Name | None
     offline: bool
 
 
-@dataclass(kw_only=True)
-class MLflowConfig:
+class MLflowConfig(Section):
     """exp_manager.mlflow_logger_kwargs: arguments of Lightning's MLFlowLogger."""
 
-    experiment_name: str
-    run_name: str
-    tracking_uri: str | None
+    experiment_name: Name
+    run_name: Name
+    tracking_uri: Name | None
 
 
-@dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """exp_manager.checkpoint_callback_params."""
 
-    monitor: str
-    mode: str
-    save_top_k: int
+    monitor: Name
+    mode: Literal["min", "max"]
+    save_top_k: Annotated[int, Ge(-1), Remedy("-1 keeps all checkpoints, 0 only the last")]
 
 
-@dataclass(kw_only=True)
-class ExpManagerConfig:
+class ExpManagerConfig(Section):
     """exp_manager: the run folder and what is written there."""
 
-    exp_dir: str
-    name: str
-    explicit_log_dir: str
+    exp_dir: FilePath
+    name: Name
+    explicit_log_dir: Folder
     resume_if_exists: bool
     create_tensorboard_logger: bool
     create_wandb_logger: bool
@@ -93,254 +117,192 @@ class ExpManagerConfig:
     checkpoint_callback_params: CheckpointConfig
 
 
-@dataclass(kw_only=True)
-class PretrainedConfig:
+class PretrainedConfig(Section):
     """pretrained_checkpoint."""
 
-    restore_from_path: str
+    restore_from_path: Annotated[FilePath, check(bool, "be given", "name the folder of a Hugging Face model")]
 
 
-@dataclass(kw_only=True)
-class LoRATuningConfig:
+class LoRATuningConfig(Section):
     """model.peft.lora_tuning."""
 
-    target_modules: list[str]
-    adapter_dim: int
-    alpha: float
-    adapter_dropout: float
-    layer_selection: list[int] | None
+    target_modules: Annotated[
+        list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "be a list of at least one module", "e.g. [attention_qkv]")
+    ]
+    adapter_dim: Count
+    alpha: Annotated[float, Gt(0), Remedy("e.g. {key}=32")]
+    adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]
+    layer_selection: Annotated[list[LoRALayer], check(bool, "be a list of at least one layer", "null adapts all")] | None
 
 
-@dataclass(kw_only=True)
-class PeftConfig:
+class PeftConfig(Section):
     """model.peft."""
 
-    peft_scheme: str
-    restore_from_path: str | None
+    peft_scheme: Literal["none", "lora"]
+    restore_from_path: FilePath | None
     lora_tuning: LoRATuningConfig
 
 
-@dataclass(kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(Section):
     """model.reference: how the reference policy is held."""
 
-    mode: str
-    restore_from_path: str | None
-    sync_interval: int
-    sync_alpha: float
+    mode: Literal["auto", "swap", "adapter", "cached"]
+    restore_from_path: FilePath | None
+    sync_interval: Annotated[int, Ge(0), Remedy("0: the reference stays")]
+    sync_alpha: Annotated[float, Gt(0), Le(1), Remedy("e.g. 0.6")]
 
 
-@dataclass(kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """model.optim.sched."""
 
-    name: str
-    warmup_steps: int
+    name: Literal["CosineAnnealing", "LinearAnnealing", "constant"]
+    warmup_steps: Annotated[int, Ge(0)]
     min_lr: float
 
 
-@dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """model.optim."""
 
-    name: str
-    lr: float
-    weight_decay: float
-    betas: list[float]
-    eps: float
+    name: Annotated[Literal["adam"], Remedy("distributed_fused_adam is adam with use_distributed_optimizer=true")]
+    lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5")]
+    weight_decay: Annotated[float, Ge(0)]
+    betas: Annotated[
+        list[float],
+        check(
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+            "be two numbers from 0 to below 1",
+            "e.g. {key}=[0.9,0.98]",
+        ),
+    ]
+    eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
     use_distributed_optimizer: bool
     sched: ScheduleConfig
 
 
-@dataclass(kw_only=True)
-class DataConfig:
-    """model.data; data_prefix is a text, a list, or a mapping from split to either."""
+def _expand(value: object) -> object:
+    """The same with ~ in all its paths expanded."""
+    if isinstance(value, Mapping):
+        return {name: _expand(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_expand(part) for part in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
-    data_prefix: Any
-    splits_string: str | None
-    seq_length: int
-    truncation_mode: str
-    num_workers: int
-    cache_dir: str
+
+class DataConfig(Section):
+    """model.data, without the keys of one algorithm."""
+
+    data_prefix: Annotated[
+        str | list[object] | dict[str, object],
+        AfterValidator(_expand),
+        check(bool, "be given", "name a jsonl file, a folder or a list of them"),
+    ]
+    splits_string: (
+        Annotated[
+            Name,
+            check(
+                lambda splits: error_of(lambda: read_splits_string(splits)) is None,
+                'be up to three numbers of at least 0, the first above 0, such as "98,1,1"',
+            ),
+        ]
+        | None
+    )
+    seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
+    truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
+    num_workers: Annotated[int, Ge(0)]
+    cache_dir: FilePath
     reset_attention_mask: bool
     eod_mask_loss: bool
 
 
-@dataclass(kw_only=True)
-class GPTConfig:
-    """model, without the block of one algorithm."""
+class GPTConfig(Section):
+    """model, without the section of one algorithm."""
 
-    micro_batch_size: int
-    global_batch_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    context_parallel_size: int
-    expert_model_parallel_size: int
+    micro_batch_size: Count
+    global_batch_size: Count
+    tensor_model_parallel_size: Count
+    pipeline_model_parallel_size: Count
+    virtual_pipeline_model_parallel_size: Annotated[None, Remedy(f"virtual pipelines are {Unsupported}")]
+    context_parallel_size: Annotated[Literal[1], Remedy(f"context parallelism is {Unsupported}")]
+    expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
     sequence_parallel: bool
     seed: int
-    fp8: str | None
-    activations_checkpoint_granularity: str | None
-    activations_checkpoint_method: str | None
-    activations_checkpoint_num_layers: int | None
-    logprob_chunk_size: int
+    fp8: Annotated[None, Remedy(f"fp8 needs Transformer Engine and is {Unsupported}")]
+    activations_checkpoint_granularity: Literal["selective", "full"] | None
+    activations_checkpoint_method: Literal["uniform", "block"] | None
+    activations_checkpoint_num_layers: Count | None
+    logprob_chunk_size: Count
     reference: ReferenceConfig
     peft: PeftConfig
     optim: OptimConfig
     data: DataConfig
 
 
-@dataclass(kw_only=True)
-class LossConfig:
-    """What model.kto and model.dpo share."""
-
-    preference_loss: str
-    ref_policy_kl_penalty: float
-    preference_average_log_probs: bool
-    preference_loss_weight: float
-    sft_loss_weight: float
-    sft_average_log_probs: bool
-    log_prob_forward_micro_batch_size: int
-
-
-@dataclass(kw_only=True)
-class KTOLossConfig(LossConfig):
-    """model.kto."""
-
-    desirable_loss_weight: float
-    undesirable_loss_weight: float
-    auto_balance: bool
-
-
-@dataclass(kw_only=True)
-class DPOLossConfig(LossConfig):
-    """model.dpo."""
-
-    label_smoothing: float
-    gt_reward_scale: float
-    simpo_gamma: float
-
-
-@dataclass(kw_only=True)
-class KTOModelConfig(GPTConfig):
-    """model."""
-
-    kto: KTOLossConfig
-
-
-@dataclass(kw_only=True)
-class DPODataConfig(DataConfig):
-    """model.data, where rows are pairs."""
-
-    default_chosen_reward: float
-    default_rejected_reward: float
-
-
-@dataclass(kw_only=True)
-class DPOModelConfig(GPTConfig):
-    """model."""
-
-    data: DPODataConfig
-    dpo: DPOLossConfig
-
-
-@dataclass(kw_only=True)
-class ExportConfig:
+class ExportConfig(Section):
     """export: the aligned model in Hugging Face format."""
 
     enabled: bool
-    path: str
-    adapter_path: str
-    max_shard_size_gb: float
+    path: FilePath
+    adapter_path: FilePath
+    max_shard_size_gb: Annotated[float, Gt(0), Remedy("e.g. 5.0")]
 
 
-@dataclass(kw_only=True)
-class RunConfig:
-    """What the configurations of all algorithms have."""
+class RunConfig(Section):
+    """The whole configuration; :func:`config_type` adds the sections of an algorithm."""
 
-    trainer: MachineConfig
+    recipe: ClassVar[Recipe]
+
+    algorithm: str
+    trainer: TrainerConfig
     exp_manager: ExpManagerConfig
     pretrained_checkpoint: PretrainedConfig
     model: GPTConfig
     export: ExportConfig
 
     @property
-    def algorithm(self) -> Algorithm:
-        """What this is the configuration of."""
-        return next(algorithm for algorithm in ALGORITHMS.values() if isinstance(self, algorithm.config_type))
-
-    @property
     def loop(self) -> LoopConfig:
-        """trainer.ALGORITHM."""
-        loop: LoopConfig = getattr(self.trainer, self.algorithm.name)
+        """trainer.NAME."""
+        loop: LoopConfig = getattr(self.trainer, self.recipe.name)
         return loop
 
     @property
     def loss(self) -> LossConfig:
-        """model.ALGORITHM."""
-        loss: LossConfig = getattr(self.model, self.algorithm.name)
+        """model.NAME."""
+        loss: LossConfig = getattr(self.model, self.recipe.name)
         return loss
 
-
-@dataclass(kw_only=True)
-class KTOConfig(RunConfig):
-    """The whole configuration of `nemo-kto kto`."""
-
-    trainer: KTOTrainerConfig
-    model: KTOModelConfig
+    def data_options(self) -> dict[str, float]:
+        """The keys of model.data that only this algorithm has, with their defaults where they were not given."""
+        given = {name: getattr(self.model.data, name) for name in self.recipe.data_defaults}
+        return {name: default if given[name] is None else given[name] for name, default in self.recipe.data_defaults.items()}
 
 
-@dataclass(kw_only=True)
-class DPOConfig(RunConfig):
-    """The whole configuration of `nemo-kto dpo`."""
-
-    trainer: DPOTrainerConfig
-    model: DPOModelConfig
+def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> type[Base]:
+    """A section with further keys: name -> type and default, which is ... for a key that must be there."""
+    extended: type[Base] = create_model(base.__name__, __base__=base, **dict[str, Any](fields))
+    return extended
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """A command of nemo-kto that trains.
+@cache
+def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
+    """The types of all keys of an algorithm.
 
-    Attributes:
-        name: of the command, and of its sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
-        title: what it does.
-        rows: what it learns from.
-        config_type: types of its keys.
+    Args:
+        recipe: the algorithm.
+        loss: what ``preference_loss`` names. Its options are keys of model.NAME, besides those of the losses of the recipe.
     """
-
-    name: str
-    title: str
-    rows: str
-    config_type: type[RunConfig]
-
-    @property
-    def config_name(self) -> str:
-        """Name of the configuration file."""
-        return f"gpt_{self.name}"
-
-
-KTO = Algorithm(
-    name="kto",
-    title="KTO training of a GPT model",
-    rows='jsonl rows of prompt, response and "chosen" or "rejected"',
-    config_type=KTOConfig,
-)
-DPO = Algorithm(
-    name="dpo",
-    title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
-    rows="jsonl rows of prompt, chosen and rejected",
-    config_type=DPOConfig,
-)
-ALGORITHMS = {algorithm.name: algorithm for algorithm in (KTO, DPO)}
-
-
-def blank(config_type: type[Any]) -> Any:
-    """An instance of a type of this module with every value missing, which the YAML files then fill.
-
-    Sections are instances too: omegaconf 2.3 cannot merge values into a missing section that has a field of two types.
-    """
-    hints = get_type_hints(config_type)
-    return config_type(
-        **{name: blank(hint) if is_dataclass(hint) and isinstance(hint, type) else MISSING for name, hint in hints.items()}
+    options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
+    options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
+    section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})
+    if loss is not None:
+        section.record = loss
+    data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (Finite | None, ...)))
+    config = _extended(
+        RunConfig,
+        {
+            "algorithm": (Literal[recipe.name], ...),
+            "trainer": (_extended(TrainerConfig, {recipe.name: (LoopConfig, ...)}), ...),
+            "model": (_extended(GPTConfig, {"data": (data, ...), recipe.name: (section, ...)}), ...),
+        },
     )
+    config.recipe = recipe
+    return config

@@ -56,8 +56,8 @@ def ipo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Ten
     """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
     Args:
-        chosen_logratios_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the answers does
-            not decide how far h has to go.
+        chosen_logratios_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the
+            answers does not decide how far h has to go.
         rejected_logratios_P: r of the rejected answers.
         beta: tau in the paper; h is drawn to 1 / (2 beta).
 

@@ -5,7 +5,8 @@
 The configuration is conf/gpt_dpo.yaml; `nemo-kto dpo` is the same.
 """
 
-from nemo_kto.launch.cli import main_dpo
+from nemo_kto.launch.cli import train
+from nemo_kto.recipes import RECIPES
 
 if __name__ == "__main__":
-    main_dpo()
+    train(RECIPES["dpo"])

@@ -5,7 +5,8 @@
 The configuration is conf/gpt_kto.yaml; `nemo-kto kto` is the same.
 """
 
-from nemo_kto.launch.cli import main_kto
+from nemo_kto.launch.cli import train
+from nemo_kto.recipes import RECIPES
 
 if __name__ == "__main__":
-    main_kto()
+    train(RECIPES["kto"])

@@ -58,7 +58,7 @@ class PairTensors:
         )
 
 
-class MegatronGPTDPOModel(MegatronGPTModel):
+class MegatronGPTDPOModel(MegatronGPTModel[DPOBatch]):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
 
     Both answers of a pair go through the same micro-batch.

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from typing_extensions import Unpack
 
 from nemo_kto.data.batch import KTOBatch
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.models.engine import LogProbEngine, MicroBatchLoss
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, Objective
-from nemo_kto.models.reference import Phase, ReferencePolicy, no_phase
+from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
@@ -67,7 +67,7 @@ class UnpairedTensors:
         )
 
 
-class MegatronGPTKTOModel(MegatronGPTModel):
+class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go
@@ -75,22 +75,15 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     """
 
     def __init__(
-        self,
-        *,
-        engine: LogProbEngine,
-        reference: ReferencePolicy | None,
-        objective: Objective,
-        desirable_loss_weight: float,
-        undesirable_loss_weight: float,
-        phase: Phase = no_phase,
+        self, *, desirable_loss_weight: float, undesirable_loss_weight: float, **arguments: Unpack[ModelArguments]
     ) -> None:
         """
         Args:
-            engine, reference, objective, phase: see :class:`MegatronGPTModel`.
             desirable_loss_weight: weight of desirable answers.
             undesirable_loss_weight: weight of undesirable answers.
+            **arguments: see :class:`MegatronGPTModel`.
         """
-        super().__init__(engine=engine, reference=reference, objective=objective, phase=phase)
+        super().__init__(**arguments)
         self.weights = {"desirable_weight": desirable_loss_weight, "undesirable_weight": undesirable_loss_weight}
 
     @staticmethod

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
+from typing_extensions import NotRequired, TypedDict
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics
@@ -13,6 +16,8 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.reference import Phase, ReferencePolicy, no_phase
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel.reduce import global_sums
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,16 @@ class Objective:
     sft_average_log_probs: bool = False
 
 
-class MegatronGPTModel:
+class ModelArguments(TypedDict):
+    """Keyword arguments of :class:`MegatronGPTModel`."""
+
+    engine: LogProbEngine
+    reference: ReferencePolicy | None
+    objective: Objective
+    phase: NotRequired[Phase]
+
+
+class MegatronGPTModel(ABC, Generic[Batch]):
     """A policy with its objective and its reference; the passes are the engine's."""
 
     def __init__(
@@ -58,6 +72,14 @@ class MegatronGPTModel:
         self.reference = reference
         self.objective = objective
         self.phase = phase
+
+    @abstractmethod
+    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
+        """Loss and metrics over the global batch; gradients too, unless ``forward_only``."""
+
+    @abstractmethod
+    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Reference log-probs of the batch's sequences, on the CPU."""
 
     @property
     def uses_reference(self) -> bool:

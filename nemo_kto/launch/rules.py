@@ -1,0 +1,233 @@
+"""The rules of a configuration that concern several keys, the files, or the machine. schema.py has those of single keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from nemo_kto.data.prefix import read_data_prefix
+from nemo_kto.errors import ConfigError, either, error_of
+from nemo_kto.launch.ranks import World
+from nemo_kto.launch.schema import RunConfig, TrainerConfig
+from nemo_kto.launch.user_callbacks import callback_class
+from nemo_kto.telemetry.loggers import installed, missing_package
+
+Errors = Iterator[ConfigError]
+_RANKS = ("trainer.devices", "trainer.num_nodes")
+
+
+def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep: bool = False) -> list[ConfigError]:
+    """All mistakes that the types do not show.
+
+    Args:
+        cfg: the configuration.
+        gpus: GPUs of this machine that the run may use.
+        world: the ranks that were started; None where the run starts its own.
+        sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
+    """
+    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _peft, _export)
+    found = [*_machine(cfg.trainer, gpus, world)]
+    for check in checks:
+        found += check(cfg)
+    found += [] if sweep else unused_keys(cfg)
+    return [*found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
+
+
+def local_ranks(trainer: TrainerConfig, gpus: int) -> int:
+    """Ranks on a machine that the configuration asks for."""
+    return trainer.devices if isinstance(trainer.devices, int) else gpus or 1
+
+
+def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int:
+    """Number of ranks of the run."""
+    return world.size if world is not None else trainer.num_nodes * local_ranks(trainer, gpus)
+
+
+def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
+    nodes, devices = trainer.num_nodes, trainer.devices
+    if world is None and nodes > 1:
+        remedy = "start the ranks with torchrun or srun, see examples/slurm"
+        yield ConfigError("trainer.num_nodes", f"must be 1 where no ranks were started for it, got {nodes}; {remedy}")
+    if world is not None and devices == "auto" and world.local_size and nodes * world.local_size != world.size:
+        found = world.size // world.local_size
+        yield ConfigError("trainer.num_nodes", f"must be the number of machines that were started, {found}, got {nodes}")
+    if world is not None and isinstance(devices, int) and (expected := devices * nodes) != world.size:
+        product = f"trainer.num_nodes * trainer.devices = {nodes} * {devices} = {expected}"
+        remedy = f"start {expected} ranks or set trainer.num_nodes and trainer.devices to what you started"
+        text = f"must fit the ranks that were started ({product}), got {world.size}; {remedy}"
+        yield ConfigError("trainer.devices", text, _RANKS)
+    if trainer.accelerator == "gpu" and not gpus:
+        yield ConfigError("trainer.accelerator", "must be cpu or auto on a machine without GPUs that torch can use, got gpu")
+    if isinstance(devices, int) and gpus and devices > gpus:
+        remedy = "use fewer ranks, or trainer.accelerator=cpu"
+        yield ConfigError("trainer.devices", f"must be at most the {gpus} GPUs of this machine, got {devices}; {remedy}")
+
+
+def _callbacks(cfg: RunConfig) -> Errors:
+    for spec in cfg.trainer.callbacks:
+        if (wrong := error_of(partial(callback_class, spec))) is not None:
+            yield ConfigError("trainer.callbacks", wrong)
+
+
+def _checkpoints(cfg: RunConfig) -> Errors:
+    monitor, loss = cfg.exp_manager.checkpoint_callback_params.monitor, cfg.loss.record
+    metrics = (*cfg.recipe.metrics, *(cfg.recipe.z0_metrics if loss.needs_z0 else ()))
+    source, _, metric = monitor.partition("_")
+    if source not in ("val", "train") or metric not in metrics:
+        text = f"must be val_ or train_ and one of {', '.join(metrics)}, got {monitor}; e.g. val_loss"
+        reads = (f"model.{cfg.recipe.name}.preference_loss",) if metric in cfg.recipe.z0_metrics else ()
+        yield ConfigError("exp_manager.checkpoint_callback_params.monitor", text, reads)
+    for package in ("tensorboard", "wandb", "mlflow"):
+        if getattr(cfg.exp_manager, f"create_{package}_logger") and not installed(package):
+            yield ConfigError(f"exp_manager.create_{package}_logger", f"cannot be true: {missing_package(package)}")
+
+
+def _files(cfg: RunConfig) -> Errors:
+    models = {
+        "pretrained_checkpoint.restore_from_path": cfg.pretrained_checkpoint.restore_from_path,
+        "model.reference.restore_from_path": cfg.model.reference.restore_from_path,
+    }
+    for key, folder in models.items():
+        if folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in _IN_MODELS):
+            form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
+            yield ConfigError(key, f"{form}, got {folder}; download it or correct the path", about_files=True)
+    adapter = cfg.model.peft.restore_from_path
+    if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"
+        yield ConfigError("model.peft.restore_from_path", text, about_files=True)
+
+
+_IN_MODELS = ("config.json", "trainer.json")
+
+
+def _data_files(cfg: RunConfig) -> Errors:
+    key, prefix = "model.data.data_prefix", cfg.model.data.data_prefix
+    missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
+    for path in missing:
+        text = f"must name files and folders that exist, got {path}; correct the path"
+        yield ConfigError(key, text, about_files=True)
+    wrong_form = None if missing else error_of(lambda: read_data_prefix(prefix))
+    if wrong_form:
+        yield ConfigError(key, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
+
+
+def _paths_in(value: object) -> list[str]:
+    """Strings in a string, a list or a mapping of splits; weights of a blend are no paths."""
+    if isinstance(value, Mapping):
+        return [path for part in value.values() for path in _paths_in(part)]
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in _paths_in(part)]
+    if not isinstance(value, str | Path):
+        return []
+    return [] if error_of(lambda: float(str(value))) is None else [str(value)]
+
+
+def _layout(cfg: RunConfig, ranks: int) -> Errors:
+    model = cfg.model
+    degrees = ("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size")
+    one_model = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    if ranks % one_model:
+        factors = f"{model.tensor_model_parallel_size} * {model.pipeline_model_parallel_size}"
+        text = f"* pipeline_model_parallel_size = {factors} = {one_model} must divide the number of ranks, got {ranks}"
+        remedy = f"use a multiple of {one_model} ranks (trainer.devices) or smaller sizes"
+        yield ConfigError(degrees[0], f"{text}; {remedy}", (*degrees, *_RANKS))
+    elif model.global_batch_size % (step := model.micro_batch_size * (ranks // one_model)):
+        product = f"micro_batch_size * data-parallel ranks = {model.micro_batch_size} * {ranks // one_model} = {step}"
+        below = model.global_batch_size // step * step
+        near = f"{below} or {below + step}" if below else f"{step}"
+        text = f"must be divisible by {product}, got {model.global_batch_size}; use {near}"
+        yield ConfigError("model.global_batch_size", text, ("model.micro_batch_size", *degrees, *_RANKS))
+    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
+        text = "needs model.tensor_model_parallel_size above 1, got 1; raise it or set model.sequence_parallel=false"
+        yield ConfigError("model.sequence_parallel", text, degrees[:1])
+
+
+def _recompute(cfg: RunConfig) -> Errors:
+    prefix, model = "model.activations_checkpoint", cfg.model
+    granularity, reads = model.activations_checkpoint_granularity, (f"{prefix}_granularity",)
+    values = {"method": model.activations_checkpoint_method, "num_layers": model.activations_checkpoint_num_layers}
+    for (name, value), example in zip(values.items(), ("uniform", "1"), strict=True):
+        if granularity == "full" and value is None:
+            text = f"must be given with {prefix}_granularity=full, got null; e.g. {prefix}_{name}={example}"
+            yield ConfigError(f"{prefix}_{name}", text, reads)
+        if granularity != "full" and value is not None:
+            text = f"must be null unless {prefix}_granularity=full, got {value}; set one or the other"
+            yield ConfigError(f"{prefix}_{name}", text, reads)
+
+
+def _learning_rate(cfg: RunConfig) -> Errors:
+    key, highest, lowest = "model.optim.sched.min_lr", cfg.model.optim.lr, cfg.model.optim.sched.min_lr
+    if not 0 <= lowest <= highest:
+        text = f"must be from 0 to model.optim.lr = {highest}, got {lowest}; set both, or {key}=0"
+        yield ConfigError(key, text, ("model.optim.lr",))
+
+
+def _loss(cfg: RunConfig) -> Errors:
+    section, loss, held = f"model.{cfg.recipe.name}", cfg.loss.record, cfg.model.reference
+    yield from cfg.loss.rules(section)
+    reads = (f"{section}.preference_loss",)
+    if loss.needs_z0 and cfg.model.global_batch_size == 1:
+        text = "must be at least 2: the reference point pairs each row with the answer of another, got 1"
+        yield ConfigError("model.global_batch_size", f"{text}; use a larger batch", reads)
+    given = {"mode": held.mode != "auto", "restore_from_path": held.restore_from_path, "sync_interval": held.sync_interval}
+    for name in (name for name, value in given.items() if value and not loss.needs_reference):
+        text = f"must be left out with {cfg.loss.preference_loss}, which has no reference, got {getattr(held, name)}"
+        yield ConfigError(f"model.reference.{name}", text, reads)
+
+
+def unused_keys(cfg: RunConfig) -> Errors:
+    """Keys that were given and mean nothing to the loss: options of other losses, and default rewards."""
+    recipe, chosen = cfg.recipe, cfg.loss.record
+    section, reads = f"model.{recipe.name}", (f"model.{recipe.name}.preference_loss",)
+    for name in type(cfg.loss).model_fields.keys() - recipe.loss_section.model_fields.keys() - chosen.options.keys():
+        if (value := getattr(cfg.loss, name)) is not None:
+            takers = [other for other, loss in recipe.losses.items() if name in loss.options]
+            text = f"must be left out with {cfg.loss.preference_loss}, which does not take it, got {value}"
+            yield ConfigError(f"{section}.{name}", f"{text}; it is for {either(takers)}", reads)
+    for name in () if chosen.needs_rewards else recipe.data_defaults:
+        if (value := getattr(cfg.model.data, name)) is not None:
+            takers = [other for other, loss in recipe.losses.items() if loss.needs_rewards]
+            text = f"must be left out with {cfg.loss.preference_loss}, which takes no rewards, got {value}"
+            yield ConfigError(f"model.data.{name}", f"{text}; it is for {either(takers)}", reads)
+
+
+def _reference(cfg: RunConfig) -> Errors:
+    held, peft, prefix = cfg.model.reference, cfg.model.peft, "model.reference"
+    adapted, moves = peft.peft_scheme != "none", held.sync_interval > 0
+    scheme, sync, path = "model.peft.peft_scheme", f"{prefix}.sync_interval", f"{prefix}.restore_from_path"
+    if held.mode == "adapter" and not adapted:
+        text = "must be auto, swap or cached without adapters, got adapter; or set model.peft.peft_scheme=lora"
+        yield ConfigError(f"{prefix}.mode", text, (scheme,))
+    if held.mode == "adapter" and moves and peft.restore_from_path is None:
+        text = f"must be 0 with mode adapter, where the reference is the model without adapters, got {held.sync_interval}"
+        yield ConfigError(sync, f"{text}; use {prefix}.mode=swap", (f"{prefix}.mode",))
+    if held.mode == "adapter" and held.restore_from_path is not None:
+        text = f"must be null with mode adapter, where the reference is the model itself, got {held.restore_from_path}"
+        yield ConfigError(path, f"{text}; use {prefix}.mode=cached", (f"{prefix}.mode",))
+    if held.mode == "cached" and moves:
+        text = f"must be 0 with mode cached, whose log-probs are computed once, got {held.sync_interval}"
+        yield ConfigError(sync, f"{text}; use {prefix}.mode=swap", (f"{prefix}.mode",))
+    if held.restore_from_path is not None and peft.restore_from_path is not None:
+        text = f"must be null where model.peft.restore_from_path names the reference, got {held.restore_from_path}"
+        yield ConfigError(path, f"{text}; give one of them", ("model.peft.restore_from_path",))
+
+
+def _peft(cfg: RunConfig) -> Errors:
+    peft = cfg.model.peft
+    if peft.restore_from_path is not None and peft.peft_scheme == "none":
+        text = f"must be null without adapters, got {peft.restore_from_path}; set model.peft.peft_scheme=lora"
+        yield ConfigError("model.peft.restore_from_path", text, ("model.peft.peft_scheme",))
+
+
+def _export(cfg: RunConfig) -> Errors:
+    paths = {name: getattr(cfg.export, name) for name in ("path", "adapter_path")}
+    for name, path in paths.items():
+        if cfg.export.enabled and not path:
+            yield ConfigError(f"export.{name}", "must name a folder, got nothing; or set export.enabled=false")
+    both = [os.path.abspath(path) for path in paths.values() if path]
+    if cfg.export.enabled and cfg.model.peft.peft_scheme != "none" and len(set(both)) < len(both):
+        # transformers would load the base model and the adapters from there, and never the merged weights
+        text = f"must be another folder than export.path, got {cfg.export.adapter_path} for both; merged weights go there"
+        yield ConfigError("export.adapter_path", text, ("export.path", "model.peft.peft_scheme"))

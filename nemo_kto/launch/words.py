@@ -1,0 +1,163 @@
+"""The types and constraints of keys in words: for what is said of a wrong value, and for the page of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_kto.errors import ConfigError, either
+from nemo_kto.recipes.section import Check, Remedy
+
+_WORDS = {
+    int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
+    dict: "a mapping",
+}  # fmt: skip
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+class Field(NamedTuple):
+    """One key of a section: its type, and the metadata of the type and of its parts."""
+
+    annotation: object
+    metadata: list[object]
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The section that the key is; None for a value."""
+        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
+
+    @property
+    def alternatives(self) -> list[str]:
+        """The types that a value may have, in words."""
+        if self.section is not None:
+            return [f"a section with the keys {', '.join(self.section.model_fields)}"]
+        return list(dict.fromkeys(_alternatives(self.annotation)))
+
+    @property
+    def checks(self) -> list[Check]:
+        """Its constraints that are functions."""
+        found = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
+        return [check for check in found if isinstance(check, Check)]
+
+    @property
+    def bounds(self) -> str | None:
+        """Its bounds in words."""
+        found = [item for item in self.metadata if isinstance(item, Ge | Gt | Le | Lt)]
+        limit = {name: getattr(item, name) for item in found for name in (type(item).__name__.lower(),)}
+        low = f"at least {limit['ge']}" if "ge" in limit else f"above {limit['gt']}" if "gt" in limit else ""
+        high = f"at most {limit['le']}" if "le" in limit else f"below {limit['lt']}" if "lt" in limit else ""
+        if "ge" in limit and high:
+            return f"from {limit['ge']} to {high.removeprefix('at most ')}"
+        return " and ".join(filter(None, (low, high))) or None
+
+    @property
+    def description(self) -> str:
+        """Type and constraints, for the page of keys."""
+        constraints = [self.bounds, *(check.text.removeprefix("be ") for check in self.checks)]
+        return ", ".join(filter(None, [either(self.alternatives), *constraints]))
+
+    def remedy(self, key: str, own: str = "") -> str:
+        """What to do about a wrong value, as the end of a sentence."""
+        remedies = [own, *(item.text for item in self.metadata if isinstance(item, Remedy))]
+        return next((f"; {text.format(key=key)}" for text in remedies if text), "")
+
+
+def _alternatives(annotation: object) -> Iterator[str]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _alternatives(parts[0])
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _alternatives(part)
+    elif origin is Literal:
+        yield from map(str, parts)
+    elif origin is list and parts != (object,):
+        yield f"a list of {' or '.join(word.split(maxsplit=1)[1] + 's' for word in _alternatives(parts[0]))}"
+    else:
+        yield _WORDS.get(origin or annotation, str(annotation))  # type: ignore[call-overload]  # any type may be asked for
+
+
+def _metadata(annotation: object) -> list[object]:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return [*parts[1:], *_metadata(parts[0])]
+    return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
+
+
+def fields(section: type[BaseModel]) -> dict[str, Field]:
+    """Name -> field of a section."""
+    return {
+        name: Field(field.annotation, [*field.metadata, *_metadata(field.annotation)])
+        for name, field in section.model_fields.items()
+    }
+
+
+def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
+    """Dotted name -> field of all keys, sections too."""
+    found: dict[str, Field] = {}
+    for name, field in fields(section).items():
+        found[prefix + name] = field
+        if field.section is not None:
+            found |= names(field.section, f"{prefix}{name}.")
+    return found
+
+
+def echo(value: object, *, quoted: bool = False) -> str:
+    """A value as it is named in a message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value in ("", []):
+        return "none" if isinstance(value, list) else "nothing"
+    return repr(value) if quoted else str(value)
+
+
+def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
+    """What pydantic complains of, in our words; of an unknown key the text is empty.
+
+    Args:
+        error: of validating ``section``.
+        section: the whole configuration.
+        values: dotted name -> value of all keys.
+    """
+    found: dict[str, tuple[Field | None, list[ErrorDetails]]] = {}
+    for detail in error.errors(include_url=False):
+        key, field = _locate(detail["loc"], section)
+        found.setdefault(key, (field, []))[1].append(detail)
+    for key, (field, details) in found.items():
+        for text in dict.fromkeys(_texts(key, field, details, values.get(key)) if field is not None else [""]):
+            yield ConfigError(key, text)
+
+
+def _locate(location: Sequence[int | str], section: type[BaseModel]) -> tuple[str, Field | None]:
+    """The key that an error is about, without what pydantic adds to it: the part of a union, the place in a list."""
+    names: list[str] = []
+    field = None
+    for part in location:
+        names.append(str(part))
+        field = fields(section).get(str(part))
+        if field is None or field.section is None:
+            break
+        section = field.section
+    return ".".join(names), field
+
+
+def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: object) -> Iterator[str]:
+    if any(detail["type"] == "missing" for detail in details):
+        yield f"must be given, got nothing{field.remedy(key, *(check.remedy for check in field.checks[:1]))}"
+        return
+    of_form = [detail for detail in details if detail["type"] == "check"]
+    for detail in of_form:
+        context = detail.get("ctx", {})
+        yield f"must {context['text']}, got {echo(detail['input'])}{field.remedy(key, context['remedy'])}"
+    out_of_range = [detail["input"] for detail in details if detail["type"] in _OUT_OF_RANGE]
+    for number in out_of_range:
+        yield f"must be {field.bounds}, got {echo(number)}{field.remedy(key)}"
+    if not of_form and not out_of_range:
+        typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
+        remedy = "" if typed else field.remedy(key)
+        yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"

@@ -1,0 +1,136 @@
+"""What belongs to one algorithm, and what the sections model.NAME of all algorithms share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt
+from pydantic import BaseModel
+
+from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.losses.loss import Loss
+from nemo_kto.recipes.section import Name, Remedy, Section
+
+if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
+    from typing_extensions import Unpack
+
+    from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+    from nemo_kto.data.dataset import Dataset, Splits
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
+    from nemo_kto.models.sequences import SequenceBatch
+
+Weight = Annotated[float, Ge(0)]
+
+
+class LossConfig(BaseModel):
+    """model.NAME: the loss. The options of the losses are fields too, see ``launch.schema.config_type``."""
+
+    model_config = Section.model_config
+    record: ClassVar[Loss]  # what preference_loss names
+
+    preference_loss: Name
+    ref_policy_kl_penalty: Annotated[float, Gt(0), Remedy("e.g. {key}=0.1")]
+    preference_average_log_probs: bool
+    preference_loss_weight: Weight
+    sft_loss_weight: Weight
+    sft_average_log_probs: bool
+    log_prob_forward_micro_batch_size: Annotated[int, Ge(1)]
+
+    def loss_options(self) -> dict[str, float]:
+        """The options of the loss that were given; the others have the default of its function."""
+        given = {name: getattr(self, name) for name in self.record.options}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def rules(self, section: str) -> Iterator[ConfigError]:
+        """The mistakes that concern several keys of this section, whose name is given."""
+        yield from self.not_both_zero(f"{section}.preference_loss_weight", f"{section}.sft_loss_weight")
+
+    def not_both_zero(self, first: str, second: str) -> Iterator[ConfigError]:
+        """Of two weights one at least must count."""
+        if all(getattr(self, key.rpartition(".")[2]) == 0 for key in (first, second)):
+            text = f"and {second} must not both be 0, got 0.0 and 0.0; nothing would be learned"
+            yield ConfigError(first, text, (second,))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe(ABC):
+    """One algorithm: its attributes are what the command line needs, its methods build what is its own of a run.
+
+    Attributes:
+        name: of the command, and of the sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
+        title: what it does.
+        data: what it learns from.
+        page: its page in docs/.
+        losses: the values of ``preference_loss`` that have a name.
+        loss_inputs: what a loss function is given by keyword, besides ``z0`` and ``reward_delta_P`` where it needs them.
+        loss_section: model.NAME.
+        data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
+        metrics: what its losses report and checkpoints can be ranked by; val_ or train_ stands before it.
+        z0_metrics: the same of losses that need z0.
+    """
+
+    name: str
+    title: str
+    data: str
+    page: str
+    losses: Mapping[str, Loss]
+    loss_inputs: frozenset[str]
+    loss_section: type[LossConfig]
+    data_defaults: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[str, ...]
+    z0_metrics: tuple[str, ...] = ()
+
+    @property
+    def config_name(self) -> str:
+        """Name of the configuration file."""
+        return f"gpt_{self.name}"
+
+    @abstractmethod
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[Any]:
+        """The datasets of ``source``; ``options`` are the values of :attr:`data_defaults`."""
+
+    @abstractmethod
+    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
+        """What a loader makes of a global batch, see ``data.loader.build_dataloader``; ``collate`` are options."""
+
+    @abstractmethod
+    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
+        """What makes a batch of what a loader yields."""
+
+    @abstractmethod
+    def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:
+        """What the reference evaluates of a batch."""
+
+    @abstractmethod
+    def build_model(
+        self, section: Any, examples: Dataset, *, lr: float, **arguments: Unpack[ModelArguments]
+    ) -> MegatronGPTModel[Any]:
+        """The policy with its loss; ``section`` is model.NAME, ``examples`` are those of the training."""
+
+    @abstractmethod
+    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> DPOTrainer:
+        """The training loop."""
+
+    def refuse_misfit(self, loss: Loss, name: str) -> None:
+        """Check that the function of a loss takes what it will be given, and has options that can be read.
+
+        Raises:
+            UserError: it does not.
+        """
+        given = {*self.loss_inputs, *["z0"] * loss.needs_z0, *["reward_delta_P"] * loss.needs_rewards}
+        if loss.inputs != given:
+            takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
+            raise UserError(f"{takes}, which takes {', '.join(sorted(loss.inputs)) or 'none'}")
+        try:
+            _ = loss.options
+        except (NameError, TypeError) as error:
+            raise UserError(f"must name a loss whose annotations can be read, got {name}; {error}") from error
+
+
+SHARED_METRICS = (
+    "loss", "preference_loss", "sft_loss", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean",
+    "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
+)  # fmt: skip
