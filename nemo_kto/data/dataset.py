@@ -21,7 +21,7 @@ from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
-from nemo_kto.data.records import DataError, DPOExample, KTOExample, RowErrors
+from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
 
 logger = logging.getLogger(__name__)
 
@@ -164,30 +164,6 @@ def build_dpo_splits(
     )
     make = partial(DPODataset, default_rewards=(default_chosen_reward, default_rejected_reward))
     return _build_splits(make, data_prefix, splits_string, cache, seed)
-
-
-def build_kto_dataset(
-    *,
-    data: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    truncation_mode: str,
-    cache_dir: str | Path,
-    seed: int,
-) -> KTODataset:
-    """One dataset of all rows of ``data`` (a file, a folder, or a list of them with or without weights)."""
-    splits = build_kto_splits(
-        data_prefix={"train": data},
-        splits_string=None,
-        tokenizer=tokenizer,
-        seq_length=seq_length,
-        truncation_mode=truncation_mode,
-        cache_dir=cache_dir,
-        seed=seed,
-    )
-    if splits.train is None:
-        raise DataError(f"data must name a file, a folder or a list of them, got {data!r}")
-    return splits.train
 
 
 def _build_splits(

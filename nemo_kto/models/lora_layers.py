@@ -52,11 +52,11 @@ class Adapter:
         belongs = F.one_hot(self.part_of_row, self.adapter_parts).to(self.lora_b.dtype)
         return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
 
-    def merge(self, sign: int) -> None:
-        """Add (1) the adapter to the weight or take it away (-1); fp32 arithmetic, rounded once."""
+    def merge(self) -> None:
+        """Add the adapter to the weight; fp32 arithmetic, rounded once."""
         delta = self.full_b().float() @ self.lora_a.float()
-        self.weight.copy_(self.weight.float().add_(delta, alpha=sign * self.adapter_scale))
-        self.adapter_is_merged = sign > 0
+        self.weight.copy_(self.weight.float().add_(delta, alpha=self.adapter_scale))
+        self.adapter_is_merged = True
 
     def _adds(self) -> bool:
         return self.adapter_is_on and not self.adapter_is_merged
