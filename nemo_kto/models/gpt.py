@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
@@ -39,7 +39,9 @@ _PADDED_WITH_HEADS = (
 class _HiddenStateOutput(ColumnParallelLinear):
     """An output layer that owns its weight and leaves its input as it is."""
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         return input_, None
 
 
@@ -55,7 +57,7 @@ class HiddenStateGPT(GPTModel):
 
     adapters: LoRASettings | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
             # GPTModel leaves no choice of the class it builds here. The layer stays a module of its own, because
@@ -74,7 +76,7 @@ class HiddenStateGPT(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
         """As GPTModel's, and tensors padded with zero heads may be loaded at a layout with more or fewer of them."""
         state = super().sharded_state_dict(*args, **kwargs)
         for name, tensor in state.items():
@@ -138,7 +140,7 @@ def build_gpt(
 
 
 def _assemble(
-    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: Any
+    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: bool
 ) -> HiddenStateGPT:
     model = HiddenStateGPT(
         config=config,
@@ -224,7 +226,7 @@ def _with_bias(linear: type) -> type:
     """The same linear layer with a bias; megatron-core has one switch for the attention's output and the MLP together."""
 
     class LinearWithBias(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "bias": True})
 
     return LinearWithBias

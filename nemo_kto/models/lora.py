@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -174,7 +173,7 @@ def _draw_a(
             piece.place.copy_(whole[piece.where])
 
 
-def _require_grad(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
     if torch.is_grad_enabled():
         output.requires_grad_()
