@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def _wanted(architecture: Architecture, settings: LoRASettings) -> dict[str, tup
     }
 
 
-def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, Any]:
+def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -208,7 +208,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         return config, {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
 
-def _refusals(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[str]:
+def _refusals(config: Mapping[str, object], shapes: Iterable[str]) -> Iterator[str]:
     if config.get("peft_type") != "LORA":
         yield f"peft_type must be LORA, got {config.get('peft_type')}"
         return

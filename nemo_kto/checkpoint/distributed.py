@@ -23,14 +23,16 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import megatron.core
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
@@ -55,13 +57,42 @@ _NAME = re.compile(r"step_(\d+)")
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
 
+class _InfoOfAll(TypedDict):
+    """What every trainer.json holds."""
+
+    trainer: dict[str, int]
+    metrics: dict[str, float]
+    dtype: str
+    layout: dict[str, int]
+    versions: dict[str, str]
+    distributed_optimizer: bool
+    files: dict[str, int]
+
+
+class _Info(_InfoOfAll, total=False):
+    """The content of a trainer.json; those of earlier versions lack the reference, those of plain models the adapters."""
+
+    adapters: dict[str, object]
+    moving_reference: bool
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule that can be saved."""
+
+    def state_dict(self) -> dict[str, object]:
+        """What is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Put it back."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint: its folder, and the content of its trainer.json."""
 
     folder: Path
     step: int
-    info: dict[str, Any]
+    info: _Info
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -76,7 +107,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _whole(path: Path) -> dict[str, Any] | None:
+def _whole(path: Path) -> _Info | None:
     """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
     try:
         info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
@@ -132,8 +163,8 @@ class CheckpointManager:
         *,
         folder: Path,
         chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        scheduler: Any,
+        optimizer: MegatronOptimizer,
+        scheduler: Scheduler,
         monitor: str,
         mode: str,
         save_top_k: int,
@@ -146,7 +177,7 @@ class CheckpointManager:
             folder: where the checkpoints go.
             chunks: this rank's model chunks.
             optimizer: megatron-core's.
-            scheduler: has ``state_dict`` and ``load_state_dict``.
+            scheduler: of the learning rate.
             monitor: name of the metric that ranks checkpoints.
             mode: 'min' or 'max', whether small or large is good.
             save_top_k: checkpoints to keep besides the last; -1 keeps all.
@@ -256,7 +287,7 @@ class CheckpointManager:
     def _dtype(self) -> str:
         return str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
 
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = adapters_of(self.chunks) is not None
         model = model_state(self.chunks, adapters=adapters)
         sharded = model if len(self.chunks) > 1 else model["model0"]
@@ -272,7 +303,7 @@ class CheckpointManager:
             (partial / name).mkdir()
         shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
 
-    def _publish(self, final: Path, info: Mapping[str, Any]) -> None:
+    def _publish(self, final: Path, info: Mapping[str, object]) -> None:
         partial = partial_folder(final)
         info = {**info, "files": _sizes(partial)}
         (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")

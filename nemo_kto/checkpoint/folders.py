@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.core import parallel_state
+from torch import Tensor
 
 from nemo_kto.files import start_folder
 from nemo_kto.parallel import state
@@ -16,8 +16,8 @@ def write_together(
     what: str,
     *,
     prepare: Callable[[], str | None],
-    stream: Callable[[], Iterator[Any]],
-    write: Callable[[Iterator[Any]], None],
+    stream: Callable[[], Iterator[tuple[str, Tensor]]],
+    write: Callable[[Iterator[tuple[str, Tensor]]], None],
     publish: Callable[[], None],
 ) -> None:
     """Let the ranks of the first copy of the model stream to rank 0, which writes; the others wait. Collective.

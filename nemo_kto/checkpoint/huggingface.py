@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,7 +88,7 @@ def export(
     )
 
 
-def _check_weights(found: dict[str, Any], architecture: Architecture, folder: Path) -> None:
+def _check_weights(found: Mapping[str, tuple[Path, tuple[int, ...]]], architecture: Architecture, folder: Path) -> None:
     wanted = wanted_weights(architecture)
     # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
     ignored = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -59,7 +58,7 @@ def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 def unwrap(chunk: nn.Module) -> HiddenStateGPT:
     """The model inside of a DistributedDataParallel (or other) wrapper."""
-    inner: Any = chunk
+    inner: object = chunk
     while not isinstance(inner, HiddenStateGPT):
         if not hasattr(inner, "module"):
             raise TypeError(f"a model chunk must be a HiddenStateGPT or a wrapper around one, got {type(chunk).__name__}")

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1  # raise it when the same sequences and model give other keys or values
 
 
-def model_state(folder: Path) -> dict[str, Any]:
+def model_state(folder: Path) -> dict[str, list[int]]:
     """What changes when the weights in ``folder`` do: size and time of change of every file of weights or configuration."""
     files = [file for file in sorted(folder.rglob("*")) if file.suffix in (".safetensors", ".json", ".distcp")]
     return {str(file.relative_to(folder)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -39,7 +39,7 @@ def model_state(folder: Path) -> dict[str, Any]:
 class ReferenceCache:
     """Files of log-probs by sequence, shared by all runs with the same reference model."""
 
-    def __init__(self, *, folder: Path, settings: Mapping[str, Any], models: Sequence[Path]) -> None:
+    def __init__(self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path]) -> None:
         """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
 
         Args:
@@ -83,7 +83,7 @@ class ReferenceCache:
     def flush(self) -> None:
         """Write what all ranks have noted, and let all of them know it; collective."""
         leads = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
-        noted: list[Any] = [None] * state.world_size()
+        noted: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
         dist.all_gather_object(noted, self._pending if leads else {})
         known = {key: logp for part in noted for key, logp in part.items()}
         self._pending = {}
@@ -119,7 +119,7 @@ class ReferenceCache:
     def _open(self) -> None:
         """Map the parts that every rank sees: all must agree on what is there, or some would wait for others forever."""
         mine = {file.name for file in self.folder.glob("part-*.npy")}
-        seen: list[Any] = [None] * state.world_size()
+        seen: list[set[str]] = [set()] * state.world_size()
         dist.all_gather_object(seen, mine)
         self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*seen))]
 

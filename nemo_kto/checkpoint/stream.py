@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,9 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device
+
+# Of a parameter that a pipeline stage sends: mapping, layer, and the shape and dtype of the values that follow.
+_Header = tuple[ParamMapping, int | None, torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +75,9 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
         if leads and first_stage:
             yield from _hf_weights(weight.mapping, weight.layer, whole, architecture)
         elif leads:
-            header = (weight.mapping, weight.layer, whole.shape, whole.dtype)
-            dist.send_object_list([header], dst=stages[0], group=_pipeline())
+            dist.send_object_list(
+                [(weight.mapping, weight.layer, whole.shape, whole.dtype)], dst=stages[0], group=_pipeline()
+            )
             dist.send(whole, dst=stages[0], group=_pipeline())
     if not leads:
         return
@@ -89,12 +92,12 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
             yield from _hf_weights(mapping, layer, whole, architecture)
 
 
-def _pipeline() -> Any:
+def _pipeline() -> dist.ProcessGroup:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-def _receive_header(stage: int) -> Any:
-    box: list[Any] = [None]
+def _receive_header(stage: int) -> _Header | None:
+    box: list[_Header | None] = [None]
     dist.recv_object_list(box, src=stage, group=_pipeline())
     return box[0]
 

@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.records import DPORecord, KTORecord, RowError, RowErrors, read_dpo_records, read_kto_records
+from nemo_kto.data.records import DPORecord, KTORecord, Record, RowError, RowErrors, read_dpo_records, read_kto_records
 from nemo_kto.data.truncation import check_truncation, truncate, truncate_pair
 from nemo_kto.files import publish_file
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1  # raise it when the same data and tokenizer give other ids or other columns
 _BATCH = 1000
 _IDS = Sequence(Value("int32"))
+Columns = dict[str, object]  # of one example
 
 
 class Cut(NamedTuple):
@@ -48,10 +49,10 @@ class ExampleKind:
     name: str
     features: Features
     read: Callable[..., Iterator[Any]]
-    tokenise: Callable[[list[Any], RecordEncoder, Cut], Iterator[dict[str, Any] | RowError]]
+    tokenise: Callable[[list[Any], RecordEncoder, Cut], Iterator[Columns | RowError]]
 
 
-def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
+def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[Columns | RowError]:
     for record, example in zip(records, encoder.encode(records), strict=True):
         if not isinstance(example, EncodedExample):
             yield example
@@ -60,7 +61,7 @@ def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Cut) ->
         yield {"prompt_ids": prompt, "response_ids": response, "desirable": record.desirable, "line": record.line}
 
 
-def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
+def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[Columns | RowError]:
     sides = [
         KTORecord(prompt=record.prompt, response=answer, desirable=good, line=record.line)
         for record in records
@@ -176,7 +177,7 @@ class TokenCache:
                 yield columns
 
 
-def _batches(records: Iterable[Any]) -> Iterator[list[Any]]:
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     iterator = iter(records)
     while batch := list(islice(iterator, _BATCH)):
         yield batch

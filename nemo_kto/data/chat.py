@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -95,12 +94,12 @@ class RecordEncoder:
         tokenizer = self._tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            state: Any = json.loads(backend.to_str())
+            content = json.loads(backend.to_str())
             for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
-                state.pop(setting, None)
+                content.pop(setting, None)
         else:
-            state = sorted(tokenizer.get_vocab().items())
-        parts = [type(tokenizer).__name__, state, tokenizer.chat_template, self.bos_id, self._eos_id]
+            content = sorted(tokenizer.get_vocab().items())
+        parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
         parts += [tokenizer.special_tokens_map, sorted(self._special_tokens)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

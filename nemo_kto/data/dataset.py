@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import datasets
 import numpy as np
@@ -21,10 +21,12 @@ from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
-from nemo_kto.data.records import DataError, DPOExample, KTOExample, RowErrors
+from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
+
+if TYPE_CHECKING:
+    import pyarrow
 
 logger = logging.getLogger(__name__)
-
 
 Example = TypeVar("Example")
 
@@ -48,14 +50,14 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
 
     @abstractmethod
-    def _examples(self, table: Any) -> list[Example]:
+    def _examples(self, table: pyarrow.Table) -> list[Example]:
         """The examples of a piece of the table."""
 
 
 class KTODataset(_TokenDataset[KTOExample]):
     """Unpaired answers, each desirable or undesirable."""
 
-    def _examples(self, table: Any) -> list[KTOExample]:
+    def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
         prompts, responses = _ragged(table.column("prompt_ids")), _ragged(table.column("response_ids"))
         desirable = table.column("desirable").to_pylist()
         return [KTOExample(*example) for example in zip(prompts, responses, desirable, strict=True)]
@@ -73,7 +75,7 @@ class DPODataset(_TokenDataset[DPOExample]):
         super().__init__(table=table, index=index)
         self._default_rewards = default_rewards
 
-    def _examples(self, table: Any) -> list[DPOExample]:
+    def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
         columns: dict[str, list[Any]] = {
             name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
         }
@@ -97,7 +99,7 @@ class Splits(Generic[AnyDataset]):
 
 def build_kto_splits(
     *,
-    data_prefix: Any,
+    data_prefix: object,
     splits_string: str | None,
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int,
@@ -135,7 +137,7 @@ def build_kto_splits(
 
 def build_dpo_splits(
     *,
-    data_prefix: Any,
+    data_prefix: object,
     splits_string: str | None,
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int,
@@ -166,32 +168,8 @@ def build_dpo_splits(
     return _build_splits(make, data_prefix, splits_string, cache, seed)
 
 
-def build_kto_dataset(
-    *,
-    data: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    truncation_mode: str,
-    cache_dir: str | Path,
-    seed: int,
-) -> KTODataset:
-    """One dataset of all rows of ``data`` (a file, a folder, or a list of them with or without weights)."""
-    splits = build_kto_splits(
-        data_prefix={"train": data},
-        splits_string=None,
-        tokenizer=tokenizer,
-        seq_length=seq_length,
-        truncation_mode=truncation_mode,
-        cache_dir=cache_dir,
-        seed=seed,
-    )
-    if splits.train is None:
-        raise DataError(f"data must name a file, a folder or a list of them, got {data!r}")
-    return splits.train
-
-
 def _build_splits(
-    make: Callable[..., AnyDataset], data_prefix: Any, splits_string: str | None, cache: TokenCache, seed: int
+    make: Callable[..., AnyDataset], data_prefix: object, splits_string: str | None, cache: TokenCache, seed: int
 ) -> Splits[AnyDataset]:
     sources = read_data_prefix(data_prefix)
     shares = _shares(splits_string) if WHOLE in sources else {}
@@ -276,7 +254,7 @@ def _warn_of_one_class(split: str, dataset: KTODataset | None) -> None:
         )
 
 
-def _ragged(column: Any) -> list[np.ndarray]:
+def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
     """The lists of an Arrow column, as views of one array."""
     lists = column.combine_chunks()
     values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()

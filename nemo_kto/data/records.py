@@ -18,13 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from nemo_kto.errors import UserError
 
-Message = Mapping[str, Any]
+Row = Mapping[str, object]
+Message = Mapping[str, object]
 TextOrMessages = str | list[Message]
 Record = TypeVar("Record")
 
@@ -161,9 +162,7 @@ def read_dpo_records(path: str | Path, *, broken: RowErrors | None = None) -> It
     return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
 
 
-def _read(
-    path: str | Path, records_of: Callable[[Mapping[str, Any], int], list[Record]], broken: RowErrors | None
-) -> Iterator[Record]:
+def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], broken: RowErrors | None) -> Iterator[Record]:
     found = RowErrors() if broken is None else broken
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
@@ -179,7 +178,7 @@ def _read(
         found.raise_if_any()
 
 
-def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
+def records_of_row(row: Row, line: int) -> list[KTORecord]:
     """One record, or two for a pair (the desirable one first).
 
     Raises:
@@ -202,7 +201,7 @@ def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
     return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
 
 
-def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
+def pair_of_row(row: Row, line: int) -> DPORecord:
     """The pair that a row is.
 
     Raises:
@@ -233,7 +232,7 @@ def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
     )
 
 
-def _reward(row: Mapping[str, Any], key: str) -> float | None:
+def _reward(row: Row, key: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
@@ -250,7 +249,7 @@ def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: 
     return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line)
 
 
-def _parse(raw: bytes) -> Mapping[str, Any]:
+def _parse(raw: bytes) -> Row:
     try:
         text = raw.decode("utf-8-sig")
         row = json.loads(text)
@@ -265,7 +264,7 @@ def _parse(raw: bytes) -> Mapping[str, Any]:
     return row
 
 
-def _label(row: Mapping[str, Any]) -> bool:
+def _label(row: Row) -> bool:
     keys = [key for key in ("preference", "label") if key in row]
     if len(keys) != 1:
         raise RowError(
@@ -282,7 +281,7 @@ def _label(row: Mapping[str, Any]) -> bool:
     return _PREFERENCES[value]
 
 
-def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
+def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
     """(prompt, answer) of the chosen and of the rejected side."""
     if good not in row or bad not in row:
         missing = bad if good in row else good
@@ -321,7 +320,7 @@ def _shared_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[TextOrMessages, TextOrMessages]:
+def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOrMessages, TextOrMessages]:
     """Both sides brought to one kind: two strings, or messages and one assistant message."""
     if isinstance(answer, str) and isinstance(prompt, str):
         return prompt, answer
@@ -341,7 +340,7 @@ def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[TextOrMessag
     return before, _answer(messages, key)
 
 
-def _conversation(value: Any, key: str) -> tuple[list[Message], list[Message]]:
+def _conversation(value: object, key: str) -> tuple[list[Message], list[Message]]:
     """Messages up to the last, and the last, which is the answer."""
     messages = _messages(value, key)
     if len(messages) < 2:
@@ -356,7 +355,7 @@ def _answer(messages: list[Message], key: str) -> list[Message]:
     return messages
 
 
-def _messages(value: Any, key: str) -> list[Message]:
+def _messages(value: object, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {_show(value)}')
     for message in value:
@@ -367,6 +366,6 @@ def _messages(value: Any, key: str) -> list[Message]:
     return value
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

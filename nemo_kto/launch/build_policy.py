@@ -24,8 +24,10 @@ from nemo_kto.checkpoint.distributed import (
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.schema import ExportConfig, GPTConfig, PeftConfig
-from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, add_adapters, merge_adapters
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters, merge_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
 

@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,21 +25,8 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora_layers import LORA_A, LORA_B, Adapter, adapt_linear
-from nemo_kto.models.lora_settings import TARGET_MODULES, LoRASettings
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
-
-__all__ = [
-    "TARGET_MODULES",
-    "LoRASettings",
-    "adapt_linear",
-    "adapted_mappings",
-    "adapter_mappings",
-    "add_adapters",
-    "disable_adapters",
-    "is_adapter",
-    "merge_adapters",
-    "unmerge_adapters",
-]
 
 
 def is_adapter(name: str) -> bool:
@@ -123,7 +109,7 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """
     adapters = list(_adapters(chunks))
     if any(adapter.adapter_is_merged for adapter in adapters):
-        raise RuntimeError("adapters that are switched off must not be merged into the weights; call unmerge_adapters first")
+        raise RuntimeError("adapters must be disabled before they are merged into the weights, not after")
     was_on = [adapter.adapter_is_on for adapter in adapters]
     for adapter in adapters:
         adapter.adapter_is_on = False
@@ -134,31 +120,18 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
             adapter.adapter_is_on = on
 
 
+@torch.no_grad()
 def merge_adapters(chunks: Iterable[nn.Module]) -> None:
     """Add every adapter to its weight: the model stays what it is, and its weights now are those of a plain model.
 
     Raises:
         RuntimeError: that has been done.
     """
-    _merge(chunks, sign=1)
-
-
-def unmerge_adapters(chunks: Iterable[nn.Module]) -> None:
-    """Take every adapter out of its weight again; exact but for the rounding of the two additions.
-
-    Raises:
-        RuntimeError: the adapters are not merged.
-    """
-    _merge(chunks, sign=-1)
-
-
-@torch.no_grad()
-def _merge(chunks: Iterable[nn.Module], *, sign: int) -> None:
     adapters = list(_adapters(chunks))
-    if any(adapter.adapter_is_merged == (sign > 0) for adapter in adapters):
-        raise RuntimeError(f"the adapters are {'already' if sign > 0 else 'not'} merged into the weights")
+    if any(adapter.adapter_is_merged for adapter in adapters):
+        raise RuntimeError("the adapters are already merged into the weights")
     for adapter in adapters:
-        adapter.merge(sign)
+        adapter.merge()
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> Iterator[Adapter]:
@@ -200,7 +173,7 @@ def _draw_a(
             piece.place.copy_(whole[piece.where])
 
 
-def _require_grad(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
     if torch.is_grad_enabled():
         output.requires_grad_()

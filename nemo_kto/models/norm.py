@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,7 +16,7 @@ class _LayerNorm(torch.nn.LayerNorm):
     returns_residual = False
 
 
-_NORMS: dict[str, Any] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
+_NORMS: dict[str, type[_RMSNorm] | type[_LayerNorm]] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
 
 
 class TorchNorm:
@@ -34,7 +32,7 @@ class TorchNorm:
         config: TransformerConfig,
         hidden_size: int,
         eps: float = 1e-5,
-        **_: Any,
+        **_: object,
     ) -> torch.nn.Module:
         """Build the norm.
 
@@ -54,5 +52,5 @@ class TorchNorm:
             )
         norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

@@ -78,10 +78,10 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         ValueError: a rope type that is not implemented, or one of its numbers is missing.
     """
     settings, kind = _settings(config), check_rope_type(config)
-    theta: Any = settings.get("rope_theta", config.get("rope_theta"))
+    theta = settings.get("rope_theta", config.get("rope_theta"))
     needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[kind]
     missing = [name for name in needed if settings.get(name) is None] + ([] if theta is not None else ["rope_theta"])
-    if missing:
+    if missing or theta is None:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)")
     if settings.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}")

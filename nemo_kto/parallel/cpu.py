@@ -16,7 +16,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -62,8 +61,8 @@ def leave_fusions_uncompiled() -> None:
     """
     if on_gpu() or _JIT in sys.modules:
         return
-    stand_in: Any = types.ModuleType(_JIT)
-    stand_in.jit_fuser = lambda function: function
+    stand_in = types.ModuleType(_JIT)
+    vars(stand_in)["jit_fuser"] = lambda function: function
     sys.modules[_JIT] = stand_in
 
 
@@ -83,19 +82,19 @@ def install_cpu_backend() -> None:
 class _Stream:
     """A queue that is always empty: on the CPU every operation is done when it returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> _Event:
+    def record_event(self, event: object = None) -> _Event:
         return _Event()
 
     def synchronize(self) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def query(self) -> bool:
@@ -104,20 +103,20 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         pass
 
 
 class _Event(_Stream):
     """An event that has always happened."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         pass
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
@@ -132,14 +131,14 @@ def _leave_compiler_out() -> None:
     if "torch._inductor" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
         torch.compiler.set_stance("force_eager")
 
-    def disable(function: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
+    def disable(function: object = None, recursive: bool = True, *, reason: str | None = None) -> object:
         return function if function is not None else lambda decorated: decorated
 
-    torch.compiler.disable = disable
+    torch.compiler.disable = disable  # type: ignore[assignment]
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         setattr(torch.optim.Optimizer, name, inspect.unwrap(getattr(torch.optim.Optimizer, name)))
     for optimizer in (torch.optim.Adam, torch.optim.AdamW):  # their wrapper also switches gradients off
-        optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))
+        optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))  # type: ignore[method-assign]
 
 
 def _answer_device_calls() -> None:
@@ -149,10 +148,10 @@ def _answer_device_calls() -> None:
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: None  # a new function each time: torch.compile tells them apart by identity
 
-    def current() -> Callable[..., Any]:
+    def current() -> Callable[..., contextlib.AbstractContextManager[None]]:
         return lambda *args, **kwargs: contextlib.nullcontext()
 
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "current_device": lambda: cpu,
         "set_device": nothing(),
         "synchronize": nothing(),
@@ -180,10 +179,10 @@ def _answer_rng_calls() -> None:
     """megatron-core keeps one generator state a purpose; the CPU generator serves, so dropout and init are the real ones."""
     from megatron.core.tensor_parallel import random as mcore_random
 
-    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_state(*args: object, **kwargs: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def set_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
         torch.set_rng_state(state)
 
     def seed(value: int) -> None:
@@ -196,7 +195,7 @@ def _answer_rng_calls() -> None:
     mcore_random._set_cuda_rng_state = set_state
 
 
-def _is_cuda(where: Any) -> bool:
+def _is_cuda(where: object) -> bool:
     name = where.type if isinstance(where, torch.device) else where
     return isinstance(name, str) and name.startswith("cuda")
 
@@ -208,9 +207,9 @@ def _map_cuda_literals() -> None:
     # builds its models on "meta", and would be left with values that nobody has set.
     _device_constructors()
 
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
-        def create(*args: Any, **kwargs: Any) -> Any:
+        def create(*args: object, **kwargs: object) -> torch.Tensor:
             if "device" in kwargs and _is_cuda(kwargs["device"]):
                 kwargs["device"] = "cpu"
             return factory(*args, **kwargs)
@@ -222,10 +221,10 @@ def _map_cuda_literals() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
 
-    original_to = torch.Tensor.to
+    original_to: Callable[..., torch.Tensor] = torch.Tensor.to
 
     @functools.wraps(original_to)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         args = tuple("cpu" if _is_cuda(a) else a for a in args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
@@ -236,13 +235,15 @@ def _map_cuda_literals() -> None:
 
 def _answer_tensor_types() -> None:
     """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its variants."""
-    original = torch.Tensor.type
+    original: Callable[..., str | torch.Tensor] = torch.Tensor.type
 
     @functools.wraps(original)
-    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def tensor_type(
+        self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
+    ) -> str | torch.Tensor:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
-        name = original(self)
+        name = str(original(self))
         return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = tensor_type  # type: ignore[assignment, method-assign]

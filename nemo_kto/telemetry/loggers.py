@@ -13,9 +13,12 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from nemo_kto.files import publish_file
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -23,11 +26,18 @@ METRICS_FILE = "metrics.jsonl"
 class Sink(Protocol):
     """What RunLogger fans out to; Lightning's loggers have this form."""
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of one step."""
 
     def finalize(self, status: str) -> None:
         """Flush and close."""
+
+
+class HyperparamsSink(Sink, Protocol):
+    """A sink that also records the configuration of a run."""
+
+    def log_hyperparams(self, params: dict[str, object]) -> None:
+        """Record the configuration."""
 
 
 class JsonLines:
@@ -51,7 +61,7 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         row.update({name: value if math.isfinite(value) else None for name, value in metrics.items()})
         self._file.write(json.dumps(row) + "\n")
 
@@ -85,7 +95,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: dict[str, object]) -> None:
         """Record the configuration as a string."""
         self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
 
@@ -104,8 +114,8 @@ class RunLogger:
         enabled: bool,
         resumed_step: int | None = None,
         tensorboard: bool = True,
-        wandb: Mapping[str, Any] | None = None,
-        mlflow: Mapping[str, Any] | None = None,
+        wandb: Mapping[str, object] | None = None,
+        mlflow: Mapping[str, object] | None = None,
         extra: tuple[Sink, ...] = (),
     ) -> None:
         """Open the sinks.
@@ -124,7 +134,7 @@ class RunLogger:
             ModuleNotFoundError: a logger is switched on whose package is not installed.
         """
         self._sinks: list[Sink] = []
-        self._with_hyperparams: list[Any] = []
+        self._with_hyperparams: list[HyperparamsSink] = []
         wanted = [("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)]
         for package, switched_on in wanted:
             if switched_on and not installed(package):
@@ -147,7 +157,7 @@ class RunLogger:
         for sink in self._sinks:
             sink.log_metrics(dict(values), step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """Record the configuration of the run."""
         for sink in self._with_hyperparams:
             sink.log_hyperparams(dict(params))
@@ -185,14 +195,14 @@ def _remembered(file: Path, resumed_step: int | None, new: str) -> str:
     return new
 
 
-def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, Any]) -> Any:
+def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
     from pytorch_lightning.loggers import WandbLogger
 
     identity = _remembered(folder / "wandb_run_id", resumed_step, uuid.uuid4().hex[:8])
     return WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
 
 
-def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, Any]) -> Any:
+def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> MLFlowLogger:
     from pytorch_lightning.loggers import MLFlowLogger
 
     # mlflow refuses new runs in plain folders, so the default is a database in one file.

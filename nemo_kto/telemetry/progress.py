@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Item = TypeVar("Item")
 
@@ -43,7 +46,7 @@ class Progress:
         self._began = clock()
         self._last = self._began
         self._step = start_step
-        self._bar: Any = None
+        self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             from tqdm import tqdm
 

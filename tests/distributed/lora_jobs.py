@@ -15,8 +15,10 @@ from megatron.core.utils import unwrap_model
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, add_adapters, disable_adapters, merge_adapters, unmerge_adapters
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.parallel import state
 from tests.parity.hf_jobs import message_of
@@ -221,11 +223,9 @@ def misuse(folder: Path) -> list[str]:
 
     beyond = LoRASettings(rank=2, alpha=2, layers=(4, 5))
     actions = [
-        lambda: unmerge_adapters(chunks),
         lambda: merge_adapters(chunks),
         lambda: merge_adapters(chunks),
         switch_off,
-        lambda: unmerge_adapters(chunks),
         lambda: add_adapters(gpt, LoRASettings(rank=1, alpha=1), architecture=architecture, seed=1),
         lambda: add_adapters(gpt, beyond, architecture=architecture, seed=1),
     ]

@@ -40,7 +40,8 @@ def kto_step(
     from megatron.core.utils import unwrap_model
 
     from nemo_kto.checkpoint.huggingface import export, load_weights
-    from nemo_kto.models.gpt import build_gpt, read_architecture
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.models.reference import SwappedWeights
     from nemo_kto.parallel import state

@@ -51,7 +51,7 @@ def build_mixture(tensor_parallel: int, expert_parallel: int) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora import adapt_linear
+    from nemo_kto.models.lora_layers import adapt_linear
     from nemo_kto.models.norm import TorchNorm
 
     spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
@@ -207,7 +207,7 @@ def adapt_shared_out_expert() -> str:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora import adapt_linear
+    from nemo_kto.models.lora_layers import adapt_linear
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=3)

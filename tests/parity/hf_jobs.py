@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from nemo_kto.checkpoint import safetensors_files, stream
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.checkpoint.mapping import rank_weights
-from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.models.segments import cut, segments, split_dimension
 from nemo_kto.parallel import state
@@ -136,11 +137,11 @@ def _backward(chunks: list[Any], model: HiddenStateGPT, architecture: Architectu
 def _paddings(chunks: list[Any], architecture: Architecture) -> Any:
     """The parts of this rank's parameters that no Hugging Face weight fills."""
     for weight in rank_weights(chunks, architecture):
-        dimension = split_dimension(weight.row)
+        dimension = split_dimension(weight.mapping)
         if dimension is not None:
             length = weight.parameter.size(dimension)
             start = parallel_state.get_tensor_model_parallel_rank() * length
-            for offset, part in cut(segments(weight.row, architecture), start=start, length=length):
+            for offset, part in cut(segments(weight.mapping, architecture), start=start, length=length):
                 if part.source is None:
                     yield weight.parameter.data.narrow(dimension, offset, part.length)
 
@@ -232,26 +233,6 @@ def convert_type(layout: Layout, folder: Path, out: Path) -> str:
     load_weights([model], architecture, folder)
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
     return ", ".join({str(parameter.dtype) for parameter in model.parameters()})
-
-
-def virtual_pipeline(folder: Path, out: Path) -> None:
-    """Load and export two stages of two chunks each."""
-    state.init_distributed(layout=Layout(pipeline=2), seed=3)
-    architecture = read_architecture(folder, tensor_parallel=1)
-    chunks = [
-        build_gpt(
-            architecture,
-            params_dtype=torch.float32,
-            pipeline_parallel=2,
-            virtual_pipeline=2,
-            vp_stage=stage,
-            pre_process=stage == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0,
-            post_process=stage == 1 and parallel_state.get_pipeline_model_parallel_rank() == 1,
-        )
-        for stage in range(2)
-    ]
-    load_weights(chunks, architecture, folder)
-    export(chunks, architecture, source=folder, out=out, max_shard_bytes=10**9)
 
 
 def arbitrary_mask(folder: Path) -> Any:

@@ -74,7 +74,8 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     import torch
 
     from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.gpt import build_gpt, read_architecture
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.models.reference import SwappedWeights
 

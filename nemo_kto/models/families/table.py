@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Windows = tuple[int | None, ...]
 
@@ -39,17 +42,17 @@ class ParamMapping:
     required_flag: str = ""
 
 
-def no_window(config: Any) -> Windows:
+def no_window(config: PretrainedConfig) -> Windows:
     """Every layer sees all tokens before."""
     return (None,) * config.num_hidden_layers
 
 
-def window_everywhere(config: Any) -> Windows:
+def window_everywhere(config: PretrainedConfig) -> Windows:
     """Every layer sees the last ``sliding_window`` tokens, all if it is null."""
     return (config.sliding_window,) * config.num_hidden_layers
 
 
-def window_by_layer_type(config: Any) -> Windows:
+def window_by_layer_type(config: PretrainedConfig) -> Windows:
     """``layer_types`` says which layers see only the last ``sliding_window`` tokens.
 
     Raises:
@@ -79,4 +82,4 @@ class Family:
     hf_architecture: str
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
-    windows: Callable[[Any], Windows] = no_window
+    windows: Callable[[PretrainedConfig], Windows] = no_window

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.dataset import KTODataset, Splits, build_kto_dataset, build_kto_splits
+from nemo_kto.data.dataset import KTODataset, Splits, build_kto_splits
 from nemo_kto.data.records import DataError
 from tests import forked
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -261,14 +261,6 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: 
     os.utime(path, ns=(1, 1))
     assert rows_tokenised() == 4
     assert not [file for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
-
-
-def test_build_kto_dataset_is_one_split(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
-    dataset = build_kto_dataset(
-        data=path, tokenizer=TOKENIZER, seq_length=32, truncation_mode="keep_end", cache_dir=tmp_path / "cache", seed=0
-    )
-    assert prompts(dataset) == named(3)
 
 
 def python(code: str, *arguments: object, fork: bool = True) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.data.dataset import KTODataset, build_kto_dataset
+from nemo_kto.data.dataset import KTODataset, build_kto_splits
 from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
@@ -22,9 +22,10 @@ EOS = TOKENIZER.eos_token_id
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     folder = tmp_path_factory.mktemp("data")
     path = write_rows(folder / "a.jsonl", numbered_rows(26))
-    return build_kto_dataset(
-        data=path, tokenizer=TOKENIZER, seq_length=16, truncation_mode="keep_end", cache_dir=folder / "cache", seed=0
-    )
+    settings = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
+    splits = build_kto_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
+    assert splits.train is not None
+    return splits.train
 
 
 def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):

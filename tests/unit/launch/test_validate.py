@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nemo_kto.launch.validate import METRICS, problems
 
 from nemo_kto.launch import validate
 from nemo_kto.launch.schema import DPO, KTO, Algorithm
-from nemo_kto.launch.validate import METRICS, problems
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.unit.launch.conftest import Load, of

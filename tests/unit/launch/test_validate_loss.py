@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from nemo_kto.launch.validate import problems
 
 from nemo_kto.launch import validate_model
 from nemo_kto.launch.schema import DPO, KTO, Algorithm
-from nemo_kto.launch.validate import problems
 from nemo_kto.losses.preference import LOSSES
 from tests.unit.launch.conftest import Load
 

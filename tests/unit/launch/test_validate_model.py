@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from nemo_kto.launch.validate import problems
 
 from nemo_kto.launch import validate_model
 from nemo_kto.launch.schema import KTO, Algorithm
-from nemo_kto.launch.validate import problems
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses
 from nemo_kto.models.lora_settings import TARGET_MODULES

@@ -9,7 +9,8 @@ import torch
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import FAMILIES, Split
-from nemo_kto.models.lora import adapt_linear, adapted_mappings, adapter_mappings, is_adapter
+from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
+from nemo_kto.models.lora_layers import adapt_linear
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
