@@ -174,10 +174,11 @@ class Job:
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
         """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
-        judge = partial(self._judge, sweep=sweep)
+        judge = partial(self.judge, sweep=sweep)
         return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
 
-    def _judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool) -> list[ConfigError]:
+    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
+        """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
         wrong = {mistake.key for mistake in mistakes}
         further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
