@@ -135,7 +135,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    if flags.multirun and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+    if (flags.multirun or not compose.has_defaults(source)) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
         _refuse(mistakes, world)
     compose.register()
     # Hydra reads the command line itself, and only understands flags before overrides.
@@ -195,7 +195,7 @@ class Job:
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
         for unused in unused_keys(cfg) if sweep and (self.world is None or self.world.rank == 0) else ():
-            print(f"nemo-kto: {unused.key} is not used in this job: it {unused.text}", file=sys.stderr)
+            print(f"nemo-kto: not used in this job: {unused}", file=sys.stderr)
         if cfg.trainer.accelerator == "cpu":
             os.environ["NEMO_KTO_FORCE_CPU"] = "1"
         count = local_ranks(cfg.trainer, _gpus(cfg))
