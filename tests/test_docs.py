@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch import compose
-from nemo_kto.launch.schema import ALGORITHMS
+from nemo_kto.recipes import KTO, RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -40,7 +40,7 @@ def names(document: Path) -> str:
 
 @cache
 def known_keys() -> set[str]:
-    sources = [compose.Source(algorithm.config_name) for algorithm in ALGORITHMS.values()]
+    sources = [compose.Source(recipe.config_name) for recipe in RECIPES.values()]
     return {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
 
 
@@ -67,7 +67,7 @@ def test_commands_exist(document: Path) -> None:
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-            known = (*ALGORITHMS, "export", "--version", "--help")
+            known = (*RECIPES, "export", "--version", "--help")
             unknown += [command for subcommand in words[1:2] if subcommand not in known]
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
@@ -95,9 +95,10 @@ def test_the_command_lines_of_the_readme_compose() -> None:
     lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
     assert lines, "the README shows how one's own model is trained"
     for words in lines:
-        config, mistakes = compose.check_overrides(words[2:])
+        cfg, mistakes = compose.to_config(compose.load(words[2:]), recipe=KTO)
         assert not mistakes
-        assert config.model.data.data_prefix == "rows.jsonl"
+        assert cfg is not None
+        assert cfg.model.data.data_prefix == "rows.jsonl"
 
 
 def test_files_named_in_the_design_exist() -> None:

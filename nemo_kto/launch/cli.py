@@ -135,7 +135,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    if flags.multirun and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+    if (flags.multirun or not compose.has_defaults(source)) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
         _refuse(mistakes, world)
     compose.register()
     # Hydra reads the command line itself, and only understands flags before overrides.
@@ -174,10 +174,11 @@ class Job:
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
         """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
-        judge = partial(self._judge, sweep=sweep)
+        judge = partial(self.judge, sweep=sweep)
         return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
 
-    def _judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool) -> list[ConfigError]:
+    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
+        """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
         wrong = {mistake.key for mistake in mistakes}
         further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
@@ -194,7 +195,7 @@ class Job:
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
         for unused in unused_keys(cfg) if sweep and (self.world is None or self.world.rank == 0) else ():
-            print(f"nemo-kto: {unused.key} is not used in this job: it {unused.text}", file=sys.stderr)
+            print(f"nemo-kto: not used in this job: {unused}", file=sys.stderr)
         if cfg.trainer.accelerator == "cpu":
             os.environ["NEMO_KTO_FORCE_CPU"] = "1"
         count = local_ranks(cfg.trainer, _gpus(cfg))

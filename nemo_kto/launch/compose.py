@@ -61,6 +61,13 @@ DEFAULT_SOURCE = Source()
 Compose = Callable[[Sequence[str]], DictConfig]
 
 
+def has_defaults(source: Source) -> bool:
+    """False for a file of the user's own that builds on no other: Hydra would write its logs before anything is checked."""
+    folders = [Path(folder) for folder in (source.config_dir, source.config_path) if folder is not None]
+    files = [file for folder in folders if (file := folder / f"{source.config_name}.yaml").is_file()]
+    return not files or "defaults:" in files[0].read_text(encoding="utf-8")
+
+
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[Compose]:
     """What composes overrides, with files found where hydra.main finds them."""
@@ -148,8 +155,10 @@ def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]
 def _find_loss(values: Mapping[str, object], recipe: Recipe) -> tuple[Loss | None, list[ConfigError]]:
     """The loss that preference_loss names."""
     key = f"model.{recipe.name}.preference_loss"
+    if key not in values:
+        return None, []
     try:
-        name = echo(values.get(key))
+        name = echo(values[key])
         loss = find_loss(name, recipe.losses)
         recipe.refuse_misfit(loss, name)
     except UserError as error:

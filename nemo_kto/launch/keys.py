@@ -78,7 +78,7 @@ anything starts.
 
 
 def as_markdown() -> str:
-    """The page docs/configuration.md: the keys that all algorithms have, then those that one has or whose default it sets."""
+    """The page docs/configuration.md: the keys that all algorithms have, then those of one algorithm."""
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]

@@ -32,8 +32,8 @@ Part = Annotated[
         "be an integer of at least 0, or a fraction from 0.0 to 1.0",
     ),
 ]
-Finite = Annotated[float, check(math.isfinite, "be a finite number")]
-Folder = Annotated[FilePath, check(bool, "be the name of a folder")]
+Finite = Annotated[float, check(math.isfinite, "be finite")]
+Folder = Annotated[FilePath, check(bool, "not be empty")]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
@@ -127,12 +127,12 @@ class LoRATuningConfig(Section):
     """model.peft.lora_tuning."""
 
     target_modules: Annotated[
-        list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "be a list of at least one module", "e.g. [attention_qkv]")
+        list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "not be empty", "e.g. [attention_qkv]")
     ]
     adapter_dim: Count
     alpha: Annotated[float, Gt(0), Remedy("e.g. {key}=32")]
     adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]
-    layer_selection: Annotated[list[LoRALayer], check(bool, "be a list of at least one layer", "null adapts all")] | None
+    layer_selection: Annotated[list[LoRALayer], check(bool, "not be empty", "null adapts all")] | None
 
 
 class PeftConfig(Section):

@@ -58,8 +58,9 @@ class Field(NamedTuple):
     @property
     def description(self) -> str:
         """Type and constraints, for the page of keys."""
-        constraints = [self.bounds, *(check.text.removeprefix("be ") for check in self.checks)]
-        return ", ".join(filter(None, [either(self.alternatives), *constraints]))
+        texts = [check.text.removeprefix("be ").replace("not be ", "not ") for check in self.checks]
+        types = [] if any(text.startswith("an ") for text in texts) else [either(self.alternatives)]
+        return ", ".join(filter(None, [*types, self.bounds, *texts]))
 
     def remedy(self, key: str, own: str = "") -> str:
         """What to do about a wrong value, as the end of a sentence."""

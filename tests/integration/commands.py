@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.schema import ALGORITHMS
+from nemo_kto.recipes import RECIPES
 from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix
 
 
 # What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
-_IMPORTED = ("hydra", "nemo_kto.launch.validate", "nemo_kto.launch.compose", "nemo_kto.launch.ranks", "nemo_kto.launch.keys")
+_IMPORTED = ("hydra", "nemo_kto.launch.rules", "nemo_kto.launch.compose", "nemo_kto.launch.ranks", "nemo_kto.launch.keys")
 _IMPORTED += ("torch.distributed.launcher.api", "psutil")
 # What training imports besides.
 TRAINING = ("nemo_kto.launch.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
@@ -82,7 +82,7 @@ TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "py
 
 def of_every_algorithm(quick: str) -> pytest.MarkDecorator:
     """The argument ``name``: of one algorithm by default, and of all with ``--matrix=full``."""
-    names = [name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in ALGORITHMS]
+    names = [name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in RECIPES]
     return pytest.mark.parametrize("name", names)
 
 

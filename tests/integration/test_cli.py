@@ -15,12 +15,12 @@ import yaml
 
 import nemo_kto
 from nemo_kto.launch import keys
-from nemo_kto.launch.schema import ALGORITHMS, Algorithm
+from nemo_kto.recipes import RECIPES, Recipe
 from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
-told = {"rank": rank, "algorithm": cfg.algorithm.name, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir}
+told = {"rank": rank, "algorithm": cfg.algorithm, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir}
 told["export"] = cfg.export.path
 open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(told | {n: os.environ.get(n) for n in names}))
 """
@@ -94,11 +94,34 @@ def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
 
 @of_every_algorithm("kto")
 def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path, name: str) -> None:
-    env = pretend(tmp_path, "print('rank', rank, cfg.algorithm.name)")
+    env = pretend(tmp_path, "print('rank', rank, cfg.algorithm)")
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
     assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
     again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
     assert again.stderr == "nemo-kto: model.seed was 1234 when this was last started, and is 7\n"
+
+
+_COUNT = """
+import sys
+sys.compositions = 0
+
+def _count(event, arguments):
+    sys.compositions += event == "open" and str(arguments[0]).endswith("gpt_kto.yaml")
+
+sys.addaudithook(_count)
+"""
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["--config-dir", ".", "--config-name", "mine", "hardware=cpu"]], ids=["plain", "own file"]
+)
+def test_a_command_line_that_is_right_is_composed_by_hydra_only(tmp_path: Path, given: list[str]) -> None:
+    env = pretend(tmp_path, "print(sys.compositions)")
+    with (tmp_path / "modules" / "sitecustomize.py").open("a") as sitecustomize:
+        sitecustomize.write(_COUNT)
+    (tmp_path / "mine.yaml").write_text("defaults: [gpt_kto, _self_]\nmodel: {seed: 7}\n")
+    done = run([*CLI, "kto", *given, *GOOD], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")  # hydra.main itself: for its mode, and for the job
 
 
 @either_way
@@ -165,7 +188,7 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
     command = [*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"]
@@ -203,23 +226,23 @@ def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
         assert saved["exp_manager"]["explicit_log_dir"] == str(tmp_path / f"results/gpt_dpo/{number}")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_flags_that_only_show(tmp_path: Path, algorithm: Algorithm) -> None:
-    name = algorithm.name
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_flags_that_only_show(tmp_path: Path, recipe: Recipe) -> None:
+    name = recipe.name
     env = pretend(tmp_path, "raise AssertionError('started')")
     shown = run(
         [*CLI, name, "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
     )
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
     helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(f"{algorithm.title}\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL ")
+    assert helped.startswith(f"{recipe.title}\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL ")
     assert f"torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..." in helped
-    for key in keys.all_keys(algorithm):
+    for key in keys.all_keys(recipe):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
-    assert helped.count("\n      ") == len(keys.all_keys(algorithm))  # and no key of another
+    assert helped.count("\n      ") == len(keys.all_keys(recipe))  # and no key of another
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(f"{algorithm.title}\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL ")
+    assert helped.startswith(f"{recipe.title}\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL ")
     assert not (tmp_path / "results").exists()
 
 
@@ -227,7 +250,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     env = pretend(tmp_path, "pass")
     assert run_anew([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
     helped = run(CLI, cwd=tmp_path, env=env).stdout
-    for name in ALGORITHMS:
+    for name in RECIPES:
         assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
         assert f"The aligned model is in results/gpt_{name}/hf afterwards" in helped
     assert "nemo-kto kto|dpo --help " in helped
@@ -238,7 +261,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert alone.stdout == "export results out as adapters\n"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -> None:
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)

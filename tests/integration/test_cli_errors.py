@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.schema import ALGORITHMS
+from nemo_kto.recipes import RECIPES
 from tests.integration.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
 
 # ALGORITHM stands for the name of each.
@@ -28,17 +28,17 @@ WRONG = [
 ]
 SAID = """\
 nemo-kto: 9 mistakes in the configuration, nothing was started
-  model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; did you mean model.micro_batch_size?
-  model.global_batch_size must be a whole number, got 'many'
-  model.sequence_parallel must be true or false, got 'perhaps'
-  trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got '5h'; e.g. trainer.max_time=00:03:45:00
   pretrained_checkpoint.restore_from_path must be a Hugging Face folder (with config.json) or one of our checkpoints (with \
 trainer.json), got nowhere; download it or correct the path
-  model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.5]; e.g. model.optim.betas=[0.9,0.98]
-  model.ALGORITHM.preference_loss must be LOSSES, got none
-  model.peft.peft_scheme must be none or lora, got dora
   model.tensor_model_parallel_size * pipeline_model_parallel_size = 2 * 1 = 2 must divide the number of ranks, got 3; \
 use a multiple of 2 ranks (trainer.devices) or smaller sizes
+  model.micro_batchsize is not a key of the configuration, got model.micro_batchsize=2; did you mean model.micro_batch_size?
+  model.global_batch_size must be an integer, got 'many'
+  model.ALGORITHM.preference_loss must be LOSSES, got none
+  model.peft.peft_scheme must be none or lora, got dora
+  trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got 5h; e.g. trainer.max_time=00:03:45:00
+  model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.5]; e.g. model.optim.betas=[0.9,0.98]
+  model.sequence_parallel must be true or false, got 'perhaps'
 """
 
 
@@ -70,7 +70,7 @@ TOO_FEW = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
@@ -108,7 +108,7 @@ def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "nemo-kto: 1 mistake in the configuration, nothing was started\n"
-        "  mine.yaml does not compose: Key 'learning_rate' not in 'OptimConfig' (model.optim.learning_rate)\n"
+        "  model.optim.learning_rate is not a key of the configuration, got 1; `nemo-kto kto --help` lists all keys\n"
     )
 
 
@@ -123,7 +123,7 @@ def test_keys_of_one_algorithm_given_to_the_other(tmp_path: Path) -> None:
         "did you mean trainer.dpo.max_steps?\n"
         "  model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
         "`nemo-kto dpo --help` lists all keys\n"
-        "  model.dpo.label_smoothing must be 0.0 with ipo, which does not take it, got 0.1; it is for dpo or simpo\n"
+        "  model.dpo.label_smoothing must be left out with ipo, which does not take it, got 0.1; it is for dpo or simpo\n"
     )
 
 
@@ -146,8 +146,29 @@ def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stderr == (
         "nemo-kto: 1 mistake in the configuration, nothing was started\n"
-        "  mine.yaml does not compose: its defaults must begin with gpt_kto or gpt_dpo, which bring the types of the keys\n"
+        "  mine.yaml does not compose: its defaults must begin with gpt_kto or gpt_dpo, which bring the keys\n"
     )
+    assert not (tmp_path / "outputs").exists()  # where Hydra writes unless it is told otherwise
+
+
+def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.loss_options())")
+    done = run([*CLI, "dpo", *GOOD, "model.dpo.simpo_gamma=1.0"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    text = "model.dpo.simpo_gamma must be left out with dpo, which does not take it, got 1.0; it is for simpo\n"
+    assert done.stderr == f"nemo-kto: 1 mistake in the configuration, nothing was started\n  {text}"
+    sweep = ["--multirun", "model.dpo.preference_loss=dpo,simpo", "model.dpo.simpo_gamma=1.0"]
+    done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "dpo {}\nsimpo {'simpo_gamma': 1.0}\n")
+    assert done.stderr == f"nemo-kto: not used in this job: {text}"
+
+
+def test_the_ranks_of_a_job_of_a_sweep_are_not_given_what_its_loss_does_not_take(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.loss.loss_options()))")
+    sweep = ["--multirun", "model.dpo.preference_loss=dpo", "model.dpo.simpo_gamma=1.0", "trainer.devices=2"]
+    done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["{}", "{}"]
 
 
 def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> None:
@@ -157,7 +178,7 @@ def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> No
         2,
         "",
         "nemo-kto: 1 mistake in the configuration, nothing was started\n"
-        "  model.dpo.label_smoothing must be a number, got 'some'\n",
+        "  model.dpo.label_smoothing must be a float or null, got 'some'\n",
     )
 
 

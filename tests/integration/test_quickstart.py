@@ -233,9 +233,10 @@ def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
     overrides = scripts["run"].overrides_of("kto", plan, "MODEL", "ROWS", Path("RUN"))
     for expected in ("trainer.precision=32", "trainer.devices=1", "trainer.kto.max_steps=3", "model.global_batch_size=16"):
         assert expected in overrides
-    config, mistakes = compose.check_overrides(overrides)
+    cfg, mistakes = compose.to_config(compose.load(overrides))
     assert mistakes == []
-    assert config.model.optim.lr == 8e-5
+    assert cfg is not None
+    assert cfg.model.optim.lr == 8e-5
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:

@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_kto.launch import compose
-from nemo_kto.launch.schema import ALGORITHMS, KTO, Algorithm, RunConfig
+from nemo_kto.launch.cli import Job
+from nemo_kto.launch.ranks import World
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.recipes import KTO, RECIPES, Recipe
 
 
 class Load(Protocol):
     """``load("key=value", ...)``: the typed configuration."""
 
-    def __call__(self, *overrides: str, algorithm: Algorithm = KTO) -> RunConfig: ...
+    def __call__(self, *overrides: str, recipe: Recipe = KTO) -> RunConfig: ...
+
+
+class Said(Protocol):
+    """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+
+    def __call__(self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False) -> list[str]: ...
+
+
+def source_of(recipe: Recipe) -> compose.Source:
+    return compose.Source(recipe.config_name)
 
 
 @cache
@@ -27,41 +39,47 @@ def _composed(config_name: str) -> DictConfig:
     return compose.load(source=compose.Source(config_name))
 
 
-def composed(overrides: Sequence[str], algorithm: Algorithm) -> DictConfig:
+def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
     """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
 
-    Hydra's own last step is what is done here: overrides of values are applied to what the files give. It cannot choose
-    other files (``hardware=cpu``).
+    Overrides of values are applied to what the files give. Other files (``hardware=cpu``) cannot be chosen.
     """
-    config = _composed(algorithm.config_name).copy()
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), config)
+    config = _composed(recipe.config_name).copy()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
     return config
 
 
-def typed(overrides: Sequence[str], algorithm: Algorithm) -> RunConfig:
-    """The typed configuration of overrides that are right by their types."""
-    config, problems = compose.to_config(composed(overrides, algorithm))
-    assert problems == []
-    assert config is not None
-    return config
+def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False) -> list[str]:
+    world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks)
+    job = Job(recipe=recipe, source=source_of(recipe), world=world)
+    return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
 
 
-def of(algorithm: Algorithm, texts: Sequence[str]) -> list[str]:
+def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
+    """What is said of a command line, but for what must be given and was not."""
+    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    return [
+        str(wrong) for wrong in job.mistakes(overrides, sweep=sweep) if not wrong.text.startswith("must be given, got n")
+    ]
+
+
+def of(recipe: Recipe, texts: Sequence[str]) -> list[str]:
     """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
-    return [text.replace("ALGORITHM", algorithm.name) for text in texts]
+    return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 
-@pytest.fixture(params=ALGORITHMS.values(), ids=ALGORITHMS)
-def algorithm(request: pytest.FixtureRequest) -> Algorithm:
+@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> Recipe:
     """One after the other."""
-    found: Algorithm = request.param
+    found: Recipe = request.param
     return found
 
 
-@pytest.fixture(params=[each for each in ALGORITHMS.values() if each is not KTO], ids=lambda each: each.name)
-def other(request: pytest.FixtureRequest) -> Algorithm:
+@pytest.fixture(params=[each for each in RECIPES.values() if each is not KTO], ids=lambda each: each.name)
+def other(request: pytest.FixtureRequest) -> Recipe:
     """Each but KTO, for which the tables are gone through one entry after the other."""
-    found: Algorithm = request.param
+    found: Recipe = request.param
     return found
 
 
@@ -82,9 +100,22 @@ def good(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def load(good: list[str]) -> Load:
-    """What makes a typed configuration of overrides."""
+    """What makes a typed configuration of overrides that are right."""
 
-    def get(*overrides: str, algorithm: Algorithm = KTO) -> RunConfig:
-        return typed([*good, *overrides], algorithm)
+    def get(*overrides: str, recipe: Recipe = KTO) -> RunConfig:
+        cfg, mistakes = compose.to_config(composed([*good, *overrides], recipe))
+        assert mistakes == []
+        assert cfg is not None
+        return cfg
+
+    return get
+
+
+@pytest.fixture
+def said(good: list[str]) -> Said:
+    """What judges overrides."""
+
+    def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False) -> list[str]:
+        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep)
 
     return get

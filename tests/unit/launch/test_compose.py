@@ -6,16 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
+from nemo_kto.errors import UserError
 from nemo_kto.launch import compose
-from nemo_kto.launch.schema import DPO, KTO, Algorithm
-from tests.unit.launch.conftest import composed, of
-
-
-def source_of(algorithm: Algorithm) -> compose.Source:
-    return compose.Source(algorithm.config_name)
+from nemo_kto.launch.cli import Job
+from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.unit.launch.conftest import Load, composed, mistakes, of, source_of
 
 
 @pytest.mark.parametrize(
@@ -36,17 +35,15 @@ def source_of(algorithm: Algorithm) -> compose.Source:
     ],
     ids=["none", "many"],
 )
-def test_the_short_way_of_the_tables_gives_what_composing_gives(algorithm: Algorithm, overrides: list[str]) -> None:
-    slow, fast = compose.load(overrides, source=source_of(algorithm)), composed(overrides, algorithm)
-    assert compose.algorithm_of(fast) is compose.algorithm_of(slow) is algorithm
+def test_the_short_way_of_the_tables_gives_what_composing_gives(recipe: Recipe, overrides: list[str]) -> None:
+    slow, fast = compose.load(overrides, source=source_of(recipe)), composed(overrides, recipe)
+    assert compose.recipe_of(fast) is compose.recipe_of(slow) is recipe
     assert OmegaConf.to_yaml(fast) == OmegaConf.to_yaml(slow)  # nan is not equal to itself
     assert str(compose.to_config(fast)) == str(compose.to_config(slow))
 
 
-def test_the_short_way_keeps_the_types() -> None:
-    with pytest.raises(HydraException, match=r"Error merging override model\.seed=x"):
-        composed(["model.seed=x"], KTO)
-    with pytest.raises(HydraException, match=r"Could not override 'model\.seeds'"):
+def test_the_short_way_knows_the_keys() -> None:
+    with pytest.raises(OmegaConfBaseException, match="Key 'seeds' is not in struct"):
         composed(["model.seeds=3"], KTO)
     assert composed([], KTO).model.seed == 1234
 
@@ -77,31 +74,31 @@ WRONG = [
         "model.optim.sched.warmup is not a key of the configuration, got ++model.optim.sched.warmup=3; "
         "did you mean model.optim.sched.warmup_steps?",
     ),
-    ("model.micro_batch_size=two", "model.micro_batch_size must be a whole number, got 'two'"),
-    ("model.micro_batch_size='2x'", "model.micro_batch_size must be a whole number, got '2x'"),
-    ("model.micro_batch_size=2.5", "model.micro_batch_size must be a whole number, got 2.5"),
-    ("model.micro_batch_size=true", "model.micro_batch_size must be a whole number, got true"),
-    ("model.seed=null", "model.seed must be a whole number, got null"),
-    ("model.optim.lr=fast", "model.optim.lr must be a number, got 'fast'"),
-    ("model.optim.betas=[0.9,x]", "model.optim.betas must be a list of numbers, got [0.9, 'x']"),
+    ("model.micro_batch_size=two", "model.micro_batch_size must be an integer, got 'two'"),
+    ("model.micro_batch_size='2x'", "model.micro_batch_size must be an integer, got '2x'"),
+    ("model.micro_batch_size=2.5", "model.micro_batch_size must be an integer, got 2.5"),
+    ("model.micro_batch_size=true", "model.micro_batch_size must be an integer, got true"),
+    ("model.seed=null", "model.seed must be an integer, got null"),
+    ("model.optim.lr=fast", "model.optim.lr must be a float, got 'fast'"),
+    ("model.optim.betas=[0.9,x]", "model.optim.betas must be a list of floats, got [0.9, 'x']"),
     ("model.sequence_parallel=maybe", "model.sequence_parallel must be true or false, got 'maybe'"),
     (
         "trainer.ALGORITHM.val_check_interval=often",
-        "trainer.ALGORITHM.val_check_interval must be a number, got 'often'",
+        "trainer.ALGORITHM.val_check_interval must be an integer or a float, got 'often'",
     ),
-    ("model.ALGORITHM.sft_loss_weight=some", "model.ALGORITHM.sft_loss_weight must be a number, got 'some'"),
-    ("model.reference.sync_interval=1.5", "model.reference.sync_interval must be a whole number, got 1.5"),
-    ("model.reference.restore_from_path=[a]", "model.reference.restore_from_path must be a text or null, got ['a']"),
-    ("model.peft.peft_scheme=null", "model.peft.peft_scheme must be a text, got null"),
+    ("model.ALGORITHM.sft_loss_weight=some", "model.ALGORITHM.sft_loss_weight must be a float, got 'some'"),
+    ("model.reference.sync_interval=1.5", "model.reference.sync_interval must be an integer, got 1.5"),
+    ("model.reference.restore_from_path=[a]", "model.reference.restore_from_path must be a string or null, got ['a']"),
+    ("model.peft.peft_scheme=null", "model.peft.peft_scheme must be none or lora, got null"),
     (
         "model.peft.lora_tuning.target_modules=q_proj",
-        "model.peft.lora_tuning.target_modules must be a list of texts, got 'q_proj'",
+        "model.peft.lora_tuning.target_modules must be a list of strings, got 'q_proj'",
     ),
     (
         "model.peft.lora_tuning.layer_selection=[1,x]",
-        "model.peft.lora_tuning.layer_selection must be a list of whole numbers or null, got [1, 'x']",
+        "model.peft.lora_tuning.layer_selection must be a list of integers or null, got [1, 'x']",
     ),
-    ("trainer.devices=[1]", "trainer.devices must be a whole number or a text, got [1]"),
+    ("trainer.devices=[1]", "trainer.devices must be an integer or auto, got [1]"),
     (
         "model.optim.sched=cosine",
         "model.optim.sched must be a section with the keys name, warmup_steps, min_lr, got 'cosine'",
@@ -123,31 +120,35 @@ WRONG = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("override", "text"), WRONG)
-def test_a_wrong_override(algorithm: Algorithm, override: str, text: str) -> None:
-    override, text = of(algorithm, [override, text])
-    _, problems = compose.check_overrides([override, "model.optim.weight_decay=0.5"], source=source_of(algorithm))
-    assert [str(problem) for problem in problems] == [text]
+def test_a_wrong_override(recipe: Recipe, override: str, text: str) -> None:
+    override, text = of(recipe, [override, text])
+    assert mistakes([override, "model.optim.weight_decay=0.5"], recipe) == [text]
 
 
 def test_all_wrong_overrides_at_once() -> None:
     """Each for itself, as above, takes four times as long."""
-    overrides, texts = of(KTO, [override for override, _ in WRONG]), of(KTO, [text for _, text in WRONG])
-    config, problems = compose.check_overrides([*overrides, "model.optim.weight_decay=0.5"], source=source_of(KTO))
-    assert [str(problem) for problem in problems] == texts
-    assert config.model.optim.weight_decay == 0.5
+    batches: list[dict[str, tuple[str, str]]] = []  # a key counts once on a command line
+    for override, text in WRONG:
+        key = override.lstrip("+~").split("=")[0]
+        batch = next((batch for batch in batches if key not in batch), {})
+        batch[key] = (override, text)
+        batches += [] if batch in batches else [batch]
+    for batch in batches:
+        overrides = of(KTO, [override for override, _ in batch.values()])
+        assert mistakes([*overrides, "model.optim.weight_decay=0.5"]) == of(KTO, [text for _, text in batch.values()])
 
 
-def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Algorithm) -> None:
+def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Recipe) -> None:
     """Those of the table that bear its name, in the override or in the text."""
     named = [entry for entry in WRONG if "ALGORITHM" in "".join(entry)]
     assert len(named) >= 4
     overrides = of(other, [override for override, _ in named])
-    _, problems = compose.check_overrides([*overrides, "model.optim.weight_decay=0.5"], source=source_of(other))
-    assert [str(problem) for problem in problems] == of(other, [text for _, text in named])
+    found = mistakes([*overrides, "model.optim.weight_decay=0.5"], other)
+    assert sorted(found) == sorted(of(other, [text for _, text in named]))
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "override", "text"),
+    ("recipe", "override", "text"),
     [
         (
             KTO,
@@ -173,37 +174,70 @@ def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Algorithm) -
             "model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
             "`nemo-kto dpo --help` lists all keys",
         ),
-        (DPO, "model.dpo.label_smoothing=x", "model.dpo.label_smoothing must be a number, got 'x'"),
-        (DPO, "model.data.default_chosen_reward=null", "model.data.default_chosen_reward must be a number, got null"),
+        (DPO, "model.dpo.label_smoothing=x", "model.dpo.label_smoothing must be a float or null, got 'x'"),
+        (DPO, "model.data.default_chosen_reward=x", "model.data.default_chosen_reward must be a float or null, got 'x'"),
     ],
 )
-def test_a_key_of_the_other_algorithm_and_those_of_one_alone(algorithm: Algorithm, override: str, text: str) -> None:
-    _, problems = compose.check_overrides([override], source=source_of(algorithm))
-    assert [str(problem) for problem in problems] == [text]
+def test_a_key_of_the_other_algorithm_and_those_of_one_alone(recipe: Recipe, override: str, text: str) -> None:
+    assert mistakes([override], recipe) == [text]
 
 
-def test_all_wrong_overrides_are_found_and_the_right_ones_count(algorithm: Algorithm) -> None:
-    overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=cpu"]
-    config, problems = compose.check_overrides(overrides, source=source_of(algorithm))
-    assert [problem.key for problem in problems] == ["model.seed", "foo"]
-    assert config.model.micro_batch_size == 4
-    assert config.model[algorithm.name].log_prob_forward_micro_batch_size == 8
-    assert config.trainer.accelerator == "cpu"
-    assert config.model.seed == 1234
+def test_mistakes_are_listed_in_the_order_of_the_command_line_and_then_the_rest(recipe: Recipe) -> None:
+    overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
+    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    found = job.mistakes(overrides, sweep=False)
+    keys = ["model.seed", "foo", "hardware", "model.global_batch_size"]  # which 4 does not divide
+    assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
+
+
+def test_what_is_wrong_takes_its_default_and_hides_what_is_made_of_it(recipe: Recipe) -> None:
+    config = composed(["model.micro_batch_size=two", "model.seed=7", f"model.{recipe.name}.preference_loss=none"], recipe)
+    cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4"], recipe))
+    wrong = {mistake.key for mistake in found if "must be given" not in mistake.text}
+    assert wrong == {"model.micro_batch_size", f"model.{recipe.name}.preference_loss"}
+    assert cfg is not None
+    assert (cfg.model.micro_batch_size, cfg.loss.log_prob_forward_micro_batch_size, cfg.model.seed) == (4, 8, 7)
+    assert cfg.loss.preference_loss == recipe.name
 
 
 def test_each_value_of_a_sweep_is_looked_at() -> None:
-    config, problems = compose.check_overrides(["model.optim.lr=1e-6,fast", "model.seed=5,6"], sweep=True)
-    assert [str(problem) for problem in problems] == ["model.optim.lr must be a number, got 'fast'"]
-    assert config.model.seed == 5
+    sweep = ["model.optim.lr=1e-6,fast", "model.optim.sched.min_lr=0", "model.seed=5,six"]
+    assert mistakes(sweep, sweep=True) == [
+        "model.optim.lr must be a float, got 'fast'",
+        "model.seed must be an integer, got 'six'",
+    ]
 
 
-def test_types_are_kept_where_whole_numbers_and_fractions_differ() -> None:
-    config = composed(["trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5", "trainer.precision=32"], KTO)
-    assert (type(config.trainer.kto.limit_val_batches), config.trainer.kto.limit_val_batches) == (int, 1)
-    assert (type(config.trainer.kto.limit_train_batches), config.trainer.kto.limit_train_batches) == (float, 1.0)
-    assert config.trainer.kto.val_check_interval == 0.5
-    assert config.trainer.precision == "32"
+def test_types_are_kept_where_integers_and_fractions_differ(load: Load) -> None:
+    loop = load("trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5").loop
+    assert (type(loop.limit_val_batches), loop.limit_val_batches) == (int, 1)
+    assert (type(loop.limit_train_batches), loop.limit_train_batches) == (float, 1.0)
+    assert loop.val_check_interval == 0.5
+
+
+def test_a_float_may_be_given_as_an_integer_and_a_name_as_a_number(load: Load) -> None:
+    cfg = load("trainer.precision=32", "exp_manager.name=7", "model.optim.weight_decay=1")
+    assert (cfg.trainer.precision, cfg.exp_manager.name, cfg.exp_manager.explicit_log_dir) == ("32", "7", "results/7")
+    assert (type(cfg.model.optim.weight_decay), cfg.model.optim.weight_decay) == (float, 1.0)
+
+
+@pytest.mark.parametrize("value", ["true", "2.0", "'3'"])
+def test_an_integer_must_be_one(value: str) -> None:
+    assert mistakes([f"model.seed={value}"]) == [f"model.seed must be an integer, got {value}"]
+
+
+def test_a_configuration_cannot_be_changed(load: Load) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().trainer.num_nodes = 2
+
+
+def test_callbacks_are_paths_or_mappings(load: Load) -> None:
+    assert load().trainer.callbacks == []
+    given = load("trainer.callbacks=[mine.Callback,{_target_: mine.Other, patience: 3}]").trainer.callbacks
+    assert given == ["mine.Callback", {"_target_": "mine.Other", "patience": 3}]
+    assert mistakes(["trainer.callbacks=mine.Callback"]) == [
+        "trainer.callbacks must be a list of strings or mappings, got 'mine.Callback'"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,56 +252,55 @@ def test_types_are_kept_where_whole_numbers_and_fractions_differ() -> None:
     ],
 )
 def test_the_forms_of_data_prefix(override: str, expected: object) -> None:
-    config, problems = compose.check_overrides([override])
-    assert problems == []
-    typed, problems = compose.to_config(config)
+    typed, problems = compose.to_config(compose.load([override, "pretrained_checkpoint.restore_from_path=a"]))
     assert problems == []
     assert typed is not None
     assert typed.model.data.data_prefix == expected
     assert typed.model.data.cache_dir == os.path.expanduser("~/.cache/nemo_kto")
 
 
-def test_what_was_to_be_given_is_empty(algorithm: Algorithm) -> None:
-    typed, problems = compose.to_config(compose.load(source=source_of(algorithm)))
-    assert problems == []
-    assert typed is not None
-    assert typed.pretrained_checkpoint.restore_from_path == ""
-    assert typed.model.data.data_prefix == ""
-    assert typed.export.path == f"results/gpt_{algorithm.name}/hf"
-    assert typed.export.adapter_path == f"results/gpt_{algorithm.name}/adapter"
+def test_what_must_be_given(recipe: Recipe) -> None:
+    cfg, found = compose.to_config(compose.load(source=source_of(recipe)))
+    assert cfg is None
+    assert [str(mistake) for mistake in found] == [
+        "pretrained_checkpoint.restore_from_path must be given, got nothing; name the folder of a Hugging Face model",
+        "model.data.data_prefix must be given, got nothing; name a jsonl file, a folder or a list of them",
+    ]
 
 
-def test_a_configuration_knows_its_algorithm_and_the_sections_that_bear_its_name(algorithm: Algorithm) -> None:
-    config = compose.load(
-        [f"trainer.{algorithm.name}.max_steps=3", f"model.{algorithm.name}.ref_policy_kl_penalty=0.5"],
-        source=source_of(algorithm),
-    )
-    assert compose.algorithm_of(config) is algorithm
-    typed, _ = compose.to_config(config)
-    assert typed is not None
-    assert type(typed) is algorithm.config_type
-    assert typed.algorithm is algorithm
-    assert (typed.loop.max_steps, typed.loss.ref_policy_kl_penalty) == (3, 0.5)
+def test_what_follows_from_the_name_of_a_run(load: Load, recipe: Recipe) -> None:
+    cfg = load(recipe=recipe)
+    assert cfg.export.path == f"results/gpt_{recipe.name}/hf"
+    assert cfg.export.adapter_path == f"results/gpt_{recipe.name}/adapter"
+
+
+def test_a_configuration_knows_its_recipe_and_the_sections_that_bear_its_name(load: Load, recipe: Recipe) -> None:
+    cfg = load(f"trainer.{recipe.name}.max_steps=3", f"model.{recipe.name}.ref_policy_kl_penalty=0.5", recipe=recipe)
+    assert cfg.recipe is recipe
+    assert cfg.algorithm == recipe.name
+    assert isinstance(cfg.loss, recipe.loss_section)
+    assert cfg.loss.record is recipe.losses[recipe.name]
+    assert (cfg.loop.max_steps, cfg.loss.ref_policy_kl_penalty) == (3, 0.5)
 
 
 def test_kto_is_what_is_loaded_unless_another_is_named() -> None:
-    assert compose.algorithm_of(compose.load()) is KTO
+    assert compose.recipe_of(compose.load()) is KTO
 
 
 def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     config = compose.load(source=compose.Source(config_name="mine", config_dir=str(tmp_path)))
-    with pytest.raises(HydraException) as raised:
-        compose.algorithm_of(config)
-    assert str(raised.value) == "its defaults must begin with gpt_kto or gpt_dpo, which bring the types of the keys"
+    with pytest.raises(UserError) as raised:
+        compose.recipe_of(config)
+    assert str(raised.value) == "its defaults must begin with gpt_kto or gpt_dpo, which bring the keys"
 
 
 @pytest.mark.parametrize("averaged", ["true", "false"])
-def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(algorithm: Algorithm, averaged: str) -> None:
+def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(recipe: Recipe, averaged: str) -> None:
     def loss(*overrides: str) -> DictConfig:
-        return composed(overrides, algorithm).model[algorithm.name]
+        return composed(overrides, recipe).model[recipe.name]
 
-    section = f"model.{algorithm.name}"
+    section = f"model.{recipe.name}"
     given = f"{section}.preference_average_log_probs={averaged}"
     assert loss(given).sft_average_log_probs is (averaged == "true")
     own = loss(given, f"{section}.sft_average_log_probs={averaged != 'true'}".lower())
@@ -282,7 +315,7 @@ def test_adapters_are_scaled_by_one_unless_told() -> None:
     assert (tuning.adapter_dim, tuning.alpha) == (8, 16.0)
 
 
-def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null() -> None:
+def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null(load: Load) -> None:
     paths = {
         "pretrained_checkpoint.restore_from_path": "model",
         "exp_manager.explicit_log_dir": "run",
@@ -290,24 +323,20 @@ def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null() -> None:
         "model.peft.restore_from_path": "adapter",
         "export.adapter_path": "out",
     }
-    typed, problems = compose.to_config(compose.load([f"{key}='~/{name}'" for key, name in paths.items()]))
-    assert problems == []
-    config = OmegaConf.structured(typed)
+    cfg = load(*(f"{key}='~/{name}'" for key, name in paths.items()))
+    config = OmegaConf.create(cfg.model_dump())
     home = os.path.expanduser("~")
     assert {key: OmegaConf.select(config, key) for key in paths} == {key: f"{home}/{name}" for key, name in paths.items()}
-    assert config.export.path == f"{home}/run/hf"
-    typed, _ = compose.to_config(compose.load())
-    assert typed is not None
-    assert (typed.model.reference.restore_from_path, typed.model.peft.restore_from_path) == (None, None)
+    assert cfg.export.path == f"{home}/run/hf"
+    cfg = load()
+    assert (cfg.model.reference.restore_from_path, cfg.model.peft.restore_from_path) == (None, None)
 
 
 def test_an_interpolation_that_leads_nowhere() -> None:
-    config, problems = compose.check_overrides(["model.optim.eps=${nowhere}", "model.seed=${model.optim.name}"])
-    assert problems == []
-    typed, problems = compose.to_config(config)
-    assert typed is None
-    assert [problem.key for problem in problems] == ["model.seed", "model.optim.eps"]
-    assert str(problems[1]) == "model.optim.eps does not resolve: Interpolation key 'nowhere' not found (model.optim.eps)"
+    assert mistakes(["model.optim.eps='${nowhere}'", "model.optim.lr='${model.optim.name}'"]) == [
+        "model.optim.eps does not resolve: Interpolation key 'nowhere' not found (model.optim.eps)",
+        "model.optim.lr must be a float, got 'adam'",
+    ]
 
 
 def test_resolvers() -> None:
@@ -316,16 +345,16 @@ def test_resolvers() -> None:
     assert (config.product, config.quotient) == (24, 3)
 
 
-def test_a_configuration_of_ones_own(algorithm: Algorithm, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{algorithm.name}\n  - _self_\nmodel:\n  seed: 7\n")
+def test_a_configuration_of_ones_own(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{recipe.name}\n  - _self_\nmodel:\n  seed: 7\n")
     source = compose.Source(config_name="mine", config_dir=str(tmp_path))
     config = compose.load(["model.micro_batch_size=2"], source=source)
     assert config.model.seed == 7
-    assert compose.algorithm_of(config) is algorithm
-    _, problems = compose.check_overrides(["trainer.max_steps=x"], source=source)
-    assert [str(problem) for problem in problems] == [
+    assert compose.recipe_of(config) is recipe
+    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x"], sweep=False)
+    assert [str(mistake) for mistake in found][:1] == [
         "trainer.max_steps is not a key of the configuration, got trainer.max_steps=x; "
-        f"did you mean trainer.{algorithm.name}.max_steps?"
+        f"did you mean trainer.{recipe.name}.max_steps?"
     ]
 
 

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import yaml
 from omegaconf import DictConfig
 
-from nemo_kto.launch import compose, keys
-from nemo_kto.launch.schema import ALGORITHMS, DPO, KTO, Algorithm
+from nemo_kto.launch import compose, keys, rules
+from nemo_kto.launch.schema import config_type
+from nemo_kto.launch.words import names
+from nemo_kto.recipes import DPO, KTO, RECIPES, Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def leaves(hint: type, prefix: str = "") -> list[str]:
-    names = []
-    for name, inner in get_type_hints(hint).items():
-        names += leaves(inner, f"{prefix}{name}.") if hasattr(inner, "__dataclass_fields__") else [prefix + name]
-    return names
+def leaves(recipe: Recipe) -> list[str]:
+    return [name for name, field in names(config_type(recipe)).items() if field.section is None]
 
 
-def defaults(algorithm: Algorithm, *overrides: str) -> DictConfig:
-    return compose.load(overrides, source=compose.Source(algorithm.config_name))
+def defaults(recipe: Recipe, *overrides: str) -> DictConfig:
+    return compose.load(overrides, source=compose.Source(recipe.config_name))
 
 
-def test_files_types_and_comments_have_the_same_keys(algorithm: Algorithm) -> None:
-    documented = [key.name for key in keys.all_keys(algorithm)]
-    assert sorted(documented) == sorted(leaves(algorithm.config_type))
-    assert sorted(documented) == sorted(compose.known_keys(defaults(algorithm)))
+def test_files_types_and_comments_have_the_same_keys(recipe: Recipe) -> None:
+    documented = [key.name for key in keys.all_keys(recipe)]
+    assert sorted(documented) == sorted(leaves(recipe))
+    assert sorted(documented) == sorted(compose.known_keys(defaults(recipe)))
     assert len(documented) == len(set(documented))
 
 
-def test_every_key_has_a_comment(algorithm: Algorithm) -> None:
-    assert [key.name for key in keys.all_keys(algorithm) if len(key.comment) < 8] == []
+def test_every_key_has_a_comment(recipe: Recipe) -> None:
+    assert [key.name for key in keys.all_keys(recipe) if len(key.comment) < 8] == []
 
 
-def test_a_default_is_what_hydra_makes_of_it(algorithm: Algorithm) -> None:
-    config = defaults(algorithm)
-    for key in keys.all_keys(algorithm):
+def test_a_default_is_what_hydra_makes_of_it(recipe: Recipe) -> None:
+    config = defaults(recipe)
+    for key in keys.all_keys(recipe):
         if "${" in key.default or key.default == "???":
             continue
         section, _, name = key.name.rpartition(".")
@@ -62,12 +61,12 @@ def test_the_page_has_shared_keys_once_and_those_of_an_algorithm_under_its_name(
         elif match := re.match(r"\| `([\w.]+)` \|", line):
             tables[[*tables][-1]].append(match[1])
     assert list(tables) == [
-        "trainer", "exp_manager", "pretrained_checkpoint", "model", "export", "`nemo-kto kto` alone", "`nemo-kto dpo` alone",
+        "trainer", "exp_manager", "pretrained_checkpoint", "model", "export", "Only `nemo-kto kto`", "Only `nemo-kto dpo`",
     ]  # fmt: skip
-    shared = [name for title, names in tables.items() if not title.startswith("`") for name in names]
-    for algorithm in ALGORITHMS.values():
-        own = tables[f"`nemo-kto {algorithm.name}` alone"]
-        assert sorted(shared + own) == sorted(leaves(algorithm.config_type))  # each once
+    shared = [name for title, names in tables.items() if not title.startswith("Only") for name in names]
+    for recipe in RECIPES.values():
+        own = tables[f"Only `nemo-kto {recipe.name}`"]
+        assert sorted(shared + own) == sorted(leaves(recipe))  # each once
 
 
 def read(name: str, code: str) -> bool:
@@ -75,33 +74,38 @@ def read(name: str, code: str) -> bool:
     return re.search(rf'\.{name}\b|"{name}"', code) is not None
 
 
-def test_every_key_is_read_by_something(algorithm: Algorithm) -> None:
+def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     """A key that is accepted and changes nothing would be a lie."""
     launch = REPOSITORY / "nemo_kto" / "launch"
     code = "".join(file.read_text() for file in (*launch.glob("build*.py"), launch / "cli.py", launch / "ranks.py"))
+    code += inspect.getsource(rules.world_size) + inspect.getsource(rules.local_ranks)
     handed_on_whole = ("exp_manager.wandb_logger_kwargs.", "exp_manager.mlflow_logger_kwargs.")
-    only_one_value = {  # validate_model.py refuses all others
+    only_one_value = {  # schema.py refuses all others
         "model.virtual_pipeline_model_parallel_size",
         "model.context_parallel_size",
         "model.expert_model_parallel_size",
         "model.fp8",
         "model.optim.name",
     }
-    within_yaml = {"exp_manager.exp_dir", "exp_manager.name"}  # explicit_log_dir is made of them
+    within_yaml = {"exp_manager.exp_dir", "exp_manager.name", "algorithm"}  # explicit_log_dir is made of the first two
+    within_yaml |= {"trainer.callbacks"}  # not connected yet
+    by_name = {f"model.{recipe.name}.{option}" for loss in recipe.losses.values() for option in loss.options}
+    by_name |= {f"model.data.{name}" for name in recipe.data_defaults}
     unread = [
         key.name
-        for key in keys.all_keys(algorithm)
+        for key in keys.all_keys(recipe)
         if not read(key.name.rsplit(".", 1)[-1], code) and not key.name.startswith(handed_on_whole)
     ]
-    assert [name for name in unread if name not in only_one_value | within_yaml] == []
+    assert [name for name in unread if name not in only_one_value | within_yaml | by_name] == []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "own"),
+    ("recipe", "own"),
     [
         (
             KTO,
             {
+                "algorithm": "kto",
                 "model.kto.preference_loss": "kto",
                 "model.kto.desirable_loss_weight": "1.0",
                 "model.kto.undesirable_loss_weight": "1.0",
@@ -112,22 +116,23 @@ def test_every_key_is_read_by_something(algorithm: Algorithm) -> None:
         (
             DPO,
             {
+                "algorithm": "dpo",
                 "model.micro_batch_size": "1",  # counts pairs there
                 "model.global_batch_size": "64",
                 "model.dpo.preference_loss": "dpo",
-                "model.dpo.label_smoothing": "0.0",
-                "model.dpo.gt_reward_scale": "1.0",
-                "model.dpo.simpo_gamma": "0.5",
-                "model.data.default_chosen_reward": "1.0",
-                "model.data.default_rejected_reward": "0.0",
+                "model.dpo.label_smoothing": "null",
+                "model.dpo.gt_reward_scale": "null",
+                "model.dpo.simpo_gamma": "null",
+                "model.data.default_chosen_reward": "null",
+                "model.data.default_rejected_reward": "null",
                 "exp_manager.name": "gpt_dpo",
             },
         ),
     ],
-    ids=lambda value: value.name if isinstance(value, Algorithm) else "",
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
-def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(algorithm: Algorithm, own: dict[str, str]) -> None:
-    file = REPOSITORY / "conf" / f"{algorithm.config_name}.yaml"
+def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(recipe: Recipe, own: dict[str, str]) -> None:
+    file = REPOSITORY / "conf" / f"{recipe.config_name}.yaml"
     assert {key.name: key.default for key in keys._keys(file.read_text(), "")} == own
 
 
@@ -136,14 +141,14 @@ def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
     assert comments["model.micro_batch_size"] == "pairs of one forward and backward pass"
     assert comments["model.global_batch_size"] == "pairs of one optimizer step, over all ranks"
-    assert comments["model.dpo.log_prob_forward_micro_batch_size"] == "rows of one pass without gradient"
+    assert comments["model.dpo.log_prob_forward_micro_batch_size"] == "sequences of one forward pass without gradient"
     assert {key.name: key.comment for key in keys.all_keys(KTO)}["model.micro_batch_size"] == (
         "rows of one forward and backward pass"
     )
 
 
-def test_hardware_files_compose(algorithm: Algorithm) -> None:
+def test_hardware_files_compose(recipe: Recipe) -> None:
     names = sorted(file.stem for file in (REPOSITORY / "conf" / "hardware").glob("*.yaml"))
     assert names == ["cpu", "gpu_node"]
     for name in names:
-        defaults(algorithm, f"hardware={name}")
+        defaults(recipe, f"hardware={name}")

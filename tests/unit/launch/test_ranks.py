@@ -9,7 +9,7 @@ import lightning_fabric.utilities.rank_zero  # noqa: F401  (looks for the rank w
 import pytest
 
 from nemo_kto.launch import ranks
-from nemo_kto.launch.ranks import World, find
+from nemo_kto.launch.ranks import World, detect_world
 
 SRUN = {
     "SLURM_JOB_ID": "31234",
@@ -32,11 +32,11 @@ TORCHRUN = {
 
 
 def test_alone() -> None:
-    assert find({}) is None
+    assert detect_world({}) is None
 
 
 def test_torchrun() -> None:
-    assert find(dict(TORCHRUN)) == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert detect_world(dict(TORCHRUN)) == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
 def test_srun_sets_what_torch_distributed_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_srun_sets_what_torch_distributed_reads(monkeypatch: pytest.MonkeyPatch)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     try:
-        assert find() == World(rank=3, size=4, local_rank=1, local_size=None)
+        assert detect_world() == World(rank=3, size=4, local_rank=1, local_size=None)
         got = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     finally:
         for name in (*TORCHRUN, "SLURM_NTASKS_PER_NODE"):
@@ -54,7 +54,7 @@ def test_srun_sets_what_torch_distributed_reads(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torchrun_inside_an_srun_step_comes_first() -> None:
-    assert find({**SRUN, **TORCHRUN}) == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert detect_world({**SRUN, **TORCHRUN}) == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_torchrun_inside_an_srun_step_comes_first() -> None:
 )
 def test_slurm_variables_where_srun_started_nothing(changes: dict[str, str | None]) -> None:
     environment = {name: value for name, value in {**SRUN, **changes}.items() if value is not None}
-    assert find(environment) is None
+    assert detect_world(environment) is None
     assert "RANK" not in environment
 
 

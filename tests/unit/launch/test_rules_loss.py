@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from nemo_kto.launch.validate import problems
 
-from nemo_kto.launch import validate_model
-from nemo_kto.launch.schema import DPO, KTO, Algorithm
 from nemo_kto.losses.preference import LOSSES
-from tests.unit.launch.conftest import Load
+from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.unit.launch.conftest import Load, Said
 
 # Algorithm, overrides, what is said.
 BROKEN = [
@@ -35,7 +33,7 @@ BROKEN = [
             "model.global_batch_size must be divisible by micro_batch_size * data-parallel ranks = 2 * 1 = 2, got 1; use 2",
         ],
     ),
-    (KTO, ["model.kto.desirable_loss_weight=-1"], ["model.kto.desirable_loss_weight must be at least 0, got -1.0"]),
+    (KTO, ["model.kto.desirable_loss_weight=-1"], ["model.kto.desirable_loss_weight must be at least 0, got -1"]),
     (
         KTO,
         ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
@@ -47,50 +45,50 @@ BROKEN = [
     (
         DPO,
         ["model.dpo.label_smoothing=0.5"],
-        ["model.dpo.label_smoothing must be from 0 to below 0.5, got 0.5; e.g. 0.1"],
+        ["model.dpo.label_smoothing must be from 0 to below 0.5, got 0.5"],
     ),
     (
         DPO,
         ["model.dpo.label_smoothing=-0.1"],
-        ["model.dpo.label_smoothing must be from 0 to below 0.5, got -0.1; e.g. 0.1"],
+        ["model.dpo.label_smoothing must be from 0 to below 0.5, got -0.1"],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
         [
-            "model.dpo.label_smoothing must be 0.0 with hinge, which does not take it, got 0.1; it is for dpo or simpo",
+            "model.dpo.label_smoothing must be left out with hinge, which does not take it, got 0.1; it is for dpo or simpo",
         ],
     ),
     (
         DPO,
         ["model.dpo.gt_reward_scale=2"],
         [
-            "model.dpo.gt_reward_scale must be 1.0 with dpo, which does not take it, got 2.0; "
+            "model.dpo.gt_reward_scale must be left out with dpo, which does not take it, got 2.0; "
             "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl"
         ],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=rpo_sq", "model.dpo.gt_reward_scale=0"],
-        ["model.dpo.gt_reward_scale must be above 0, got 0.0; e.g. 1.0"],
+        ["model.dpo.gt_reward_scale must be above 0, got 0"],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=orpo", "model.dpo.simpo_gamma=1"],
-        ["model.dpo.simpo_gamma must be 0.5 with orpo, which does not take it, got 1.0; it is for simpo"],
+        ["model.dpo.simpo_gamma must be left out with orpo, which does not take it, got 1.0; it is for simpo"],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=-1"],
-        ["model.dpo.simpo_gamma must be at least 0, got -1.0"],
+        ["model.dpo.simpo_gamma must be at least 0, got -1"],
     ),
     (
         DPO,
         ["model.data.default_chosen_reward=5", "model.data.default_rejected_reward=1"],
         [
-            "model.data.default_chosen_reward must be 1.0 with dpo, which takes no rewards, got 5.0; "
+            "model.data.default_chosen_reward must be left out with dpo, which takes no rewards, got 5.0; "
             "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
-            "model.data.default_rejected_reward must be 0.0 with dpo, which takes no rewards, got 1.0; "
+            "model.data.default_rejected_reward must be left out with dpo, which takes no rewards, got 1.0; "
             "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
         ],
     ),
@@ -102,20 +100,20 @@ BROKEN = [
             "model.data.default_rejected_reward=-inf",
         ],
         [
-            "model.data.default_chosen_reward must be a finite number, got nan; e.g. 1.0",
-            "model.data.default_rejected_reward must be a finite number, got -inf; e.g. 0.0",
+            "model.data.default_chosen_reward must be finite, got nan",
+            "model.data.default_rejected_reward must be finite, got -inf",
         ],
     ),
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "overrides", "said"), BROKEN, ids=lambda value: str(value)[:50])
-def test_a_rule_that_is_broken(load: Load, algorithm: Algorithm, overrides: list[str], said: list[str]) -> None:
-    assert problems(load(*overrides, algorithm=algorithm), world_size=1) == said
+@pytest.mark.parametrize(("recipe", "overrides", "texts"), BROKEN, ids=lambda value: getattr(value, "name", str(value)[:50]))
+def test_a_rule_that_is_broken(said: Said, recipe: Recipe, overrides: list[str], texts: list[str]) -> None:
+    assert said(*overrides, recipe=recipe) == texts
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.reference_free])
-def test_a_loss_without_a_reference_holds_none(load: Load, tmp_path: object, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.needs_reference])
+def test_a_loss_without_a_reference_holds_none(said: Said, tmp_path: object, name: str) -> None:
     overrides = [
         f"model.dpo.preference_loss={name}",
         "model.reference.mode=swap",
@@ -123,7 +121,7 @@ def test_a_loss_without_a_reference_holds_none(load: Load, tmp_path: object, nam
         "model.reference.sync_interval=3",
     ]
     text = f"must be left out with {name}, which has no reference"
-    assert problems(load(*overrides, algorithm=DPO), world_size=1) == [
+    assert said(*overrides, recipe=DPO) == [
         f"model.reference.mode {text}, got swap",
         f"model.reference.restore_from_path {text}, got {tmp_path}/model",
         f"model.reference.sync_interval {text}, got 3",
@@ -131,35 +129,52 @@ def test_a_loss_without_a_reference_holds_none(load: Load, tmp_path: object, nam
 
 
 def test_the_losses_without_a_reference_are_these() -> None:
-    assert [name for name, loss in LOSSES.items() if loss.reference_free] == ["simpo", "orpo"]
+    assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(load: Load, name: str) -> None:
+def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(said: Said, name: str) -> None:
     values = {"label_smoothing": 0.1, "gt_reward_scale": 2.0, "simpo_gamma": 1.0}
-    config = load(f"model.dpo.preference_loss={name}", algorithm=DPO)
-    assert problems(config, world_size=1) == []
+    assert said(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():
-        config = load(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", algorithm=DPO)
         wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]
-        assert [line.split()[0] for line in problems(config, world_size=1)] == wrong
+        given = said(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", recipe=DPO)
+        assert [line.split()[0] for line in given] == wrong
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_means_and_sums_both_pass_where_a_loss_always_takes_the_mean(load: Load, name: str) -> None:
+def test_means_and_sums_both_pass_where_a_loss_always_takes_the_mean(said: Said, name: str) -> None:
     for average in ("true", "false"):
         overrides = [f"model.dpo.preference_loss={name}", f"model.dpo.preference_average_log_probs={average}"]
-        assert problems(load(*overrides, algorithm=DPO), world_size=1) == []
+        assert said(*overrides, recipe=DPO) == []
 
 
-def test_what_an_option_has_where_it_means_nothing_is_its_default(load: Load) -> None:
-    config = load(algorithm=DPO)
-    assert {name: getattr(config.loss, name) for name in validate_model._OPTIONS} == validate_model._OPTIONS
-    assert {name: getattr(config.model.data, name) for name in validate_model._REWARDS} == validate_model._REWARDS
+def test_options_that_are_not_given_are_left_to_the_function_of_the_loss(load: Load) -> None:
+    cfg = load(recipe=DPO)
+    assert (cfg.loss.record, cfg.loss.loss_options()) == (LOSSES["dpo"], {})
+    assert cfg.data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": 0.0}
+    given = ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=2"]
+    assert load(*given, recipe=DPO).loss.loss_options() == {"simpo_gamma": 2.0}
+    given = ["model.dpo.preference_loss=rpo_sq", "model.data.default_rejected_reward=-1"]
+    assert load(*given, recipe=DPO).data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": -1.0}
+
+
+def test_a_sweep_may_give_what_another_of_its_losses_takes(said: Said) -> None:
+    given = ["model.dpo.simpo_gamma=1.0", "model.data.default_chosen_reward=5"]
+    assert said(*given, recipe=DPO, sweep=True) == []
+    assert len(said(*given, recipe=DPO)) == 2
+
+
+def test_options_of_one_name_are_the_same_in_all_losses(recipe: Recipe) -> None:
+    found: dict[str, set[str]] = {}
+    for loss in recipe.losses.values():
+        for name, option in loss.options.items():
+            found.setdefault(name, set()).add(str(option))
+    assert [name for name, options in found.items() if len(options) > 1] == []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "overrides"),
+    ("recipe", "overrides"),
     [
         (KTO, ["model.global_batch_size=1", "model.kto.preference_loss=apo_zero_unpaired"]),
         (KTO, ["model.global_batch_size=2"]),
@@ -176,5 +191,5 @@ def test_what_an_option_has_where_it_means_nothing_is_its_default(load: Load) ->
         ),
     ],
 )
-def test_what_is_right_passes(load: Load, algorithm: Algorithm, overrides: list[str]) -> None:
-    assert problems(load(*overrides, algorithm=algorithm), world_size=1) == []
+def test_what_is_right_passes(said: Said, recipe: Recipe, overrides: list[str]) -> None:
+    assert said(*overrides, recipe=recipe) == []

@@ -8,19 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nemo_kto.launch.validate import METRICS, problems
 
-from nemo_kto.launch import validate
-from nemo_kto.launch.schema import DPO, KTO, Algorithm
+from nemo_kto.launch import cli, rules
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
-from tests.unit.launch.conftest import Load, of
+from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.unit.launch.conftest import Said, of
 
 # Overrides, number of ranks, what is said.
 BROKEN = [
     (["trainer.num_nodes=0"], 1, ["trainer.num_nodes must be at least 1, got 0"]),
     (["trainer.devices=0"], 1, ["trainer.devices must be at least 1, got 0; use auto for one rank a GPU"]),
-    (["trainer.devices=all"], 1, ["trainer.devices must be a whole number or auto, got 'all'"]),
+    (["trainer.devices=all"], 1, ["trainer.devices must be an integer or auto, got 'all'"]),
     (
         ["trainer.devices=2", "trainer.num_nodes=2"],
         3,
@@ -56,7 +55,7 @@ BROKEN = [
         ["trainer.max_time=03:45:00"],
         1,
         [
-            "trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got '03:45:00'; "
+            "trainer.max_time must be written DD:HH:MM:SS (days:hours:minutes:seconds), got 03:45:00; "
             "e.g. trainer.max_time=00:03:45:00"
         ],
     ),
@@ -65,27 +64,27 @@ BROKEN = [
     (
         ["trainer.ALGORITHM.gradient_clip_val=-1"],
         1,
-        ["trainer.ALGORITHM.gradient_clip_val must be at least 0, got -1.0; 0 switches clipping off"],
+        ["trainer.ALGORITHM.gradient_clip_val must be at least 0, got -1; 0 switches clipping off"],
     ),
     (
         ["trainer.ALGORITHM.val_check_interval=-1"],
         1,
-        ["trainer.ALGORITHM.val_check_interval must be a whole number of at least 0, or a fraction from 0.0 to 1.0, got -1"],
+        ["trainer.ALGORITHM.val_check_interval must be an integer of at least 0, or a fraction from 0.0 to 1.0, got -1"],
     ),
     (
         ["trainer.ALGORITHM.save_interval=1.5"],
         1,
-        ["trainer.ALGORITHM.save_interval must be a whole number of at least 0, or a fraction from 0.0 to 1.0, got 1.5"],
+        ["trainer.ALGORITHM.save_interval must be an integer of at least 0, or a fraction from 0.0 to 1.0, got 1.5"],
     ),
     (
         ["trainer.ALGORITHM.limit_val_batches=nan"],
         1,
-        ["trainer.ALGORITHM.limit_val_batches must be a whole number of at least 0, or a fraction from 0.0 to 1.0, got nan"],
+        ["trainer.ALGORITHM.limit_val_batches must be an integer of at least 0, or a fraction from 0.0 to 1.0, got nan"],
     ),
     (
         ["trainer.ALGORITHM.limit_train_batches=0.0"],
         1,
-        ["trainer.ALGORITHM.limit_train_batches must leave something to train on, got 0; use 1.0 for all"],
+        ["trainer.ALGORITHM.limit_train_batches must be above 0, got 0.0; use 1.0 for all"],
     ),
     (
         ["exp_manager.checkpoint_callback_params.mode=best"],
@@ -97,10 +96,10 @@ BROKEN = [
         1,
         [
             "exp_manager.checkpoint_callback_params.save_top_k must be at least -1, got -2; "
-            "-1 keeps all checkpoints, 0 the last alone"
+            "-1 keeps all checkpoints, 0 only the last"
         ],
     ),
-    (["exp_manager.explicit_log_dir=''"], 1, ["exp_manager.explicit_log_dir must name a folder, got nothing"]),
+    (["exp_manager.explicit_log_dir=''"], 1, ["exp_manager.explicit_log_dir must not be empty, got nothing"]),
     (
         ["pretrained_checkpoint.restore_from_path=/nowhere/model"],
         1,
@@ -127,6 +126,11 @@ BROKEN = [
     ),
     (
         ["model.data.data_prefix=null"],
+        1,
+        ["model.data.data_prefix must be a string, a list or a mapping, got null"],
+    ),
+    (
+        ["model.data.data_prefix=''"],
         1,
         ["model.data.data_prefix must be given, got nothing; name a jsonl file, a folder or a list of them"],
     ),
@@ -175,13 +179,13 @@ BROKEN = [
         1,
         [
             "model.data.splits_string must be up to three numbers of at least 0, the first above 0, such as "
-            "\"98,1,1\", got '98,x'"
+            '"98,1,1", got 98,x'
         ],
     ),
     (["model.data.seq_length=1"], 1, ["model.data.seq_length must be at least 2, got 1; a row has a prompt and an answer"]),
     (["model.data.truncation_mode=middle"], 1, ["model.data.truncation_mode must be keep_end or keep_start, got middle"]),
     (["model.data.num_workers=-1"], 1, ["model.data.num_workers must be at least 0, got -1"]),
-    (["export.max_shard_size_gb=0"], 1, ["export.max_shard_size_gb must be above 0, got 0.0; e.g. 5.0"]),
+    (["export.max_shard_size_gb=0"], 1, ["export.max_shard_size_gb must be above 0, got 0; e.g. 5.0"]),
     (["export.path=''"], 1, ["export.path must name a folder, got nothing; or set export.enabled=false"]),
     (
         ["export.path=results/out", "export.adapter_path=results/./out", "model.peft.peft_scheme=lora"],
@@ -192,16 +196,14 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "world_size", "said"), BROKEN, ids=lambda value: str(value)[:50])
-def test_a_rule_that_is_broken(load: Load, overrides: list[str], world_size: int, said: list[str]) -> None:
-    assert problems(load(*of(KTO, overrides)), world_size=world_size) == of(KTO, said)
+@pytest.mark.parametrize(("overrides", "world_size", "texts"), BROKEN, ids=lambda value: str(value)[:50])
+def test_a_rule_that_is_broken(said: Said, overrides: list[str], world_size: int, texts: list[str]) -> None:
+    assert said(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
 
 
-def test_the_other_algorithms_have_the_same_rules(load: Load, other: Algorithm) -> None:
-    said = [
-        problems(load(*of(other, overrides), algorithm=other), world_size=world_size) for overrides, world_size, _ in BROKEN
-    ]
-    assert said == [of(other, texts) for *_, texts in BROKEN]
+def test_the_other_algorithms_have_the_same_rules(said: Said, other: Recipe) -> None:
+    found = [said(*of(other, overrides), recipe=other, ranks=world_size) for overrides, world_size, _ in BROKEN]
+    assert found == [of(other, texts) for *_, texts in BROKEN]
 
 
 # Overrides and number of ranks, of which nothing is said.
@@ -226,20 +228,20 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:50])
-def test_what_is_right_passes(load: Load, overrides: list[str], world_size: int) -> None:
-    assert problems(load(*of(KTO, overrides)), world_size=world_size) == []
+def test_what_is_right_passes(said: Said, overrides: list[str], world_size: int) -> None:
+    assert said(*of(KTO, overrides), ranks=world_size) == []
 
 
-def test_what_is_right_passes_with_the_other_algorithms(load: Load, other: Algorithm) -> None:
+def test_what_is_right_passes_with_the_other_algorithms(said: Said, other: Recipe) -> None:
     wrong = {
-        str(overrides): said
+        str(overrides): given
         for overrides, world_size in RIGHT
-        if (said := problems(load(*of(other, overrides), algorithm=other), world_size=world_size))
+        if (given := said(*of(other, overrides), recipe=other, ranks=world_size))
     }
     assert wrong == {}
 
 
-def test_everything_is_found_at_once(load: Load, algorithm: Algorithm) -> None:
+def test_everything_is_found_at_once(said: Said, recipe: Recipe) -> None:
     wrong = [
         "trainer.precision=8",
         "exp_manager.checkpoint_callback_params.mode=best",
@@ -255,15 +257,13 @@ def test_everything_is_found_at_once(load: Load, algorithm: Algorithm) -> None:
         "trainer.ALGORITHM.max_epochs=0",
         "model.tensor_model_parallel_size=0",
     ]
-    config = load(*of(algorithm, wrong), algorithm=algorithm)
-    keys = [override.split("=")[0] for override in of(algorithm, wrong)]
-    assert [line.split()[0] for line in problems(config, world_size=1)] == keys
+    keys = [override.split("=")[0] for override in of(recipe, wrong)]
+    assert sorted(line.split()[0] for line in said(*of(recipe, wrong), recipe=recipe)) == sorted(keys)
 
 
-def test_a_logger_whose_package_is_missing(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "installed", lambda package: package == "tensorboard")
-    config = load("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true")
-    assert problems(config, world_size=1) == [
+def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "installed", lambda package: package == "tensorboard")
+    assert said("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
         f"exp_manager.create_{package}_logger cannot be true: the {package} logger needs the package "
         f"{package}, which is not "
         f"installed; run `pip install {package}` or set exp_manager.create_{package}_logger=false"
@@ -271,22 +271,22 @@ def test_a_logger_whose_package_is_missing(load: Load, monkeypatch: pytest.Monke
     ]
 
 
-def test_gpus_of_this_machine(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate.cpu, "device_count", lambda: 0)
-    assert problems(load("trainer.accelerator=gpu"), world_size=1) == [
+def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.cpu, "device_count", lambda: 0)
+    assert said("trainer.accelerator=gpu") == [
         "trainer.accelerator must be cpu or auto on a machine without GPUs that torch can use, got gpu",
     ]
-    monkeypatch.setattr(validate.cpu, "device_count", lambda: 2)
-    assert problems(load("trainer.accelerator=auto", "trainer.devices=4"), world_size=4) == [
+    monkeypatch.setattr(cli.cpu, "device_count", lambda: 2)
+    assert said("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
         "trainer.devices must be at most the 2 GPUs of this machine, got 4; use fewer ranks, or trainer.accelerator=cpu",
     ]
-    assert problems(load("trainer.accelerator=gpu", "trainer.devices=2"), world_size=2) == []
-    assert problems(load("trainer.accelerator=cpu", "trainer.devices=4"), world_size=4) == []
+    assert said("trainer.accelerator=gpu", "trainer.devices=2", ranks=2) == []
+    assert said("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
 
 
-def test_the_form_of_a_blend(load: Load, tmp_path: Path) -> None:
+def test_the_form_of_a_blend(said: Said, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    assert problems(load(f"model.data.data_prefix=[0.3,{file},0.7]"), world_size=1) == [
+    assert said(f"model.data.data_prefix=[0.3,{file},0.7]") == [
         f"model.data.data_prefix cannot be read: a blend must alternate weight and file, got 3 entries: [0.3, '{file}', 0.7]"
     ]
 
@@ -301,29 +301,27 @@ OFFERED = {
 
 
 @pytest.mark.parametrize("metric", ["val_los", "loss", "test_loss", "val"])
-def test_a_metric_that_is_none_is_met_with_those_there_are(load: Load, algorithm: Algorithm, metric: str) -> None:
-    assert problems(load(f"{MONITOR}={metric}", algorithm=algorithm), world_size=1) == [
-        f"{MONITOR} must be val_ or train_ and one of {OFFERED[algorithm.name]}, got {metric}; e.g. val_loss"
+def test_a_metric_that_is_none_is_met_with_those_there_are(said: Said, recipe: Recipe, metric: str) -> None:
+    assert said(f"{MONITOR}={metric}", recipe=recipe) == [
+        f"{MONITOR} must be val_ or train_ and one of {OFFERED[recipe.name]}, got {metric}; e.g. val_loss"
     ]
 
 
-def test_each_metric_that_is_offered_can_be_monitored(load: Load, algorithm: Algorithm) -> None:
-    assert ", ".join(METRICS[algorithm.name]) == OFFERED[algorithm.name]
-    config = load(algorithm=algorithm)
-    for metric in METRICS[algorithm.name]:
-        config.exp_manager.checkpoint_callback_params.monitor = f"val_{metric}"
-        assert problems(config, world_size=1) == []
+def test_each_metric_that_is_offered_can_be_monitored(said: Said, recipe: Recipe) -> None:
+    assert ", ".join((*recipe.metrics, *recipe.z0_metrics)) == OFFERED[recipe.name]
+    for metric in (*recipe.metrics, *recipe.z0_metrics):
+        assert said(f"{MONITOR}=val_{metric}", recipe=recipe) == []
 
 
-@pytest.mark.parametrize(("algorithm", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
-def test_a_metric_of_the_other_algorithm(load: Load, algorithm: Algorithm, metric: str) -> None:
-    (said,) = problems(load(f"{MONITOR}={metric}", algorithm=algorithm), world_size=1)
-    assert said.endswith(f", got {metric}; e.g. val_loss")
+@pytest.mark.parametrize(("recipe", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
+def test_a_metric_of_the_other_algorithm(said: Said, recipe: Recipe, metric: str) -> None:
+    (text,) = said(f"{MONITOR}={metric}", recipe=recipe)
+    assert text.endswith(f", got {metric}; e.g. val_loss")
 
 
-def test_kl_where_there_is_none(load: Load) -> None:
-    assert problems(load(f"{MONITOR}=val_kl", "model.kto.preference_loss=apo_zero_unpaired"), world_size=1) == [
-        f"{MONITOR} must not be kl, which apo_zero_unpaired does not have, got val_kl; e.g. val_loss"
+def test_kl_where_there_is_none(said: Said) -> None:
+    assert said(f"{MONITOR}=val_kl", "model.kto.preference_loss=apo_zero_unpaired") == [
+        f"{MONITOR} must be val_ or train_ and one of {OFFERED['kto'].removesuffix(', kl')}, got val_kl; e.g. val_loss"
     ]
 
 
@@ -333,5 +331,5 @@ def test_the_metrics_are_those_that_the_losses_report() -> None:
     of_rows = dict.fromkeys([*shared, "kl_rows", "kl_sum", "chosen_rows", "rejected_rows", "sft_rows"], 2.0)
     of_pairs = dict.fromkeys([*shared, "correct", "margin_square_sum"], 2.0)
     counts = {"rows", "invalid_rows"}
-    assert set(METRICS["kto"]) == set(kto_metrics(of_rows)) - counts
-    assert set(METRICS["dpo"]) == set(preference_metrics(of_pairs)) - counts
+    assert {*KTO.metrics, *KTO.z0_metrics} == set(kto_metrics(of_rows)) - counts
+    assert {*DPO.metrics, *DPO.z0_metrics} == set(preference_metrics(of_pairs)) - counts
