@@ -105,7 +105,15 @@ def kto_custom_collate(
         "attention_mask": own.attention_mask,
         "preference": torch.tensor([int(batch[k].desirable) for k in kept], dtype=torch.int64),
     }
-    return {**tensors, **_kl_tensors(pad(kl_samples), same_prompt)} if with_kl else tensors
+    if with_kl:
+        kl = pad(kl_samples)
+        tensors["kl_samples"] = kl.tokens
+        tensors["kl_sample_labels"] = kl.labels
+        tensors["kl_sample_lengths"] = kl.lengths
+        tensors["kl_position_ids"] = kl.position_ids
+        tensors["kl_attention_mask"] = kl.attention_mask
+        tensors["kl_same_prompt"] = torch.tensor(list(map(int, same_prompt)), dtype=torch.int64)
+    return tensors
 
 
 def _kl_examples(
@@ -118,17 +126,6 @@ def _kl_examples(
     room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
     texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
     return texts, [same[k] for k in kept]
-
-
-def _kl_tensors(padded: _Padded, same_prompt: Sequence[bool]) -> dict[str, torch.Tensor]:
-    return {
-        "kl_samples": padded.tokens,
-        "kl_sample_labels": padded.labels,
-        "kl_sample_lengths": padded.lengths,
-        "kl_position_ids": padded.position_ids,
-        "kl_attention_mask": padded.attention_mask,
-        "kl_same_prompt": torch.tensor(list(map(int, same_prompt)), dtype=torch.int64),
-    }
 
 
 def dpo_custom_collate(

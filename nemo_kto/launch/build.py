@@ -76,7 +76,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         objective=build_objective(cfg),
         phase=timers.phase,
     )
-    max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))  # type: ignore[arg-type]  # it has a length
+    max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
     checkpoints = build_checkpoint_manager(cfg, policy, reference, optimizer, scheduler)
     if not cfg.exp_manager.resume_if_exists:
@@ -89,8 +89,8 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_dataloader=data.train,  # type: ignore[typeddict-item]  # torch does not type what its sampler can
-        val_dataloader=data.validation,  # type: ignore[typeddict-item]
+        train_dataloader=data.train,
+        val_dataloader=data.validation,
         test_dataloader=None,
         logger=build_logger(cfg, resumed_step=resumed_step),
         ckpt_callback=checkpoints,

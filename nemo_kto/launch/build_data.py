@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from nemo_kto.algorithms.protocols import Loader
 from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
@@ -28,8 +28,8 @@ class RunData:
         collate_fn: turns what the loaders yield into a batch.
     """
 
-    train: DataLoader[Any]
-    validation: DataLoader[Any] | None
+    train: Loader[Any]
+    validation: Loader[Any] | None
     examples: Any
     collate_fn: Callable[[Any], Any]
 
@@ -70,7 +70,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     )
 
 
-def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training: bool) -> DataLoader[Any]:
+def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training: bool) -> Loader[Any]:
     sampler = GlobalBatchSampler(
         num_examples=len(examples),
         global_batch_size=cfg.model.global_batch_size,
@@ -79,7 +79,7 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
         drop_last=training,
         needs_kl_examples=cfg.loss.record.needs_z0,
     )
-    return build_dataloader(
+    loader: Any = build_dataloader(  # torch does not type what its sampler can do
         dataset=examples,
         sampler=sampler,
         rank=state.data_parallel_rank(),
@@ -88,3 +88,4 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
         num_workers=cfg.model.data.num_workers,
         pin_memory=device.on_gpu(),
     )
+    return loader

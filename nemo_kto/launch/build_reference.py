@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
 from nemo_kto.checkpoint.cached_reference import CachedReference
@@ -100,10 +100,9 @@ def _precompute(
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
     known = reference.cache.size
-    loaders: Any = (data.train, data.validation)
     batches = progress_bar(
-        batches_of_run(trainer_cfg, *loaders),
-        total=number_of_batches(trainer_cfg, *loaders),
+        batches_of_run(trainer_cfg, data.train, data.validation),
+        total=number_of_batches(trainer_cfg, data.train, data.validation),
         title="reference",
         shown=state.is_rank_zero(),
     )

@@ -32,12 +32,12 @@ class MicroBatchLoss(NamedTuple):
 
     Attributes:
         loss_sum: sum over the examples; differentiated.
-        count: examples it is the sum of.
+        num_examples: what it is the sum over; 0-d int.
         sums: what the metrics are made of, without gradient; the same names in every micro-batch.
     """
 
     loss_sum: torch.Tensor
-    count: torch.Tensor
+    num_examples: torch.Tensor
     sums: Mapping[str, torch.Tensor]
 
     @classmethod

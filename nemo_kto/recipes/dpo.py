@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
     from nemo_kto.data.batch import DPOBatch
-    from nemo_kto.data.dataset import Dataset, DPODataset, Splits
+    from nemo_kto.data.dataset import DPODataset, Splits
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import ModelArguments
     from nemo_kto.models.sequences import SequenceBatch
@@ -27,7 +27,7 @@ class DPORecipe(Recipe):
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
         from nemo_kto.data.dataset import build_dpo_splits
 
-        return build_dpo_splits(**source, **options)
+        return build_dpo_splits(**{**source, **options})
 
     def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
         from nemo_kto.data.loader import share
@@ -45,7 +45,7 @@ class DPORecipe(Recipe):
         return MegatronGPTDPOModel.sequences(batch)
 
     def build_model(
-        self, section: LossConfig, examples: Dataset, *, lr: float, **arguments: Unpack[ModelArguments]
+        self, section: LossConfig, examples: DPODataset, *, lr: float, **arguments: Unpack[ModelArguments]
     ) -> MegatronGPTDPOModel:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 

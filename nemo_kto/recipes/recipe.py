@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to 
     from typing_extensions import Unpack
 
     from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
-    from nemo_kto.data.dataset import Dataset, Splits
+    from nemo_kto.data.dataset import Splits
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -106,7 +106,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def build_model(
-        self, section: Any, examples: Dataset, *, lr: float, **arguments: Unpack[ModelArguments]
+        self, section: Any, examples: Any, *, lr: float, **arguments: Unpack[ModelArguments]
     ) -> MegatronGPTModel[Any]:
         """The policy with its loss; ``section`` is model.NAME, ``examples`` are those of the training."""
 
