@@ -73,10 +73,9 @@ def kto_custom_collate(
         reset_position_ids: positions start again at 0 after each EOS.
         reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
         eod_mask_loss: the token after an EOS is not trained on (the EOS itself still is).
-        seq_length: longest sequence; KL examples are cut to it at the end of their response. None: no limit.
+        seq_length: longest sequence; the responses of KL examples are cut to fit. None: no limit.
         pad_to_multiple: the common length S is a multiple of it.
-        with_kl: also make KL examples.
-        kept: numbers of the examples to keep, B of them; None: all.
+        with_kl, kept: also make KL examples; numbers of the examples to keep, B of them, None for all.
 
     Returns:
         See :class:`KTOBatch`. For B = 0, S is ``pad_to_multiple``.
