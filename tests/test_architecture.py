@@ -41,7 +41,8 @@ def names(text: str) -> frozenset[str]:
 
 # The table of docs/design.md.
 ROOMS = {
-    "losses": Room(outside=names("torch"), never=names("torch.distributed torch.cuda")),
+    "losses": Room(outside=names("torch annotated_types"), never=names("torch.distributed torch.cuda")),
+    "recipes": Room(own=names("losses"), outside=names("pydantic pydantic_core annotated_types")),
     "data": Room(
         own=names("losses"),
         outside=names("torch numpy"),
@@ -65,12 +66,16 @@ ROOMS = {
     ),
     "algorithms": Room(own=names("data telemetry"), outside=names("torch"), never=names("torch.distributed torch.cuda")),
     "launch": Room(
-        own=names("losses data parallel models checkpoint telemetry algorithms"),
+        own=names("losses recipes data parallel models checkpoint telemetry algorithms"),
         outside=names(
-            "torch numpy hydra omegaconf yaml transformers megatron.core pytorch_lightning lightning_fabric psutil"
+            "torch numpy hydra omegaconf pydantic annotated_types transformers megatron.core pytorch_lightning "
+            "lightning_fabric psutil"
         ),
+        never=names("hydra._internal"),
     ),
 }
+# Modules beside the packages, which every package may import and which import nothing.
+SHARED = frozenset({"errors", "__version__"})
 # The one file that may name torch.cuda.
 DEVICE_FILE = "parallel/cpu.py"
 
@@ -112,7 +117,7 @@ def import_offence(room_name: str, room: Room, file: Path, module: str) -> str |
     if top == "nemo_kto":
         parts = module.split(".")
         target = parts[1] if len(parts) > 1 else ""
-        good = target == room_name or target in room.own or target == "__version__"
+        good = target == room_name or target in room.own or target in SHARED
         return None if good else f"{room_name} must not import {module}"
     for package, files in room.only_in:
         if is_in(module, frozenset({package})):
@@ -135,11 +140,11 @@ def scan_imports(root: Path) -> list[str]:
     found: list[str] = []
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root)
-        if len(path.parts) == 1:  # nemo_kto/__init__.py, which holds the version
+        if len(path.parts) == 1:  # __init__.py, which holds the version, and what SHARED names
             found += [
                 f"{path}:{line}: the package itself imports {module}"
                 for line, module in imports(ast.parse(file.read_text()))
-                if not module.startswith("__future__")
+                if module.split(".")[0] not in sys.stdlib_module_names
             ]
             continue
         if path.parts[0] not in ROOMS:
@@ -256,6 +261,9 @@ OFFENCES = {
         ("losses/a.py", "import torch.distributed as dist\n", "losses must not import torch.distributed"),
         ("losses/b.py", "from torch import distributed\n", "losses must not import torch.distributed"),
         ("losses/c.py", "from nemo_kto.parallel import state\n", "losses must not import nemo_kto.parallel"),
+        ("recipes/k.py", "import nemo_kto.launch.schema\n", "recipes must not import nemo_kto.launch"),
+        ("errors.py", "import torch\n", "the package itself imports torch"),
+        ("launch/l.py", "from hydra._internal.utils import get_args_parser\n", "launch must not import hydra._internal"),
         ("algorithms/d.py", "def f():\n    from megatron.core import parallel_state\n", "d.py:2: algorithms must"),
         ("algorithms/e.py", "import nemo_kto.models.gpt\n", "algorithms must not import nemo_kto.models.gpt"),
         ("data/f.py", "import transformers\n", "transformers only in"),
@@ -282,7 +290,8 @@ OFFENCES = {
     ],
 }  # fmt: skip
 CLEAN = {
-    "losses/a.py": "import math\n\nimport torch\nfrom torch import Tensor\n\nfrom nemo_kto.losses.b import c\n",
+    "losses/a.py": "import math\n\nimport torch\nfrom torch import Tensor\n\nfrom nemo_kto.errors import UserError\n",
+    "errors.py": "from typing import NamedTuple\n",
     "parallel/cpu.py": "import torch\n\ntorch.cuda.synchronize()\n",
     "data/chat.py": "import transformers\nif TYPE_CHECKING:\n    import nemo_kto.models.gpt\n",
     "data/b.py": "def short():\n" + "    x = 1\n" * 58,
@@ -324,6 +333,19 @@ def test_what_algorithms_share_knows_of_no_one_of_them(file: str) -> None:
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)}
     of_kto = ("kto", "desirable", "z0", "kl_samples", "kl_rows", 'preference"')
     assert not [name for name in names - docstrings for word in of_kto if word in name.lower()]
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in (PACKAGE / "launch").glob("*.py")))
+def test_the_command_line_tells_no_algorithm_from_another(file: str) -> None:
+    """What belongs to one algorithm is in its recipe."""
+    if file.startswith("build"):
+        pytest.skip("connects the parts of each algorithm")
+    tree = ast.parse((PACKAGE / "launch" / file).read_text(encoding="utf-8"))
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    named |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not named & {"kto", "dpo", "KTO", "DPO", "model.kto", "model.dpo", "trainer.kto", "trainer.dpo"}
 
 
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef

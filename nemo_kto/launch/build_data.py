@@ -60,7 +60,12 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     }
     build_splits: Callable[..., Any] = build_kto_splits
     if not isinstance(cfg.loss, KTOLossConfig):
-        build_splits = partial(build_dpo_splits, **cfg.data_options())
+        rewards = cfg.data_options()
+        build_splits = partial(
+            build_dpo_splits,
+            default_chosen_reward=rewards["default_chosen_reward"],
+            default_rejected_reward=rewards["default_rejected_reward"],
+        )
     with state.main_process_first():
         splits = build_splits(**source)
     if splits.train is None:

@@ -25,9 +25,9 @@ from pydantic import ValidationError
 
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.launch.schema import RunConfig, config_type
-from nemo_kto.launch.words import echo, mistakes, names
 from nemo_kto.losses.loss import Loss, find_loss
-from nemo_kto.recipes import KTO, RECIPES, Recipe
+from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.recipes.words import echo, mistakes, names
 
 PACKAGE = "nemo_kto.conf"
 Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]
@@ -52,7 +52,7 @@ def config_path() -> str:
 class Source(NamedTuple):
     """What the command line says about where configurations come from (Hydra's flags of the same names)."""
 
-    config_name: str = KTO.config_name
+    config_name: str = next(iter(RECIPES.values())).config_name
     config_path: str | None = None
     config_dir: str | None = None
 
@@ -204,13 +204,13 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") -> list[str]:
     """Dotted names of all values (and, with ``sections``, of what holds them), in the order of the files."""
     keys = []
-    for name in config:
-        node = config._get_node(name)
-        section = isinstance(node, DictConfig) and not node._is_missing() and f"{prefix}{name}" != _FREE_FORM
-        if sections or not section:
+    for name in map(str, config):
+        given = not (OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name))
+        section = config[name] if given and f"{prefix}{name}" != _FREE_FORM else None
+        if sections or not isinstance(section, DictConfig):
             keys.append(f"{prefix}{name}")
-        if section:
-            keys.extend(known_keys(node, sections=sections, prefix=f"{prefix}{name}."))
+        if isinstance(section, DictConfig):
+            keys.extend(known_keys(section, sections=sections, prefix=f"{prefix}{name}."))
     return keys
 
 
@@ -239,10 +239,10 @@ def find_mistakes(
         errors: list[ConfigError] = []
         good: list[list[str]] = []
         for text in overrides:
-            error, values = _read(text, basis, recipe, sweep)
-            wrong = [error] if error else [error for value in values if (error := _fault(value, composed, recipe))]
-            errors += wrong
-            good += [values] if values and not wrong else []
+            values = _read(text, basis, recipe, sweep)
+            wrong = [values] if isinstance(values, ConfigError) else [_fault(value, composed, recipe) for value in values]
+            errors += filter(None, wrong)
+            good += [values] if not isinstance(values, ConfigError) and not any(wrong) else []
         first = [values[0] for values in good]
         jobs = [first, *([*first[:i], value, *first[i + 1 :]] for i, values in enumerate(good) for value in values[1:])]
         for job in jobs:
@@ -251,31 +251,31 @@ def find_mistakes(
             except WRONG as error:  # right one by one, wrong together
                 errors.append(ConfigError("The overrides", f"do not go together: {reason(error)}"))
     order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
-    return sorted(dict.fromkeys(errors), key=lambda error: order.get(error.key, len(order)))
+    return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
 
 
-def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> tuple[ConfigError | None, list[str]]:
-    """What is wrong with the form or the key of an override; and the override, or all of a sweep."""
+def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
+    """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException:
         if "=" not in text:
-            return ConfigError(name, f"must be written KEY=VALUE, got {text}"), []
-        return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'"), []
+            return ConfigError(name, f"must be written KEY=VALUE, got {text}")
+        return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'")
     key = override.key_or_group
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
-    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of a loss of one's own
+    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
     if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or _group(key)):
-        return _unknown(key, text, known, recipe), []
+        return _unknown(key, text, known, recipe)
     if override.is_delete():
-        return ConfigError(key, f"cannot be deleted, got {text}; set it to another value"), []
+        return ConfigError(key, f"cannot be deleted, got {text}; set it to another value")
     if not override.is_sweep_override():
-        return None, [text]
+        return [text]
     if not sweep:
         remedy = "write [a,b] for a list, or add --multirun for a sweep"
-        return ConfigError(key, f"must have one value, got {text}; {remedy}"), []
-    return None, [f"{name}={value}" for value in override.sweep_string_iterator()]
+        return ConfigError(key, f"must have one value, got {text}; {remedy}")
+    return [f"{name}={value}" for value in override.sweep_string_iterator()]
 
 
 def _group(key: str) -> list[str]:

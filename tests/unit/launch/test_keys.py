@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from nemo_kto.launch import compose, keys, rules
 from nemo_kto.launch.schema import config_type
-from nemo_kto.launch.words import names
 from nemo_kto.recipes import DPO, KTO, RECIPES, Recipe
+from nemo_kto.recipes.words import names
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
