@@ -227,7 +227,7 @@ def _gpus(cfg: RunConfig) -> int:
 def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
     """Say what is wrong, once, and exit.
 
-    Every rank comes to the same verdict and rank 0 speaks, except about files that only another machine lacks.
+    Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
     """
     lines = list(dict.fromkeys(str(mistake) for mistake in mistakes))
     count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.launch.schema import RunConfig, config_type
-from nemo_kto.losses.loss import Loss, find_loss
+from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.recipes.words import echo, mistakes, names
 
@@ -123,9 +123,8 @@ def to_config(
     found: list[ConfigError] = []
     for _ in range(4):  # wrong values, then values that are made of those, then what is still wrong
         values, errors = _resolved(config)
-        loss, wrong_loss = _find_loss(values, recipe)
+        loss = _find_loss(values, recipe, errors)
         typed, wrong_values = _typed(values, recipe, loss)
-        errors += wrong_loss
         errors += [error for error in wrong_values if error.key not in {earlier.key for earlier in errors}]
         if typed is not None and not errors:
             return typed, found
@@ -152,18 +151,14 @@ def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]
     return values, errors
 
 
-def _find_loss(values: Mapping[str, object], recipe: Recipe) -> tuple[Loss | None, list[ConfigError]]:
-    """The loss that preference_loss names."""
+def _find_loss(values: Mapping[str, object], recipe: Recipe, errors: list[ConfigError]) -> Loss | None:
+    """The loss that preference_loss names; None, and a further error, where there is none."""
     key = f"model.{recipe.name}.preference_loss"
-    if key not in values:
-        return None, []
     try:
-        name = echo(values[key])
-        loss = find_loss(name, recipe.losses)
-        recipe.refuse_misfit(loss, name)
+        return recipe.find_loss(echo(values[key])) if key in values else None
     except UserError as error:
-        return None, [ConfigError(key, str(error))]
-    return loss, []
+        errors.append(ConfigError(key, str(error)))
+        return None
 
 
 def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> tuple[RunConfig | None, list[ConfigError]]:
@@ -179,11 +174,8 @@ def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> t
     try:
         return types.model_validate(nested), []
     except ValidationError as error:
-        known = list(names(types))
-        return None, [
-            wrong if wrong.text else _unknown(wrong.key, echo(values.get(wrong.key)), known, recipe)
-            for wrong in mistakes(error, types, values)
-        ]
+        found, known = mistakes(error, types, values), list(names(types))
+        return None, [it if it.text else _unknown(it.key, echo(values.get(it.key)), known, recipe) for it in found]
 
 
 def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
@@ -240,16 +232,23 @@ def find_mistakes(
         good: list[list[str]] = []
         for text in overrides:
             values = _read(text, basis, recipe, sweep)
-            wrong = [values] if isinstance(values, ConfigError) else [_fault(value, composed, recipe) for value in values]
-            errors += filter(None, wrong)
-            good += [values] if not isinstance(values, ConfigError) and not any(wrong) else []
+            if isinstance(values, ConfigError):
+                errors.append(values)
+            else:
+                good.append(values)
         first = [values[0] for values in good]
         jobs = [first, *([*first[:i], value, *first[i + 1 :]] for i, values in enumerate(good) for value in values[1:])]
         for job in jobs:
+            faults: dict[str, ConfigError] = {}
             try:
-                errors += judge(composed(job), fallback)
-            except WRONG as error:  # right one by one, wrong together
-                errors.append(ConfigError("The overrides", f"do not go together: {reason(error)}"))
+                try:
+                    config = composed(job)
+                except WRONG:
+                    faults = {text: fault for text in job if (fault := _fault(text, composed, recipe))}
+                    config = composed([text for text in job if text not in faults])
+                errors += [*faults.values(), *judge(config, fallback)]
+            except WRONG as error:
+                errors += faults.values() or [ConfigError("The overrides", f"do not go together: {reason(error)}")]
     order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
     return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
 

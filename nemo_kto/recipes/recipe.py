@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel
 
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.losses.loss import Loss
+from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.recipes.section import Name, Remedy, Section
 
 Weight = Annotated[float, Ge(0)]
@@ -79,12 +79,13 @@ class Recipe:
         """Name of the configuration file."""
         return f"gpt_{self.name}"
 
-    def refuse_misfit(self, loss: Loss, name: str) -> None:
-        """Check that the function of a loss takes what it will be given, and has options that can be read.
+    def find_loss(self, name: str) -> Loss:
+        """The loss of a name or a path.
 
         Raises:
-            UserError: it does not.
+            UserError: there is none, its function does not take what it is given, or its annotations cannot be read.
         """
+        loss = find_loss(name, self.losses)
         given = {*self.loss_inputs, *["z0"] * loss.needs_z0, *["reward_delta_P"] * loss.needs_rewards}
         if loss.inputs != given:
             takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
@@ -93,6 +94,7 @@ class Recipe:
             _ = loss.options
         except (NameError, TypeError) as error:
             raise UserError(f"must name a loss whose annotations can be read, got {name}; {error}") from error
+        return loss
 
 
 SHARED_METRICS = (
