@@ -14,7 +14,7 @@ assert VERSION is not None
 setup(
     name="nemo-kto",
     version=VERSION.group(1),
-    description="KTO and its variants at Megatron scale: a Hugging Face checkpoint in, an aligned Hugging Face checkpoint out",
+    description="KTO and its variants at Megatron scale: Hugging Face checkpoint in, aligned Hugging Face checkpoint out",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

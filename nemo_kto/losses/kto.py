@@ -206,7 +206,8 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     Returns:
         loss (0 where no example is valid), preference_loss, sft_loss (over desirable examples), kl (the reference point),
         same_prompt_pairs (KL examples with a response to their own prompt), rewards_{chosen,rejected}_mean, rewards_margin,
-        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no example is left out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one example.
+        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no example is left
+        out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one example.
     """
     rows = sums["rows"]
     metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
