@@ -14,7 +14,7 @@ assert VERSION is not None
 setup(
     name="nemo-kto",
     version=VERSION.group(1),
-    description="KTO and its kin at Megatron scale: a Hugging Face checkpoint in, an aligned Hugging Face checkpoint out",
+    description="KTO and its variants at Megatron scale: Hugging Face checkpoint in, aligned Hugging Face checkpoint out",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -34,6 +34,7 @@ setup(
         "safetensors",
         "datasets>=3",
         "numpy",
+        "pydantic>=2.10",
         "psutil",  # megatron-core's dist_checkpointing imports it and does not declare it
         "tensorboard",
         "tqdm",

@@ -152,13 +152,11 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's flags, which may stand among the overrides, and the overrides."""
     parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False)
-    for names in (("--help", "-h"), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m")):
-        parser.add_argument(*names, action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
-    for names in (("--cfg", "-c"), ("--package", "-p"), ("--experimental-rerun",)):
-        parser.add_argument(*names)
-    for names in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
-        parser.add_argument(*names)
+    for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
+        parser.add_argument(*names.split(), action="store_true")
+    for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--experimental-rerun")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_intermixed_args(list(argv))
@@ -233,7 +231,7 @@ def _gpus(cfg: RunConfig) -> int:
 def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
     """Say what is wrong, once, and exit.
 
-    Every rank comes to the same verdict and rank 0 speaks, except about files that only another machine lacks.
+    Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
     """
     lines = list(dict.fromkeys(str(mistake) for mistake in mistakes))
     count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
@@ -260,12 +258,8 @@ def _own_script() -> Path | None:
 
 
 def _source_flags(source: compose.Source) -> list[str]:
-    return [
-        part
-        for name, value in source._asdict().items()
-        if value is not None
-        for part in (f"--{name.replace('_', '-')}", value)
-    ]
+    given = {name.replace("_", "-"): value for name, value in source._asdict().items() if value is not None}
+    return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
 if __name__ == "__main__":

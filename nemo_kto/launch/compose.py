@@ -25,9 +25,9 @@ from pydantic import ValidationError
 
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.launch.schema import RunConfig, config_type
-from nemo_kto.launch.words import echo, mistakes, names
-from nemo_kto.losses.loss import Loss, find_loss
-from nemo_kto.recipes import KTO, RECIPES, Recipe
+from nemo_kto.losses.loss import Loss
+from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.recipes.words import echo, mistakes, names
 
 PACKAGE = "nemo_kto.conf"
 Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]
@@ -52,7 +52,7 @@ def config_path() -> str:
 class Source(NamedTuple):
     """What the command line says about where configurations come from (Hydra's flags of the same names)."""
 
-    config_name: str = KTO.config_name
+    config_name: str = next(iter(RECIPES.values())).config_name
     config_path: str | None = None
     config_dir: str | None = None
 
@@ -123,9 +123,8 @@ def to_config(
     found: list[ConfigError] = []
     for _ in range(4):  # wrong values, then values that are made of those, then what is still wrong
         values, errors = _resolved(config)
-        loss, wrong_loss = _find_loss(values, recipe)
+        loss = _find_loss(values, recipe, errors)
         typed, wrong_values = _typed(values, recipe, loss)
-        errors += wrong_loss
         errors += [error for error in wrong_values if error.key not in {earlier.key for earlier in errors}]
         if typed is not None and not errors:
             return typed, found
@@ -152,18 +151,14 @@ def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]
     return values, errors
 
 
-def _find_loss(values: Mapping[str, object], recipe: Recipe) -> tuple[Loss | None, list[ConfigError]]:
-    """The loss that preference_loss names."""
+def _find_loss(values: Mapping[str, object], recipe: Recipe, errors: list[ConfigError]) -> Loss | None:
+    """The loss that preference_loss names; None, and a further error, where there is none."""
     key = f"model.{recipe.name}.preference_loss"
-    if key not in values:
-        return None, []
     try:
-        name = echo(values[key])
-        loss = find_loss(name, recipe.losses)
-        recipe.refuse_misfit(loss, name)
+        return recipe.find_loss(echo(values[key])) if key in values else None
     except UserError as error:
-        return None, [ConfigError(key, str(error))]
-    return loss, []
+        errors.append(ConfigError(key, str(error)))
+        return None
 
 
 def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> tuple[RunConfig | None, list[ConfigError]]:
@@ -179,11 +174,8 @@ def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> t
     try:
         return types.model_validate(nested), []
     except ValidationError as error:
-        known = list(names(types))
-        return None, [
-            wrong if wrong.text else _unknown(wrong.key, echo(values.get(wrong.key)), known, recipe)
-            for wrong in mistakes(error, types, values)
-        ]
+        found, known = mistakes(error, types, values), list(names(types))
+        return None, [it if it.text else _unknown(it.key, echo(values.get(it.key)), known, recipe) for it in found]
 
 
 def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
@@ -204,13 +196,13 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") -> list[str]:
     """Dotted names of all values (and, with ``sections``, of what holds them), in the order of the files."""
     keys = []
-    for name in config:
-        node = config._get_node(name)
-        section = isinstance(node, DictConfig) and not node._is_missing() and f"{prefix}{name}" != _FREE_FORM
-        if sections or not section:
+    for name in map(str, config):
+        given = not (OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name))
+        section = config[name] if given and f"{prefix}{name}" != _FREE_FORM else None
+        if sections or not isinstance(section, DictConfig):
             keys.append(f"{prefix}{name}")
-        if section:
-            keys.extend(known_keys(node, sections=sections, prefix=f"{prefix}{name}."))
+        if isinstance(section, DictConfig):
+            keys.extend(known_keys(section, sections=sections, prefix=f"{prefix}{name}."))
     return keys
 
 
@@ -239,43 +231,50 @@ def find_mistakes(
         errors: list[ConfigError] = []
         good: list[list[str]] = []
         for text in overrides:
-            error, values = _read(text, basis, recipe, sweep)
-            wrong = [error] if error else [error for value in values if (error := _fault(value, composed, recipe))]
-            errors += wrong
-            good += [values] if values and not wrong else []
+            values = _read(text, basis, recipe, sweep)
+            if isinstance(values, ConfigError):
+                errors.append(values)
+            else:
+                good.append(values)
         first = [values[0] for values in good]
         jobs = [first, *([*first[:i], value, *first[i + 1 :]] for i, values in enumerate(good) for value in values[1:])]
         for job in jobs:
+            faults: dict[str, ConfigError] = {}
             try:
-                errors += judge(composed(job), fallback)
-            except WRONG as error:  # right one by one, wrong together
-                errors.append(ConfigError("The overrides", f"do not go together: {reason(error)}"))
+                try:
+                    config = composed(job)
+                except WRONG:
+                    faults = {text: fault for text in job if (fault := _fault(text, composed, recipe))}
+                    config = composed([text for text in job if text not in faults])
+                errors += [*faults.values(), *judge(config, fallback)]
+            except WRONG as error:
+                errors += faults.values() or [ConfigError("The overrides", f"do not go together: {reason(error)}")]
     order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
-    return sorted(dict.fromkeys(errors), key=lambda error: order.get(error.key, len(order)))
+    return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
 
 
-def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> tuple[ConfigError | None, list[str]]:
-    """What is wrong with the form or the key of an override; and the override, or all of a sweep."""
+def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
+    """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException:
         if "=" not in text:
-            return ConfigError(name, f"must be written KEY=VALUE, got {text}"), []
-        return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'"), []
+            return ConfigError(name, f"must be written KEY=VALUE, got {text}")
+        return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'")
     key = override.key_or_group
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
-    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of a loss of one's own
+    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
     if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or _group(key)):
-        return _unknown(key, text, known, recipe), []
+        return _unknown(key, text, known, recipe)
     if override.is_delete():
-        return ConfigError(key, f"cannot be deleted, got {text}; set it to another value"), []
+        return ConfigError(key, f"cannot be deleted, got {text}; set it to another value")
     if not override.is_sweep_override():
-        return None, [text]
+        return [text]
     if not sweep:
         remedy = "write [a,b] for a list, or add --multirun for a sweep"
-        return ConfigError(key, f"must have one value, got {text}; {remedy}"), []
-    return None, [f"{name}={value}" for value in override.sweep_string_iterator()]
+        return ConfigError(key, f"must have one value, got {text}; {remedy}")
+    return [f"{name}={value}" for value in override.sweep_string_iterator()]
 
 
 def _group(key: str) -> list[str]:

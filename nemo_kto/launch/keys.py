@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from nemo_kto.launch.compose import PACKAGE, config_path
 from nemo_kto.launch.schema import config_type
-from nemo_kto.launch.words import names
 from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.recipes.words import names
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")

@@ -1,6 +1,6 @@
-"""How ranks come about: found under torchrun or srun, or started here.
+"""The ranks of a run: found under torchrun or srun, or started here.
 
-Torchrun is looked for before SLURM, because torchrun may itself run inside an srun step, and SLURM's variables are also set
+Torchrun is looked for before SLURM, since torchrun may itself run inside an srun step, and SLURM's variables are also set
 where nothing was started for each of them, such as in the batch script itself.
 """
 
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been listed
 INTERRUPTED = 128 + signal.SIGINT
@@ -47,7 +47,7 @@ class World:
 
 
 def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
-    """The ranks that somebody started, None if this process is alone.
+    """The ranks that somebody started, None if this process is the only one.
 
     In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
     """
@@ -131,7 +131,16 @@ def spawn_ranks(count: int, command: Sequence[str]) -> None:
             _end_descendants()
 
 
-def _first(failures: Iterable[Any]) -> Any:
+class _Failure(Protocol):
+    """What torch says of a rank that failed."""
+
+    local_rank: int
+    exitcode: int
+    error_file: str
+    timestamp: int
+
+
+def _first(failures: Iterable[_Failure]) -> _Failure:
     """The failure that caused the others.
 
     A rank that was killed is noticed late, after those that missed it; one that was ended by SIGTERM was not the cause.
@@ -139,17 +148,17 @@ def _first(failures: Iterable[Any]) -> Any:
     return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), _when(failure)))
 
 
-def _when(failure: Any) -> int:
+def _when(failure: _Failure) -> int:
     """Nanoseconds; the time within the error file has whole seconds, and ranks fail within milliseconds of each other."""
     try:
         return os.stat(failure.error_file).st_mtime_ns
     except OSError:
-        return int(failure.timestamp) * 10**9
+        return failure.timestamp * 10**9
 
 
-def _report(failure: Any, count: int) -> int:
+def _report(failure: _Failure, count: int) -> int:
     """Say which rank failed first and why; the exit status to end with."""
-    who, code = f"nemo-kto: rank {failure.local_rank} of {count}", int(failure.exitcode)
+    who, code = f"nemo-kto: rank {failure.local_rank} of {count}", failure.exitcode
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
@@ -207,7 +216,7 @@ def exit_rank(status: int, *, world: World | None) -> NoReturn:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(option, value)
 
 

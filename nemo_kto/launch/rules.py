@@ -85,21 +85,16 @@ def _checkpoints(cfg: RunConfig) -> Errors:
 
 
 def _files(cfg: RunConfig) -> Errors:
-    models = {
-        "pretrained_checkpoint.restore_from_path": cfg.pretrained_checkpoint.restore_from_path,
-        "model.reference.restore_from_path": cfg.model.reference.restore_from_path,
-    }
-    for key, folder in models.items():
-        if folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in _IN_MODELS):
+    for name, section in (("pretrained_checkpoint", cfg.pretrained_checkpoint), ("model.reference", cfg.model.reference)):
+        folder = section.restore_from_path
+        if folder is not None and not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "trainer.json")):
             form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
-            yield ConfigError(key, f"{form}, got {folder}; download it or correct the path", about_files=True)
+            text = f"{form}, got {folder}; download it or correct the path"
+            yield ConfigError(f"{name}.restore_from_path", text, about_files=True)
     adapter = cfg.model.peft.restore_from_path
     if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"
         yield ConfigError("model.peft.restore_from_path", text, about_files=True)
-
-
-_IN_MODELS = ("config.json", "trainer.json")
 
 
 def _data_files(cfg: RunConfig) -> Errors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -23,14 +23,29 @@ from nemo_kto.recipes.section import FilePath, Name, Remedy, Section, check, one
 from nemo_kto.telemetry.timers import parse_duration
 
 Base = TypeVar("Base", bound=BaseModel)
+
+
+def reads(parse: Callable[[str], object]) -> Callable[[str], bool]:
+    """True of a string that the function can read."""
+    return lambda text: error_of(lambda: parse(text)) is None
+
+
+def _is_part(part: float) -> bool:
+    return part >= 0 and (isinstance(part, int) or part <= 1.0)
+
+
+def _two_decays(betas: list[float]) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+
+
 Count = Annotated[int, Ge(1)]
 Unsupported = "not supported in this version"
-Part = Annotated[
-    int | float,
-    check(
-        lambda part: part >= 0 and (isinstance(part, int) or part <= 1.0),
-        "be an integer of at least 0, or a fraction from 0.0 to 1.0",
-    ),
+Part = Annotated[int | float, check(_is_part, "be an integer of at least 0, or a fraction from 0.0 to 1.0")]
+Duration = Annotated[
+    Name, check(reads(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
+]
+Splits = Annotated[
+    Name, check(reads(read_splits_string), 'be up to three numbers of at least 0, the first above 0, such as "98,1,1"')
 ]
 Finite = Annotated[float, check(math.isfinite, "be finite")]
 Folder = Annotated[FilePath, check(bool, "not be empty")]
@@ -61,17 +76,7 @@ class TrainerConfig(Section):
     devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU")]
     accelerator: Literal["auto", "cpu", "gpu"]
     precision: Annotated[Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported")]
-    max_time: (
-        Annotated[
-            Name,
-            check(
-                lambda time: error_of(lambda: parse_duration(time)) is None,
-                "be written DD:HH:MM:SS (days:hours:minutes:seconds)",
-                "e.g. {key}=00:03:45:00",
-            ),
-        ]
-        | None
-    )
+    max_time: Duration | None
     timeout_minutes: Count
     callbacks: list[str | dict[str, object]]
 
@@ -166,14 +171,7 @@ class OptimConfig(Section):
     name: Annotated[Literal["adam"], Remedy("distributed_fused_adam is adam with use_distributed_optimizer=true")]
     lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5")]
     weight_decay: Annotated[float, Ge(0)]
-    betas: Annotated[
-        list[float],
-        check(
-            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-            "be two numbers from 0 to below 1",
-            "e.g. {key}=[0.9,0.98]",
-        ),
-    ]
+    betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]")]
     eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
     use_distributed_optimizer: bool
     sched: ScheduleConfig
@@ -196,16 +194,7 @@ class DataConfig(Section):
         AfterValidator(_expand),
         check(bool, "be given", "name a jsonl file, a folder or a list of them"),
     ]
-    splits_string: (
-        Annotated[
-            Name,
-            check(
-                lambda splits: error_of(lambda: read_splits_string(splits)) is None,
-                'be up to three numbers of at least 0, the first above 0, such as "98,1,1"',
-            ),
-        ]
-        | None
-    )
+    splits_string: Splits | None
     seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
     num_workers: Annotated[int, Ge(0)]

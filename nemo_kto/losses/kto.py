@@ -1,10 +1,10 @@
-"""The KTO family of losses: one loss for each row, and the sums its metrics are made of.
+"""The KTO family of losses: one loss for each example, and the sums its metrics are made of.
 
 KTO: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
 APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266.
 
-Notation. r is the log-ratio of a row, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
-reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of rows.
+Notation. r is the log-ratio of an example, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
+reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of examples.
 
 Everything here is a function of tensors: no communication, no configuration, no state.
 """
@@ -20,18 +20,18 @@ from nemo_kto.losses.metrics import masked_sum, sample_std
 
 
 def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of rows).
+    """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of examples).
 
-    The rows are prompts with the response to another prompt. Hand in sums over the WHOLE global batch: clamped once,
+    The examples are prompts with the response to another prompt. Hand in sums over the WHOLE global batch: clamped once,
     after the sum, the estimate does not depend on how the batch is spread over ranks and micro-batches. Clamping parts
     and averaging them would bias it upwards.
 
     Args:
-        log_ratio_sum: sum of r over the valid KL rows; 0-d.
-        count: number of valid KL rows; 0-d, any dtype.
+        log_ratio_sum: sum of r over the valid KL examples; 0-d.
+        count: number of valid KL examples; 0-d, any dtype.
 
     Returns:
-        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 where there is no valid row.
+        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 where there is no valid example.
 
     Examples:
         >>> kl_reference_point(torch.tensor(3.0), torch.tensor(2)).item()
@@ -53,7 +53,7 @@ def kto_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> torch.Tensor:
-    """KTO loss of each row (arXiv 2402.01306).
+    """KTO loss of each example (arXiv 2402.01306).
 
         desirable:    w_D (1 - sigmoid(beta (r - z0)))
         undesirable:  w_U (1 - sigmoid(beta (z0 - r)))
@@ -70,7 +70,7 @@ def kto_losses(
         [N], each between 0 and its weight.
 
     Examples:
-        Where policy and reference are the same model, each row costs half its weight:
+        Where policy and reference are the same model, each example costs half its weight:
 
         >>> kto_losses(torch.zeros(2), torch.tensor([1, 0]), z0=torch.tensor(0.0), beta=0.1,
         ...            desirable_weight=1.0, undesirable_weight=2.0).tolist()
@@ -87,12 +87,12 @@ def apo_zero_unpaired_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> torch.Tensor:
-    """APO-zero loss of each row, for rows that come without a partner (arXiv 2408.06266).
+    """APO-zero loss of each example, for unpaired examples (arXiv 2408.06266).
 
         desirable:    w_D (1 - sigmoid(beta r))
         undesirable:  w_U sigmoid(beta r)
 
-    That is KTO with its reference point held at zero, so it needs no KL rows.
+    That is KTO with its reference point held at zero, so it needs no KL examples.
 
     Args:
         log_ratios_N: r; fp32.
@@ -136,8 +136,8 @@ def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torc
     """Add up what :func:`kl_reference_point` needs.
 
     Args:
-        log_ratios_N: r of the KL rows.
-        valid_N: True for rows with a response token.
+        log_ratios_N: r of the KL examples.
+        valid_N: True for examples with a response token.
 
     Returns:
         ``kl_sum`` (float64) and ``kl_rows`` (int64), 0-d.
@@ -164,14 +164,14 @@ def kto_metric_sums(
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_N: loss of each row, all its terms together.
+        losses_N: loss of each example, all its terms together.
         preference_losses_N: its KTO loss.
-        sft_losses_N: negative log-prob of its response; counts where the row is desirable.
+        sft_losses_N: negative log-prob of its response; counts where the example is desirable.
         log_ratios_N: r.
-        logps_N: the policy's log-prob of each row's response.
+        logps_N: the policy's log-prob of each response.
         desirable_N: 1 or True for a desirable response.
-        valid_N: True for rows with a response token; the others are in no sum and no count but ``invalid_rows``.
-        beta: the reward of a row is beta r.
+        valid_N: True for examples with a response token; the others are in no sum and no count but ``invalid_rows``.
+        beta: the reward of an example is beta r.
 
     Returns:
         0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_N``), sums in float64 without gradient, and
@@ -204,10 +204,10 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             where the loss has a reference point.
 
     Returns:
-        loss (0 where no row is valid), preference_loss, sft_loss (over desirable rows), kl (the reference point),
-        same_prompt_pairs (KL rows with a response to their own prompt), rewards_{chosen,rejected}_mean, rewards_margin,
-        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no row to stand on is left
-        out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one row.
+        loss (0 where no example is valid), preference_loss, sft_loss (over desirable examples), kl (the reference point),
+        same_prompt_pairs (KL examples with a response to their own prompt), rewards_{chosen,rejected}_mean, rewards_margin,
+        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no example is left
+        out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one example.
     """
     rows = sums["rows"]
     metrics = {"loss": sums["loss_sum"] / max(rows, 1)}

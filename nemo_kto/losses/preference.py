@@ -1,4 +1,4 @@
-"""Losses of pairs: one loss a pair, and the sums its metrics are made of.
+"""Losses of pairs: one loss for each pair, and the sums its metrics are made of.
 
 Notation. A pair is two answers to one prompt, of which one was chosen. r is the log-ratio of an answer,
 log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r its reward; h is r of the chosen answer minus r of the rejected
@@ -34,7 +34,7 @@ def dpo_losses(
 
         - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
 
-    With e above 0 it is the conservative form, for data in which a share e of the pairs has the wrong order.
+    With e above 0 it is the conservative form, for data in which a fraction e of the pairs has the wrong order.
 
     Args:
         chosen_logratios_P: r of the chosen answers; fp32.
@@ -103,7 +103,7 @@ def rpo_sq_losses(
         chosen_logratios_P: r of the chosen answers; fp32.
         rejected_logratios_P: r of the rejected answers.
         beta: how strongly the policy is held to the reference.
-        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the rows give them.
+        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the data gives them.
         gt_reward_scale: eta.
 
     Returns:
@@ -122,7 +122,7 @@ def rpo_bwd_kl_losses(
 ) -> torch.Tensor:
     """Reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704): KL(Bernoulli(a) || Bernoulli(b)).
 
-    a = sigmoid(eta d) is the preference that the rewards of the rows imply, b = sigmoid(beta h) that of the policy.
+    a = sigmoid(eta d) is the preference that the rewards in the data imply, b = sigmoid(beta h) that of the policy.
 
     Args:
         chosen_logratios_P, rejected_logratios_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
@@ -202,7 +202,7 @@ def _bernoulli_kl(logits_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor
 
 
 def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
-    # expm1: 1 - p keeps its digits where p is close to 1; where p is 1 in fp32, the least step below it is taken
+    # expm1: 1 - p keeps its digits where p is close to 1; where p is 1 in fp32, the smallest step below it is taken
     below_one_P = logps_P.clamp(max=-torch.finfo(logps_P.dtype).eps)
     return logps_P - torch.log(-torch.expm1(below_one_P))
 
@@ -274,10 +274,10 @@ def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         sums: what :func:`preference_metric_sums` gives, added over micro-batches and ranks.
 
     Returns:
-        loss (0 where no pair is valid), preference_loss, sft_loss, acc (share of the pairs whose chosen answer has the
+        loss (0 where no pair is valid), preference_loss, sft_loss, acc (fraction of the pairs whose chosen answer has the
         greater reward), rewards_{chosen,rejected}_mean, rewards_margin, rewards_margin_std, rewards_all_{mean,std},
         logps_{chosen,rejected}_mean, rows (pairs), invalid_rows. Standard deviations are those of the sample. What has
-        no pair to stand on is left out.
+        no pair is left out.
     """
     rows = sums["rows"]
     metrics = {"loss": sums["loss_sum"] / max(rows, 1)}

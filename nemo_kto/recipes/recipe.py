@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel
 
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.losses.loss import Loss
+from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.recipes.section import Name, Remedy, Section
 
 if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
@@ -116,12 +116,13 @@ class Recipe(ABC):
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         """What makes the trainer of the other arguments of DPOTrainer."""
 
-    def refuse_misfit(self, loss: Loss, name: str) -> None:
-        """Check that the function of a loss takes what it will be given, and has options that can be read.
+    def find_loss(self, name: str) -> Loss:
+        """The loss of a name or a path.
 
         Raises:
-            UserError: it does not.
+            UserError: there is none, its function does not take what it is given, or its annotations cannot be read.
         """
+        loss = find_loss(name, self.losses)
         given = {*self.loss_inputs, *["z0"] * loss.needs_z0, *["reward_delta_P"] * loss.needs_rewards}
         if loss.inputs != given:
             takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
@@ -130,6 +131,7 @@ class Recipe(ABC):
             _ = loss.options
         except (NameError, TypeError) as error:
             raise UserError(f"must name a loss whose annotations can be read, got {name}; {error}") from error
+        return loss
 
 
 SHARED_METRICS = (

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from nemo_kto.errors import ConfigError, either
 from nemo_kto.recipes.section import Check, Remedy
 
-_WORDS = {
+_WORDS: dict[object, str] = {
     int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
     dict: "a mapping",
 }  # fmt: skip
@@ -80,7 +80,7 @@ def _alternatives(annotation: object) -> Iterator[str]:
     elif origin is list and parts != (object,):
         yield f"a list of {' or '.join(word.split(maxsplit=1)[1] + 's' for word in _alternatives(parts[0]))}"
     else:
-        yield _WORDS.get(origin or annotation, str(annotation))  # type: ignore[call-overload]  # any type may be asked for
+        yield _WORDS.get(origin or annotation, str(annotation))
 
 
 def _metadata(annotation: object) -> list[object]:
@@ -151,14 +151,11 @@ def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: objec
     if any(detail["type"] == "missing" for detail in details):
         yield f"must be given, got nothing{field.remedy(key, *(check.remedy for check in field.checks[:1]))}"
         return
-    of_form = [detail for detail in details if detail["type"] == "check"]
-    for detail in of_form:
-        context = detail.get("ctx", {})
-        yield f"must {context['text']}, got {echo(detail['input'])}{field.remedy(key, context['remedy'])}"
-    out_of_range = [detail["input"] for detail in details if detail["type"] in _OUT_OF_RANGE]
-    for number in out_of_range:
-        yield f"must be {field.bounds}, got {echo(number)}{field.remedy(key)}"
-    if not of_form and not out_of_range:
+    broken = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
+    for detail in broken:
+        own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": f"be {field.bounds}"}
+        yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
+    if not broken:
         typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
         remedy = "" if typed else field.remedy(key)
         yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"
