@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-IMPORTS = "import nemo_kto.launch.cli, nemo_kto.launch.build"
+IMPORTS = "import time, nemo_kto.launch.cli, nemo_kto.launch.build; print(time.time())"
 # The imports do not count as composing, so they come first.
 COMPOSING = """
 import sys, time
@@ -31,14 +31,11 @@ print(time.perf_counter() - began)
 """
 
 
-def run(tree: Path, *arguments: str) -> tuple[float, str]:
-    """Seconds of a Python process, and what it printed. Raises CalledProcessError if it fails."""
+def run(tree: Path, *arguments: str) -> str:
+    """What a Python process printed. Raises CalledProcessError if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    began = time.time()
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, check=True, capture_output=True, text=True
-    )
-    return time.time() - began, done.stdout
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def overrides(scratch: Path, folder: Path) -> list[str]:
@@ -66,6 +63,12 @@ def first_step(tree: Path, scratch: Path, number: int) -> float:
     return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["time"]) - began
 
 
+def imports(tree: Path) -> float:
+    """Seconds from the start of a process until everything that a job needs is imported."""
+    began = time.time()
+    return float(run(tree, "-c", IMPORTS)) - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how long a job takes to start.")
     parser.add_argument("--tree", type=Path, default=HERE, help="checkout to measure; this one if not given")
@@ -79,9 +82,9 @@ def main() -> None:
         numbers = range(1, arguments.repeats + 1)
         figures = {
             "command to first step": [first_step(tree, scratch, number) for number in numbers],
-            "imports": [run(tree, "-c", IMPORTS)[0] for _ in numbers],
+            "imports": [imports(tree) for _ in numbers],
             "composing the configuration": [
-                float(run(tree, "-c", COMPOSING, *overrides(scratch, scratch / "none"))[1]) for _ in numbers
+                float(run(tree, "-c", COMPOSING, *overrides(scratch, scratch / "none"))) for _ in numbers
             ],
         }
     for title, seconds in figures.items():

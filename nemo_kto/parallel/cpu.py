@@ -115,7 +115,7 @@ class _NoProperties:
 
 def _leave_compiler_out() -> None:
     """Nothing is compiled on the CPU, so nothing needs to be kept from the compiler, which torch would import to do so."""
-    if "torch._inductor" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
+    if "torch._dynamo" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
         torch.compiler.set_stance("force_eager")
 
     def disable(function: object = None, recursive: bool = True, *, reason: str | None = None) -> object:
