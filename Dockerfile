@@ -1,4 +1,4 @@
-# nemo_kto on NVIDIA's PyTorch image, which brings CUDA, NCCL, torch and Transformer Engine built for each other.
+# nemo_kto on NVIDIA's PyTorch image, with CUDA, NCCL, torch and Transformer Engine that were built for each other.
 #
 #   docker build -t nemo_kto .
 #   docker build -t nemo_kto --build-arg BASE_IMAGE=nvcr.io/nvidia/nemo:26.02 .
@@ -7,7 +7,7 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE_IMAGE}
 ARG MEGATRON_CORE=0.16.1
 
-# The image's own constraint file pins libraries we need in other versions; what must stay is pinned in the next step.
+# The image's constraint file pins libraries that we need in other versions; the next step pins what must stay.
 ENV PIP_CONSTRAINT="" \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -19,7 +19,7 @@ COPY nemo_kto nemo_kto
 COPY conf conf
 COPY examples examples
 
-# torch and all that was compiled against it stay as they are: pip would rather fail than replace them.
+# torch and everything compiled against it must not change: with these constraints pip fails instead of replacing them.
 RUN python3 -c 'from importlib.metadata import distributions as d; \
 stay = ("torch", "triton", "pytorch-triton", "transformer-engine", "transformer_engine", "flash", "apex", "nvidia"); \
 found = {(p.metadata["Name"], p.version) for p in d()}; \
@@ -27,7 +27,7 @@ print(*(f"{n}=={v}" for n, v in sorted(found) if n and n.lower().startswith(stay
     && python3 -m pip install --no-deps "megatron-core==${MEGATRON_CORE}" \
     && python3 -m pip install --constraint /opt/base-image.txt .
 
-# Works for any user: caches and runs go to a folder that all may write to.
+# Works for any user: caches and runs go to a folder that every user may write to.
 ENV HOME=/workspace \
     USER=nemo \
     PYTHONUNBUFFERED=1

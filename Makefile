@@ -1,13 +1,13 @@
-# make quickstart   a real model aligned on this machine, in minutes
-# make test         proof that the numbers are right
-# The rest: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, bench, wheel, clean.
-# Each makes the virtual environment it needs. QUICKSTART_STEPS=2 cuts the quickstart short.
+# make quickstart   align a small real model on this machine, in minutes
+# make test         check that the numbers are correct
+# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, bench, wheel, clean.
+# Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# The newest Python that is tested with the pinned versions comes first. Override: make PYTHON=/path/to/python VENV=.venv-mine
+# The newest Python tested with the pinned versions comes first. Override: make PYTHON=/path/to/python VENV=.venv-mine
 first_that_runs = $(shell for python in $(1); do "$$python" --version >/dev/null 2>&1 && { command -v "$$python"; break; }; done; true)
 PYTHON ?= $(call first_that_runs,python3.11 python3.12 python3.10 python3)
 PYTHON312 ?= $(call first_that_runs,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
@@ -18,12 +18,12 @@ BIN := $(VENV)/bin
 REQUIREMENTS := setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
-# Each worker is a process with gloo ranks of its own. A file stays with one worker, which shares what its tests have in common.
+# Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
-# Installing is silent for minutes: this says that it still runs.
+# An installation prints nothing for minutes: this shows that it still runs.
 NOT_SILENT := echo 'installing (the first time this takes minutes)'; (while sleep 4 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
-# What the other end of the supported versions is tested with: what touches megatron-core, at a sample of the layouts.
+# The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
 .PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 lint bench wheel clean
@@ -35,7 +35,7 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# Constraints are given with the first installation: pip would take another torch without them.
+# The first installation needs the constraints: without them pip would install another torch.
 $(VENV)/.quickstart: $(VENV)/.made $(REQUIREMENTS)
 	$(NOT_SILENT) $(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[quickstart]'
 	touch $@
@@ -73,7 +73,7 @@ $(VENV312)/.test: setup.py constraints-py312.txt
 
 ifeq ($(PYTHON312),)
 test-py312:
-	@echo "no python3.12 here: the tests with the newest megatron-core are left out (give one with PYTHON312=...)"
+	@echo "no python3.12 here: the tests with the newest megatron-core are skipped (set PYTHON312=...)"
 else
 test-py312: $(VENV312)/.test
 	$(VENV312)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
@@ -83,7 +83,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py
 
 wheel: $(VENV)/.made
-	rm -rf build  # setuptools would ship what an earlier build left there
+	rm -rf build  # or setuptools would ship the files of an earlier build
 	$(BIN)/python -m pip wheel $(PIP_FLAGS) --no-deps --wheel-dir dist .
 
 clean:

@@ -1,15 +1,15 @@
-"""One KTO step against TRL 1.5.1's KTOTrainer: seconds, memory, and the proof that both did the same.
+"""One KTO step compared with TRL 1.5.1's KTOTrainer: seconds, memory, and a check that both computed the same.
 
     python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--threads 2] [--only NAME ...]
 
-MODEL is a Hugging Face folder. Both train it in fp32 on the CPU, in one process with the same number of threads, on the
-same 8 rows of up to 384 tokens with the same KL pairs, constant learning rate, Adam and clipping; each trainer in a
-process of its own, one after the other. The first step is not counted. Loss and KL of the last step stand in the table:
-where they agree, both have computed the same steps. Ours holds the reference in three ways; with adapters it trains
-less, so that its losses are others.
+MODEL is a Hugging Face folder. Both train it in fp32 on the CPU with the same number of threads, on the same 8 examples
+of up to 384 tokens with the same KL examples, constant learning rate, Adam and clipping. Each trainer runs in a
+separate process, one after the other. The first step is not counted. The table shows loss and KL of the last step: if
+they agree, both computed the same steps. nemo_kto runs with three reference modes; with adapters it trains fewer
+weights, so its losses differ.
 
-ROWS.jsonl holds {"prompt": str, "completion": str, "label": bool}; without it rows of random words are made, the same
-every time.
+ROWS.jsonl holds {"prompt": str, "completion": str, "label": bool}; without it rows of random words are generated,
+the same every time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from nemo_kto.algorithms.callbacks import Callback, Event
 
 NUM_ROWS, MAX_TOKENS = 8, 384
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
@@ -43,7 +46,7 @@ OURS = {
     "nemo_kto, LoRA": [*LORA, "model.reference.mode=adapter"],
     "nemo_kto, LoRA, reference cached": [*LORA, "model.reference.mode=cached"],
 }
-# Name of a run -> whether TRL checkpoints its gradients; our overrides.
+# Name of a run -> whether TRL uses gradient checkpointing, or the overrides of nemo_kto.
 RUNS: dict[str, Any] = {
     "TRL, gradient checkpointing (its default)": True,
     "TRL, no gradient checkpointing": False,
@@ -53,7 +56,7 @@ RUNS: dict[str, Any] = {
 
 @dataclass
 class Clock:
-    """Wall and CPU seconds of each step, and what the steps reported."""
+    """Wall and CPU seconds of each step, and the metrics of the steps."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -92,7 +95,7 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
     rows = [
         {
             "prompt": text(length(PROMPT_TOKENS, index)),
-            # two tokens are left for the space, which may be one, and for the end of the text
+            # two tokens are kept free: the space may be one, and the end of the text is one
             "completion": " " + text(length(RESPONSE_TOKENS, index) - 2),
             "label": index % 2 == 0,
         }
@@ -103,7 +106,7 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_checkpointing: bool, folder: str) -> Clock:
-    """Train with TRL's KTOTrainer; settings that are not named are its own."""
+    """Train with TRL's KTOTrainer; settings that are not given are its defaults."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.experimental.kto import KTOConfig, KTOTrainer
@@ -156,41 +159,67 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
 
 
 def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: list[str], folder: str) -> Clock:
-    """Train with nemo_kto's KTOTrainer on one rank; settings that are not named are those of conf/gpt_kto.yaml."""
-    from nemo_kto.checkpoint.reference_cache import CachedReference
-    from nemo_kto.data.records import KTORow
+    """Train with nemo_kto's KTOTrainer on one rank; settings that are not given are those of conf/gpt_kto.yaml."""
+    from nemo_kto.checkpoint.cached_reference import CachedReference
+    from nemo_kto.data.records import KTOExample
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
 
-    # TRL pairs a row with the response of the row before it, we with that of the row after it
+    # TRL takes the KL response from the previous row, nemo_kto from the next row
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
     cfg, problems = compose.to_config(
         compose.load([*our_overrides(model, rows_file, steps=steps, folder=folder), *overrides])
     )
     assert cfg is not None, problems
-    state.start(layout=state.Layout(), seed=cfg.model.seed)
+    state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]))
-    loader = trainer.train_dataloader
-    dataset: list[KTORow] = [loader.dataset[index] for index in range(NUM_ROWS)]
-    in_order = loader.collate_fn(dataset)  # the loader shuffles, and other neighbours are other pairs
-
-    if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the rows
-        with trainer.model.reference.filling():
-            trainer.model.get_ref_policy_logprobs(in_order)
+    dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
+    # the loader shuffles, and other neighbours are other KL examples
+    in_order = trainer.train_dataloader.collate_fn(dataset)
+    if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the data
+        trainer.model.reference.precompute([trainer.model.sequences(in_order)], trainer.model.engine)
     clock = Clock()
-    clock.start()
-    for batch in trainer.augment_dataloader(in_order for _ in range(steps)):
-        metrics = trainer.train_single_step(batch)
-        clock.lap()
-        clock.losses.append(metrics["loss"])
-        clock.kls.append(metrics["kl"])
+    trainer.train_dataloader = Repeated(in_order, steps)
+    trainer.callbacks = [Laps(clock)]
+    trainer.fit()
     clock.stop()
     return clock
 
 
+class Repeated:
+    """A loader that yields one batch ``count`` times; it is its own order."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count, self.batch_sampler = batch, count, self
+
+    def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
+        """There is one epoch."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.count)
+
+
+class Laps(Callback):
+    """Measures a run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.clock.start()
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self.clock.lap()
+        self.clock.losses.append(event.metrics["loss"])
+        self.clock.kls.append(event.metrics["kl"])
+
+
 def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[str]:
-    """The command line that gives TRL's settings."""
+    """The overrides that give TRL's settings."""
     lr = OPTIMIZER["learning_rate"]
     return [
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -228,7 +257,7 @@ def rows_to_use(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What the process of one trainer does."""
+    """Run one trainer; executed in a separate process."""
     import torch
 
     torch.set_num_threads(arguments.threads)
@@ -243,7 +272,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def table(results: dict[str, Clock]) -> str:
-    """The results in Markdown; ratios are TRL's default over each."""
+    """The results as a Markdown table; speed-ups and memory ratios are relative to the first run."""
     first = next(iter(results.values()))
     lines = [
         "| trainer | s / step | CPU s / step | times TRL's speed | peak memory | of TRL's | loss | KL |",
@@ -260,7 +289,7 @@ def table(results: dict[str, Clock]) -> str:
 
 
 def cost_of_the_reference(results: dict[str, Clock]) -> str:
-    """A step with cached reference log-probs over a step that swaps the reference in; nothing if not both were run."""
+    """A step with cached reference log-probs over a step that swaps the reference in; empty unless both were run."""
     swapped, cached = (results.get(f"nemo_kto, reference {mode}") for mode in ("swapped", "cached"))
     if swapped is None or cached is None:
         return ""
@@ -270,11 +299,11 @@ def cost_of_the_reference(results: dict[str, Clock]) -> str:
 
 
 def main() -> None:
-    """Run each trainer in a process of its own and print the table."""
+    """Run each trainer in a separate process and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=Path)
-    parser.add_argument("--steps", type=int, default=3, help="steps that are counted, after one that is not")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are measured, after one that is not")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=RUNS, action="append", help="run this one; may be given more than once")
     parser.add_argument("--work", choices=RUNS, help=argparse.SUPPRESS)

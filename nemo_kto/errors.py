@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,3 +44,18 @@ def error_of(call: Callable[[], object]) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def import_object(path: str) -> object:
+    """What package.module.NAME names; the module may be in the working directory.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:  # the script of an installed command has its own folder there instead
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module is the user's and may raise anything
+        raise UserError(f"must be a path that can be imported, got {path}; {type(error).__name__}: {error}") from error

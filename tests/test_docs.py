@@ -15,7 +15,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
-KEY = re.compile(r"(?<![\w./])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])")
+# A key after + is an option that the configuration lacks.
+KEY = re.compile(
+    r"(?<![\w./+])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])"
+)
 # What has no place in a public document: paths of somebody's machine, and work that was left over.
 OUT_OF_PLACE = re.compile(r"(?<![\w.])/(?:root|home|work|tmp)/|\b(?:TODO|FIXME|XXX)\b")
 
@@ -99,12 +102,14 @@ def test_the_command_lines_of_the_readme_compose() -> None:
 
 
 def test_files_named_in_the_design_exist() -> None:
-    rooms = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
-    assert {room for room, _ in rooms} == {path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")}
+    packages = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
+    assert {package for package, _ in packages} == {
+        path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")
+    }
     missing = [
-        f"{room}/{name}"
-        for room, content in rooms
+        f"{package}/{name}"
+        for package, content in packages
         for name in SPAN.findall(content)
-        if name.endswith((".py", "/")) and not (REPOSITORY / "nemo_kto" / room / name).exists()
+        if name.endswith((".py", "/")) and not (REPOSITORY / "nemo_kto" / package / name).exists()
     ]
     assert not missing

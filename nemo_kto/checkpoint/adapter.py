@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.folders import partial_folder, put_in_place, start_partial, write_together
+from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import rank_adapters, unwrap
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
+from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.lora import adapted_rows, adapter_rows
+from nemo_kto.models.lora import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.models.segments import source_shapes
 
@@ -70,7 +71,7 @@ def export_adapter(
     def publish() -> None:
         text = json.dumps(_config(settings, base_model), indent=2) + "\n"
         (partial_folder(target) / _CONFIG).write_text(text, encoding="utf-8")
-        put_in_place(target)
+        publish_folder(target)
 
     write_together(
         "export of the adapters",
@@ -163,15 +164,15 @@ def _wanted(architecture: Architecture, settings: LoRASettings) -> dict[str, tup
     layers = settings.layers or range(1, architecture.num_layers + 1)
     return {
         name.format(layer=layer - 1): shape
-        for weight_row in adapted_rows(architecture, settings)
-        for row in adapter_rows(weight_row, settings.rank)
+        for weight_mapping in adapted_mappings(architecture, settings)
+        for mapping in adapter_mappings(weight_mapping, settings.rank)
         for layer in layers
-        for name, shape in zip(row.theirs, source_shapes(row, architecture), strict=True)
+        for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
         if name.split(".")[-3] in settings.modules
     }
 
 
-def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, Any]:
+def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -207,7 +208,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         return config, {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
 
-def _refusals(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[str]:
+def _refusals(config: Mapping[str, object], shapes: Iterable[str]) -> Iterator[str]:
     if config.get("peft_type") != "LORA":
         yield f"peft_type must be LORA, got {config.get('peft_type')}"
         return

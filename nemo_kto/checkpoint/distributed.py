@@ -1,4 +1,4 @@
-"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to go on as if nothing had happened.
+"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to resume as if nothing had happened.
 
     checkpoints/step_000100/
       state/        weights, optimizer and schedule, loadable at any layout
@@ -6,7 +6,7 @@
       hf/           configuration and tokenizer: the checkpoint needs no other folder
       trainer.json  where the run stands, its metrics, the layout and the versions
 
-A model with adapters is saved as its adapters alone; trainer.json then names the base model.
+A model with adapters is saved as only its adapters; trainer.json then names the base model.
 
 A checkpoint is written under another name and gets its own by one rename, when all of it is on disk: a folder with a
 checkpoint's name is complete.
@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import megatron.core
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
@@ -47,12 +48,42 @@ from nemo_kto.checkpoint.model_state import (
     reference_state,
 )
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
+from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import cpu, state
+from nemo_kto.parallel import device, state
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
+
+
+class _InfoOfAll(TypedDict):
+    """What every trainer.json holds."""
+
+    trainer: dict[str, int]
+    metrics: dict[str, float]
+    dtype: str
+    layout: dict[str, int]
+    versions: dict[str, str]
+    distributed_optimizer: bool
+    files: dict[str, int]
+
+
+class _Info(_InfoOfAll, total=False):
+    """The content of a trainer.json; those of earlier versions lack the reference, those of plain models the adapters."""
+
+    adapters: dict[str, object]
+    moving_reference: bool
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule that can be saved."""
+
+    def state_dict(self) -> dict[str, object]:
+        """What is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Put it back."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +92,7 @@ class Checkpoint:
 
     folder: Path
     step: int
-    info: dict[str, Any]
+    info: _Info
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -76,7 +107,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _whole(path: Path) -> dict[str, Any] | None:
+def _whole(path: Path) -> _Info | None:
     """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
     try:
         info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
@@ -111,7 +142,7 @@ def saved_adapters(path: Path) -> SavedAdapters | None:
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Load the weights of a checkpoint, at whatever layout it was written, and nothing else.
 
-    Of a checkpoint of adapters these alone are loaded, and the base model stays as it is; of any other checkpoint all but
+    Of a checkpoint of adapters only these are loaded, and the base model stays as it is; of any other checkpoint all but
     the adapters.
 
     Raises:
@@ -132,27 +163,27 @@ class CheckpointManager:
         *,
         folder: Path,
         chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        scheduler: Any,
+        optimizer: MegatronOptimizer,
+        scheduler: Scheduler,
         monitor: str,
         mode: str,
         save_top_k: int,
         hugging_face_source: Path,
         base_model: Path | None = None,
-        moving_reference: SwappedWeights | None = None,
+        reference_weights: SwappedWeights | None = None,
     ) -> None:
         """
         Args:
             folder: where the checkpoints go.
             chunks: this rank's model chunks.
             optimizer: megatron-core's.
-            scheduler: has ``state_dict`` and ``load_state_dict``.
+            scheduler: of the learning rate.
             monitor: name of the metric that ranks checkpoints.
             mode: 'min' or 'max', whether small or large is good.
             save_top_k: checkpoints to keep besides the last; -1 keeps all.
             hugging_face_source: folder whose configuration and tokenizer belong to the model.
             base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
-            moving_reference: weights of a reference that does not stay what it was at the start; None for one that does.
+            reference_weights: the weights of a reference that is synced; None for a reference that never changes.
         """
         self.folder = folder
         self.chunks = chunks
@@ -163,12 +194,12 @@ class CheckpointManager:
         self.save_top_k = save_top_k
         self.hugging_face_source = hugging_face_source
         self.base_model = base_model or hugging_face_source
-        self.moving_reference = moving_reference
+        self.reference_weights = reference_weights
         self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
         filesystem_async._results_queue = queue.Queue()
-        _on_rank_zero(self._clear_leftovers)
+        state.on_rank_zero(self._clear_leftovers, _NOT_WRITTEN)
 
     def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         """Write a checkpoint; collective. The one before it is safe until this one is complete.
@@ -177,8 +208,9 @@ class CheckpointManager:
             RuntimeError: it could not be written; says why on every rank.
         """
         step = trainer_state["step"]
-        partial, final = self.folder / f".writing-step_{step:06d}", self.folder / f"step_{step:06d}"
-        _on_rank_zero(lambda: self._begin(partial))
+        final = self.folder / f"step_{step:06d}"
+        partial = partial_folder(final)
+        state.on_rank_zero(lambda: self._begin(final), _NOT_WRITTEN)
         try:
             dist_checkpointing.save(
                 self._state(is_loading=False),
@@ -193,9 +225,9 @@ class CheckpointManager:
         info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": self._dtype()}
         if (adapters := adapters_of(self.chunks)) is not None:
             info["adapters"] = adapters_info(adapters, self.base_model)
-        info["moving_reference"] = self.moving_reference is not None
+        info["moving_reference"] = self.reference_weights is not None
         info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
-        _on_rank_zero(lambda: self._publish(partial, final, info))
+        state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
 
     def load_latest(self) -> dict[str, int] | None:
         """Put everything back as the newest checkpoint has it; collective.
@@ -220,19 +252,19 @@ class CheckpointManager:
             )
         if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
             raise ValueError(
-                f"use_distributed_optimizer must stay {kind} in a run that goes on, got {not kind}; "
+                f"use_distributed_optimizer must stay {kind} in a resumed run, got {not kind}; "
                 "change it back, or start a new run in another folder"
             )
-        if (moved := newest.info.get("moving_reference", False)) != (self.moving_reference is not None):
+        if (synced := newest.info.get("moving_reference", False)) != (self.reference_weights is not None):
             raise ValueError(
-                f"the reference must {'go on moving' if moved else 'stay'} in a run that goes on; change "
+                f"the reference must {'stay synced' if synced else 'not become synced'} in a resumed run; change "
                 "model.reference.sync_interval back, or start a new run in another folder"
             )
         check_adapters(adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         load_model_state(self.chunks, loaded, adapters=adapters_of(self.chunks) is not None)
-        if self.moving_reference is not None:
-            load_reference_state(self.chunks, self.moving_reference, loaded)
+        if self.reference_weights is not None:
+            load_reference_state(self.chunks, self.reference_weights, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
@@ -240,52 +272,44 @@ class CheckpointManager:
         return {name: int(value) for name, value in newest.info["trainer"].items()}
 
     def refuse_to_mix(self) -> None:
-        """Make sure that a run which starts anew has no checkpoints of another run beside its own.
+        """Make sure that a new run has no checkpoints of another run beside its own.
 
         Raises:
             FileExistsError: it would have.
         """
         if checkpoints := find_checkpoints(self.folder):
             raise FileExistsError(
-                f"a run that starts anew must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
-                f"the last of step {checkpoints[-1].step}; go on from it with exp_manager.resume_if_exists=true, or choose "
+                f"a new run must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
+                f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or choose "
                 "another exp_manager.name"
             )
 
     def _dtype(self) -> str:
         return str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
 
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = adapters_of(self.chunks) is not None
         model = model_state(self.chunks, adapters=adapters)
         sharded = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
         reference = {}
-        if self.moving_reference is not None:
-            reference = reference_state(self.chunks, self.moving_reference, adapters=adapters)
+        if self.reference_weights is not None:
+            reference = reference_state(self.chunks, self.reference_weights, adapters=adapters)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
-    def _begin(self, partial: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+    def _begin(self, final: Path) -> None:
+        partial = start_folder(final)
         for name in ("state", "rng"):
-            (partial / name).mkdir(parents=True)
+            (partial / name).mkdir()
         shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
 
-    def _publish(self, partial: Path, final: Path, info: Mapping[str, Any]) -> None:
+    def _publish(self, final: Path, info: Mapping[str, object]) -> None:
+        partial = partial_folder(final)
         info = {**info, "files": _sizes(partial)}
         (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
-        for file in partial.rglob("*"):
-            _flush(file)
-        if final.exists():  # damaged, or it would have been gone on from
-            self._remove(final)
-        partial.rename(final)
-        _flush(self.folder)
+        publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
         for checkpoint in self._unwanted():
-            self._remove(checkpoint.folder)
-
-    def _remove(self, checkpoint: Path) -> None:
-        shutil.rmtree(checkpoint.rename(self.folder / f".removing-{checkpoint.name}"))
+            remove_folder(checkpoint.folder)
 
     def _unwanted(self) -> Iterator[Checkpoint]:
         *older, _ = find_checkpoints(self.folder)
@@ -297,8 +321,8 @@ class CheckpointManager:
         return (float("inf") if value is None else self.sign * value, -checkpoint.step)
 
     def _clear_leftovers(self) -> None:
-        for pattern in (".writing-*", ".removing-*"):
-            for leftover in self.folder.glob(pattern):
+        for start in (WRITING, REMOVING):
+            for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)
 
 
@@ -319,7 +343,7 @@ def _rng_state() -> dict[str, Any]:
     assert isinstance(kept, dict)
     return {
         "torch": torch.get_rng_state(),
-        "device": cpu.get_rng_state(),
+        "device": device.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "python": random.getstate(),
         "numpy": json.dumps(kept, default=np.ndarray.tolist),
@@ -328,7 +352,7 @@ def _rng_state() -> dict[str, Any]:
 
 def _set_rng_state(kept: Mapping[str, Any]) -> None:
     torch.set_rng_state(kept["torch"])
-    cpu.set_rng_state(kept["device"])
+    device.set_rng_state(kept["device"])
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))
@@ -338,24 +362,3 @@ def _is_weight(folder: str, names: list[str]) -> list[str]:
     """What of a Hugging Face folder does not belong into every checkpoint."""
     suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     return [name for name in names if name.endswith(suffixes) or (Path(folder) / name).is_dir()]
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _on_rank_zero(action: Callable[[], None]) -> None:
-    """Do it on rank 0; all ranks go on together, or fail together with its message."""
-    message = [""]
-    if state.is_rank_zero():
-        try:
-            action()
-        except OSError as error:
-            message = [f"{type(error).__name__}: {error}"]
-    torch.distributed.broadcast_object_list(message, src=0)
-    if message[0]:
-        raise RuntimeError(_NOT_WRITTEN.format(message[0]))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.folders import partial_folder, put_in_place, start_partial, write_together
+from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import rank_weights, wanted_weights
 from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
+from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
 
 _WRITTEN_BY = "nemo_kto"
@@ -88,7 +88,7 @@ def export(
     )
 
 
-def _check_weights(found: dict[str, Any], architecture: Architecture, folder: Path) -> None:
+def _check_weights(found: Mapping[str, tuple[Path, tuple[int, ...]]], architecture: Architecture, folder: Path) -> None:
     wanted = wanted_weights(architecture)
     # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
     ignored = {
@@ -135,4 +135,4 @@ def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:
             shutil.copytree(source / name, partial / name)
         elif (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
-    put_in_place(target)
+    publish_folder(target)

@@ -1,17 +1,16 @@
-"""Which row of the family's table each parameter of this rank belongs to, and so what it holds of a Hugging Face folder."""
+"""The mapping of each parameter of this rank in its family's table: what it holds of a Hugging Face folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import Row
+from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora import adapted_rows, adapter_rows, is_adapter
+from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
 
@@ -28,38 +27,38 @@ class Weight:
 
     Attributes:
         parameter: the parameter.
-        row: its row in the family's table.
+        mapping: its entry in the family's table.
         layer: number of the layer in the whole model; None outside of the layers.
         copied: it is the last stage's copy of a tied embedding.
     """
 
     parameter: nn.Parameter
-    row: Row
+    mapping: ParamMapping
     layer: int | None
     copied: bool = False
 
     @property
     def sources(self) -> list[str]:
         """Names of the weights in the file."""
-        return [name.format(layer=self.layer) for name in self.row.theirs]
+        return [name.format(layer=self.layer) for name in self.mapping.hf_names]
 
 
 def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight that a Hugging Face folder of this architecture must hold."""
     wanted = {}
-    for row in architecture.family.rows:
-        if row.when and not getattr(architecture, row.when):
+    for mapping in architecture.family.mappings:
+        if mapping.required_flag and not getattr(architecture, mapping.required_flag):
             continue
-        layers: Iterable[int | None] = range(architecture.num_layers) if "{layer}" in row.ours else [None]
+        layers: Iterable[int | None] = range(architecture.num_layers) if "{layer}" in mapping.mcore_name else [None]
         for layer in layers:
-            for name, shape in zip(row.theirs, source_shapes(row, architecture), strict=True):
+            for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
                 wanted[name.format(layer=layer)] = shape
     return wanted
 
 
 def unwrap(chunk: nn.Module) -> HiddenStateGPT:
     """The model inside of a DistributedDataParallel (or other) wrapper."""
-    inner: Any = chunk
+    inner: object = chunk
     while not isinstance(inner, HiddenStateGPT):
         if not hasattr(inner, "module"):
             raise TypeError(f"a model chunk must be a HiddenStateGPT or a wrapper around one, got {type(chunk).__name__}")
@@ -68,30 +67,30 @@ def unwrap(chunk: nn.Module) -> HiddenStateGPT:
 
 
 def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Iterator[Weight]:
-    """Every parameter of this rank's chunks, with its row; adapters are not weights of the model.
+    """Every parameter of this rank's chunks, with its mapping. Adapters are not weights of the model.
 
     Raises:
-        KeyError: the family's table has no row for a parameter.
+        KeyError: the family's table has no mapping for a parameter.
     """
-    rows = {row.ours: row for row in architecture.family.rows}
+    mappings = {mapping.mcore_name: mapping for mapping in architecture.family.mappings}
     for name, layer, parameter in _parameters(chunks):
         if is_adapter(name):
             continue
         if name == "output_layer.weight" and architecture.tied:
-            yield Weight(parameter=parameter, row=rows["embedding.word_embeddings.weight"], layer=None, copied=True)
+            yield Weight(parameter=parameter, mapping=mappings["embedding.word_embeddings.weight"], layer=None, copied=True)
             continue
-        if name not in rows:
-            raise KeyError(f"the table of {architecture.family.name} has no row for the parameter {name}")
-        yield Weight(parameter=parameter, row=rows[name], layer=layer)
+        if name not in mappings:
+            raise KeyError(f"the table of {architecture.family.name} has no mapping for the parameter {name}")
+        yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
 
 
 def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
-    """The adapters of this rank's chunks, with their rows under PEFT's names."""
-    pairs = [adapter_rows(row, settings.rank) for row in adapted_rows(architecture, settings)]
-    rows = {row.ours: row for pair in pairs for row in pair}
+    """The adapters of this rank's chunks, with their mappings under PEFT's names."""
+    pairs = [adapter_mappings(mapping, settings.rank) for mapping in adapted_mappings(architecture, settings)]
+    mappings = {mapping.mcore_name: mapping for pair in pairs for mapping in pair}
     for name, layer, parameter in _parameters(chunks):
         if is_adapter(name):
-            yield Weight(parameter=parameter, row=rows[name], layer=layer)
+            yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
 
 
 def _parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""The weights of the model in and out of a checkpoint: all of them, or its adapters alone."""
+"""The weights of the model in and out of a checkpoint: all of them, or only its adapters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -17,7 +18,7 @@ from nemo_kto.models.reference import SwappedWeights
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """What a checkpoint that holds adapters alone says of them.
+    """What a checkpoint that holds only adapters says of them.
 
     Attributes:
         base_model: where the weights of the base model came from: a Hugging Face folder or one of our own checkpoints.
@@ -34,7 +35,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> LoRASettings | None:
     return settings
 
 
-def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, Any]:
+def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, object]:
     """What trainer.json keeps of adapters."""
     return {"base_model": str(base_model.absolute()), "settings": asdict(settings)}
 
@@ -64,8 +65,8 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
         )
 
 
-def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> dict[str, Any]:
-    """The sharded state of the adapters alone, or of all that is no adapter: ``model0`` for the first chunk and so on."""
+def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
+    """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on."""
     # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
     metadata = {"non_homogeneous_layers": True} if adapters else None
     whole = {
@@ -76,7 +77,7 @@ def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> dict[str, Any
     }
 
 
-def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], *, adapters: bool) -> None:
+def load_model_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
     """Put back what :func:`model_state` gave the form of.
 
     Raises:
@@ -90,8 +91,8 @@ def load_model_state(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], *, 
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
 
 
-def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> dict[str, Any]:
-    """The sharded state of a reference that moves: that of the model, with the reference's values in it."""
+def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> ShardedStateDict:
+    """The sharded state of a reference that is synced: that of the model, with the reference's values in it."""
     host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
     whole = {}
     for (part, state), chunk in zip(model_state(chunks, adapters=adapters).items(), chunks, strict=True):
@@ -103,7 +104,7 @@ def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, ada
     return whole
 
 
-def load_reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: Mapping[str, Any]) -> None:
+def load_reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
     """Put back what :func:`reference_state` gave the form of."""
     host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
     for number, chunk in enumerate(chunks):

@@ -7,18 +7,19 @@ counters are not weights and go their own way here: one number, saved and put ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from megatron.core.optimizer import MegatronOptimizer
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 # canonical tensors, in the shapes of the weights: any layout can read them
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-def optimizer_state(optimizer: Any, model_state: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
     """The optimizer's sharded state: what to save, or the form to load into.
 
     Args:
@@ -44,7 +45,7 @@ def optimizer_state(optimizer: Any, model_state: Mapping[str, Any], *, is_loadin
     return {"optimizer": sharded, "adam_step": step}
 
 
-def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> None:
     """Put back what :func:`optimizer_state` saved."""
     parts = _parts(optimizer)
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
@@ -62,20 +63,20 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
 
 
-def is_distributed(optimizer: Any) -> bool:
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
     """True if the state is spread over the data-parallel ranks: it is then stored in another form."""
     return any(hasattr(part, "load_parameter_state_from_fully_reshardable") for part in _parts(optimizer))
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_torch_adam(optimizer: Any) -> bool:
+def _is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adam)  # AdamW is one too
 
 
-def _adam_step(optimizer: Any) -> int:
+def _adam_step(optimizer: MegatronOptimizer) -> int:
     """Steps that Adam has counted: torch's a parameter, others a group.
 
     The largest over all ranks: a pipeline stage may have nothing to train, and so no counter.
@@ -84,19 +85,20 @@ def _adam_step(optimizer: Any) -> int:
     for part in _parts(optimizer):
         counted = part.optimizer.state.values() if _is_torch_adam(part.optimizer) else part.optimizer.param_groups
         mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
-    box = torch.tensor(mine, device=cpu.device())
+    box = torch.tensor(mine, device=device.current_device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
     return int(box)
 
 
 @contextlib.contextmanager
-def _counter_of_nothing(optimizer: Any, step: int) -> Iterator[None]:
+def _counter_of_nothing(optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
     """The distributed optimizer asks torch's Adam for its counter, also on a stage that has nothing to train and so none."""
     nothing = _is_torch_adam(optimizer) and not any(group["params"] for group in optimizer.param_groups)
     if nothing:
-        optimizer.state["nothing"] = {"step": torch.tensor(float(step))}
+        # a string where parameters are expected: what is no tensor passes through state_dict as it is
+        optimizer.state["nothing"] = {"step": torch.tensor(float(step))}  # type: ignore[index]
     try:
         yield
     finally:
         if nothing:
-            optimizer.state.pop("nothing", None)
+            del optimizer.state["nothing"]  # type: ignore[arg-type]

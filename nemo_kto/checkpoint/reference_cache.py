@@ -1,50 +1,45 @@
-"""Reference log-probs, computed once and kept: a run that finds its rows here never asks the reference model again.
+"""Reference log-probs, computed once and kept: a run that finds its sequences here never evaluates the reference model.
 
-A row is found by a hash of its tokens and labels. Whatever decides what the rows of a run are (data, tokenizer, chat
-template, truncation, and for KL rows seed and batch size) is in the key by what it produces, so that a run which differs
-in any of it finds what is still right and computes the rest.
+A sequence is found by a hash of its tokens and labels. Whatever decides what the sequences of a run are (data, tokenizer,
+chat template, truncation, and for KL pairs seed and batch size) is in the key by what it produces, so that a run which
+differs in any of it finds what is still right and computes the rest.
 
     CACHE/reference/<hash of model and settings>/about.json    what the log-probs are of
-                                                /part-*.npy    rows by key; complete or absent, checked when opened
+                                                /part-*.npy    log-probs by key; complete or absent, checked when opened
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_kto.models.reference import Forward
-from nemo_kto.models.rows import Rows
+from nemo_kto.files import publish_file
+from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the same rows and model give other keys or values
-_FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
+_FORMAT = 1  # raise it when the same sequences and model give other keys or values
 
 
-def model_state(folder: Path) -> dict[str, Any]:
+def model_state(folder: Path) -> dict[str, list[int]]:
     """What changes when the weights in ``folder`` do: size and time of change of every file of weights or configuration."""
     files = [file for file in sorted(folder.rglob("*")) if file.suffix in (".safetensors", ".json", ".distcp")]
     return {str(file.relative_to(folder)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 class ReferenceCache:
-    """Files of log-probs by row, shared by all runs with the same reference model."""
+    """Files of log-probs by sequence, shared by all runs with the same reference model."""
 
-    def __init__(self, *, folder: Path, settings: Mapping[str, Any], models: Sequence[Path]) -> None:
+    def __init__(self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path]) -> None:
         """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
 
         Args:
@@ -63,12 +58,12 @@ class ReferenceCache:
         self._open()
 
     @property
-    def rows(self) -> int:
-        """Rows in the files."""
+    def size(self) -> int:
+        """Number of log-probs in the files."""
         return sum(part.shape[1] for part in self._parts)
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs [N] float32 of rows with these keys, and whether each was found [N] bool."""
+        """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""
         logps_N = np.zeros(len(keys_N2), dtype=np.float32)
         found_N = np.zeros(len(keys_N2), dtype=bool)
         for part in self._parts:
@@ -76,28 +71,28 @@ class ReferenceCache:
             here_N = (part[0, place_N] == keys_N2[:, 0]) & (part[1, place_N] == keys_N2[:, 1])
             logps_N[here_N] = part[2].view(np.float64)[place_N[here_N]]
             found_N |= here_N
-        for row in np.flatnonzero(~found_N) if self._pending else ():
-            if (logp := self._pending.get(_pair(keys_N2[row]))) is not None:
-                logps_N[row], found_N[row] = logp, True
+        for place in np.flatnonzero(~found_N) if self._pending else ():
+            if (logp := self._pending.get(_pair(keys_N2[place]))) is not None:
+                logps_N[place], found_N[place] = logp, True
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
-        """Note the log-probs of rows of this rank; :meth:`flush` writes them."""
+        """Note the log-probs of sequences of this rank; :meth:`flush` writes them."""
         self._pending.update(zip(map(_pair, keys_N2), map(float, logps_N), strict=True))
 
     def flush(self) -> None:
         """Write what all ranks have noted, and let all of them know it; collective."""
         leads = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
-        noted: list[Any] = [None] * state.world_size()
+        noted: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
         dist.all_gather_object(noted, self._pending if leads else {})
-        rows = {key: logp for part in noted for key, logp in part.items()}
+        known = {key: logp for part in noted for key, logp in part.items()}
         self._pending = {}
-        if not rows:
+        if not known:
             return
-        part = np.empty((3, len(rows)), dtype=np.int64)
-        order = sorted(rows)
+        part = np.empty((3, len(known)), dtype=np.int64)
+        order = sorted(known)
         part[:2] = np.array(order, dtype=np.int64).T
-        part[2].view(np.float64)[:] = [rows[key] for key in order]
+        part[2].view(np.float64)[:] = [known[key] for key in order]
         with state.main_process_first():
             if state.is_first_of_machine():
                 self._write(part)
@@ -110,93 +105,36 @@ class ReferenceCache:
             about.unlink(missing_ok=True)  # another machine may have been first
         self.folder.mkdir(parents=True, exist_ok=True)
         if not about.exists():
-            self._publish("about.json", lambda file: file.write(json.dumps(self._about, indent=2).encode()))
+            with publish_file(about) as writing:
+                writing.write_text(json.dumps(self._about, indent=2), encoding="utf-8")
         damaged = [file for file in self.folder.glob("part-*.npy") if not _is_whole(file)]
         if damaged:
             self._refuse(damaged, "its content is not what was written")
 
     def _refuse(self, files: Sequence[Path], reason: str) -> None:
         for file in files:
-            logger.warning("reference log-probs in %s are not used and computed anew: %s", file, reason)
+            logger.warning("reference log-probs in %s are not used and computed again: %s", file, reason)
             file.unlink(missing_ok=True)
 
     def _open(self) -> None:
         """Map the parts that every rank sees: all must agree on what is there, or some would wait for others forever."""
         mine = {file.name for file in self.folder.glob("part-*.npy")}
-        seen: list[Any] = [None] * state.world_size()
+        seen: list[set[str]] = [set()] * state.world_size()
         dist.all_gather_object(seen, mine)
         self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*seen))]
 
     def _write(self, part: np.ndarray) -> None:
-        self._publish(f"part-{_digest(part)}.npy", lambda file: np.save(file, part))
-
-    def _publish(self, name: str, write: Any) -> None:
-        """Let a file appear complete or not at all."""
-        handle, writing = tempfile.mkstemp(prefix=f".{name}-", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-            os.chmod(writing, 0o644)  # mkstemp shows its files to nobody else; the cache is to be shared
-            os.replace(writing, self.folder / name)
-        finally:
-            Path(writing).unlink(missing_ok=True)
+        with publish_file(self.folder / f"part-{_digest(part)}.npy") as writing, writing.open("wb") as file:
+            np.save(file, part)
 
 
-class CachedReference:
-    """A reference policy that was asked beforehand."""
-
-    def __init__(self, *, cache: ReferenceCache) -> None:
-        self.cache = cache
-        self.computed = 0
-        self._filling = False
-
-    def logprobs(self, parts: Sequence[Rows], forward: Forward) -> torch.Tensor:
-        """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`; ``forward`` is called in :meth:`filling` alone.
-
-        Raises:
-            RuntimeError: a row is not in the cache.
-        """
-        return torch.cat([self._logprobs(rows, forward) for rows in parts])
-
-    @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        """Within the block the model must be the reference; rows that are not known yet are computed and kept."""
-        self._filling = True
-        try:
-            yield
-            self.cache.flush()
-        finally:
-            self._filling = False
-
-    def after_batch(self, number: int) -> None:
-        """Within :meth:`filling`, on every rank after its batch ``number`` (from 1): write what there is now and then."""
-        if number % _FLUSH_EVERY == 0:
-            self.cache.flush()
-
-    def _logprobs(self, rows: Rows, forward: Forward) -> torch.Tensor:
-        keys_B2 = row_keys(rows)
-        logps_B, found_B = self.cache.look_up(keys_B2)
-        missing = np.flatnonzero(~found_B)
-        if len(missing) and not self._filling:
-            raise RuntimeError(
-                f"reference log-probs of every row must be in {self.cache.folder}, but {len(missing)} of {len(rows)} rows "
-                "of this batch are not; the data may have been changed during the run: start it again"
-            )
-        if len(missing):
-            asked = rows if len(missing) == len(rows) else rows.take(torch.from_numpy(missing))
-            logps_B[missing] = forward(asked).numpy()
-            self.cache.add(keys_B2[missing], logps_B[missing])
-            self.computed += len(missing)
-        return torch.from_numpy(logps_B)
-
-
-def row_keys(rows: Rows) -> np.ndarray:
-    """[B, 2] int64: a hash of each row's tokens and labels, without its padding."""
-    keys_B2 = np.empty((len(rows), 2), dtype=np.int64)
-    tokens_BS, labels_BS = rows.tokens_BS.numpy(), rows.labels_BS.numpy()
-    for row, length in enumerate(rows.lengths_B.tolist()):
-        content = tokens_BS[row, :length].tobytes() + labels_BS[row, :length].tobytes()
-        keys_B2[row] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
+def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
+    """[B, 2] int64: a hash of each sequence's tokens and labels, without its padding."""
+    keys_B2 = np.empty((len(sequences), 2), dtype=np.int64)
+    tokens_BS, labels_BS = sequences.tokens_BS.numpy(), sequences.labels_BS.numpy()
+    for number, length in enumerate(sequences.lengths_B.tolist()):
+        content = tokens_BS[number, :length].tobytes() + labels_BS[number, :length].tobytes()
+        keys_B2[number] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
     return keys_B2
 
 

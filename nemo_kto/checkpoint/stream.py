@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,12 @@ from torch import Tensor
 
 from nemo_kto.checkpoint.mapping import Weight
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import Row
+from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
+
+# Of a parameter that a pipeline stage sends: mapping, layer, and the shape and dtype of the values that follow.
+_Header = tuple[ParamMapping, int | None, torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     rank = parallel_state.get_tensor_model_parallel_rank()
     copies: dict[Path, list[_Copy]] = defaultdict(list)
     for weight in weights:
-        for piece in pieces(weight.parameter.data, weight.row, architecture, rank=rank):
+        for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = weight.sources[piece.source]
             if name in files:
                 copies[files[name]].append(_Copy(name=name, where=piece.where, place=piece.place))
@@ -71,10 +73,11 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
             continue
         whole = _gather_tensor_parallel(weight)
         if leads and first_stage:
-            yield from _theirs(weight.row, weight.layer, whole, architecture)
+            yield from _hf_weights(weight.mapping, weight.layer, whole, architecture)
         elif leads:
-            header = (weight.row, weight.layer, whole.shape, whole.dtype)
-            dist.send_object_list([header], dst=stages[0], group=_pipeline())
+            dist.send_object_list(
+                [(weight.mapping, weight.layer, whole.shape, whole.dtype)], dst=stages[0], group=_pipeline()
+            )
             dist.send(whole, dst=stages[0], group=_pipeline())
     if not leads:
         return
@@ -83,39 +86,41 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
         return
     for stage in stages[1:]:
         while (header := _receive_header(stage)) is not None:
-            row, layer, shape, dtype = header
-            whole = torch.empty(shape, dtype=dtype, device=cpu.device())
+            mapping, layer, shape, dtype = header
+            whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=_pipeline())
-            yield from _theirs(row, layer, whole, architecture)
+            yield from _hf_weights(mapping, layer, whole, architecture)
 
 
-def _pipeline() -> Any:
+def _pipeline() -> dist.ProcessGroup:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-def _receive_header(stage: int) -> Any:
-    box: list[Any] = [None]
+def _receive_header(stage: int) -> _Header | None:
+    box: list[_Header | None] = [None]
     dist.recv_object_list(box, src=stage, group=_pipeline())
     return box[0]
 
 
 def _gather_tensor_parallel(weight: Weight) -> Tensor:
     """On the first rank of a tensor-parallel group, its ranks' shards put together; on the others, their own shard."""
-    shard, dimension = weight.parameter.data, split_dimension(weight.row)
+    shard, dimension = weight.parameter.data, split_dimension(weight.mapping)
     group = parallel_state.get_tensor_model_parallel_group()
     ranks = dist.get_process_group_ranks(group)
-    if dimension is None or not is_cut(weight.row) or len(ranks) == 1:
+    if dimension is None or not is_cut(weight.mapping) or len(ranks) == 1:
         return shard.contiguous()
     shards = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
     dist.gather(shard.contiguous(), shards, dst=ranks[0], group=group)
     return torch.cat(shards, dim=dimension) if shards else shard
 
 
-def _theirs(row: Row, layer: int | None, whole: Tensor, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+def _hf_weights(
+    mapping: ParamMapping, layer: int | None, whole: Tensor, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
     """Take the weights of the file out of one of our parameters."""
-    dimension = split_dimension(row)
-    parts = [] if dimension is None else segments(row, architecture)
-    for source, (name, shape) in enumerate(zip(row.theirs, source_shapes(row, architecture), strict=True)):
+    dimension = split_dimension(mapping)
+    parts = [] if dimension is None else segments(mapping, architecture)
+    for source, (name, shape) in enumerate(zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)):
         if dimension is None or len(parts) == 1:
             yield name.format(layer=layer), whole.cpu()
             continue

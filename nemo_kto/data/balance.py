@@ -1,4 +1,4 @@
-"""Whether the two kinds of judged answers weigh what they should.
+"""Whether desirable and undesirable answers weigh what they should.
 
 With n_D desirable and n_U undesirable rows, the authors of KTO keep w_D n_D / (w_U n_U) between 1 and 4/3 (Ethayarajh et
 al. 2024, arXiv 2402.01306, section 4.2, equation 8).
@@ -6,9 +6,9 @@ al. 2024, arXiv 2402.01306, section 4.2, equation 8).
 
 from __future__ import annotations
 
-LEAST, MOST = 1.0, 4 / 3
+MIN_BALANCE, MAX_BALANCE = 1.0, 4 / 3
 # What TRL's documentation of KTO advises for the learning rate, whatever the size of the data.
-LEAST_LR, MOST_LR = 5e-7, 5e-6
+MIN_LR, MAX_LR = 5e-7, 5e-6
 _SLACK = 1e-3  # so that weights which were rounded as the warning shows them are taken
 
 
@@ -38,17 +38,17 @@ def balanced_weights(
         (1.0, 3.0)
     """
     balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
-    if balance is None or LEAST <= balance <= MOST:
+    if balance is None or MIN_BALANCE <= balance <= MAX_BALANCE:
         return desirable_weight, undesirable_weight
-    if balance < LEAST:
+    if balance < MIN_BALANCE:
         return desirable_weight / balance, undesirable_weight
-    return desirable_weight, undesirable_weight * balance / MOST
+    return desirable_weight, undesirable_weight * balance / MAX_BALANCE
 
 
 def balance_warning(desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float) -> str | None:
     """What to say of weights that do not balance the rows; None where they do."""
     balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
-    if balance is None or LEAST - _SLACK <= balance <= MOST + _SLACK:
+    if balance is None or MIN_BALANCE - _SLACK <= balance <= MAX_BALANCE + _SLACK:
         return None
     good, bad = balanced_weights(desirable, undesirable, desirable_weight, undesirable_weight)
     figure = f"{desirable_weight:.4g} * {desirable} / ({undesirable_weight:.4g} * {undesirable}) = {balance:.4g}"
@@ -60,12 +60,12 @@ def balance_warning(desirable: int, undesirable: int, desirable_weight: float, u
 
 
 def one_class_warning(desirable: int, undesirable: int, lr: float) -> str | None:
-    """What to say of rows of one kind alone, which nothing holds back; None where there are both, or the steps are small."""
-    if (desirable and undesirable) or LEAST_LR <= lr <= MOST_LR:
+    """What to say of rows of only one kind, which nothing holds back; None where there are both, or the steps are small."""
+    if (desirable and undesirable) or MIN_LR <= lr <= MAX_LR:
         return None
     kind = "desirable" if desirable else "undesirable"
     return (
         f"all training rows are {kind}: nothing balances what they teach, so the learning rate should be from "
-        f"{LEAST_LR:.0e} to {MOST_LR:.0e} (as TRL advises for KTO), got {lr:.4g}; set model.optim.lr, and rather train for "
+        f"{MIN_LR:.0e} to {MAX_LR:.0e} (as TRL advises for KTO), got {lr:.4g}; set model.optim.lr, and rather train for "
         "more epochs"
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPEATS = 100
+_MAX_REPEATS = 100
 
 
 def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[int], bool]) -> list[tuple[int, int]]:
@@ -57,9 +57,9 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
     length = max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
-    if length > _MOST_REPEATS * sum(sizes):
+    if length > _MAX_REPEATS * sum(sizes):
         raise ValueError(
-            f"a blend must not repeat its rows more than {_MOST_REPEATS} times: an epoch of {sizes} rows with the weights "
+            f"a blend must not repeat its rows more than {_MAX_REPEATS} times: an epoch of {sizes} rows with the weights "
             f"{[float(weight) for weight in weights]} would have {length} rows; raise the weight of the large files"
         )
     counts = _rounded_shares(int(length), shares)
@@ -72,7 +72,7 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
 
 
 def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
-    """Whole numbers that sum to ``length``, each the share rounded down or up (largest remainders up)."""
+    """Integers that sum to ``length``, each the share rounded down or up (largest remainders up)."""
     counts = [int(length * share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
     for k in by_remainder[: length - sum(counts)]:

@@ -1,12 +1,10 @@
-"""Rows tokenised once, kept in an Arrow file that every rank maps into memory instead of reading it."""
+"""Examples: rows tokenised once, kept in an Arrow file that every rank maps into memory instead of reading it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,19 +14,21 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, Sequence, Value
 from datasets.arrow_writer import ArrowWriter
 
-from nemo_kto.data.chat import EncodedRow, RowEncoder
-from nemo_kto.data.records import BrokenRows, DPORecord, KTORecord, RowError, read_dpo_records, read_kto_records
-from nemo_kto.data.truncation import check_truncation, fit, fit_pair
+from nemo_kto.data.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.records import DPORecord, KTORecord, Record, RowError, RowErrors, read_dpo_records, read_kto_records
+from nemo_kto.data.truncation import check_truncation, truncate, truncate_pair
+from nemo_kto.files import publish_file
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it when the same data and tokenizer give other ids or other columns
 _BATCH = 1000
 _IDS = Sequence(Value("int32"))
+Columns = dict[str, object]  # of one example
 
 
 class Cut(NamedTuple):
-    """How rows are cut, see ``truncation.fit``."""
+    """How examples are cut, see ``truncation.truncate``."""
 
     seq_length: int
     mode: str
@@ -36,12 +36,12 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowKind:
-    """What a file's rows become.
+class ExampleKind:
+    """What the rows of a file become.
 
     Attributes:
         name: begins the names of the cached files.
-        features: columns of the cached rows; ``line`` is where a row came from.
+        features: columns of the cached examples; ``line`` is where an example came from.
         read: the records of a file.
         tokenise: records -> for each its columns, or why it cannot be used.
     """
@@ -49,19 +49,19 @@ class RowKind:
     name: str
     features: Features
     read: Callable[..., Iterator[Any]]
-    tokenise: Callable[[list[Any], RowEncoder, Cut], Iterator[dict[str, Any] | RowError]]
+    tokenise: Callable[[list[Any], RecordEncoder, Cut], Iterator[Columns | RowError]]
 
 
-def _tokenise_kto(records: list[KTORecord], encoder: RowEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
-    for record, row in zip(records, encoder.encode(records), strict=True):
-        if not isinstance(row, EncodedRow):
-            yield row
+def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[Columns | RowError]:
+    for record, example in zip(records, encoder.encode(records), strict=True):
+        if not isinstance(example, EncodedExample):
+            yield example
             continue
-        prompt, response = fit(row.prompt_ids, row.response_ids, **cut._asdict())
+        prompt, response = truncate(example.prompt_ids, example.response_ids, **cut._asdict())
         yield {"prompt_ids": prompt, "response_ids": response, "desirable": record.desirable, "line": record.line}
 
 
-def _tokenise_dpo(records: list[DPORecord], encoder: RowEncoder, cut: Cut) -> Iterator[dict[str, Any] | RowError]:
+def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Cut) -> Iterator[Columns | RowError]:
     sides = [
         KTORecord(prompt=record.prompt, response=answer, desirable=good, line=record.line)
         for record in records
@@ -69,10 +69,10 @@ def _tokenise_dpo(records: list[DPORecord], encoder: RowEncoder, cut: Cut) -> It
     ]
     encoded = iter(encoder.encode(sides))
     for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
-        if not (isinstance(chosen, EncodedRow) and isinstance(rejected, EncodedRow)):
+        if not (isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)):
             yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
             continue
-        prompt, answers = fit_pair(chosen.prompt_ids, (chosen.response_ids, rejected.response_ids), **cut._asdict())
+        prompt, answers = truncate_pair(chosen.prompt_ids, (chosen.response_ids, rejected.response_ids), **cut._asdict())
         yield {
             "prompt_ids": prompt,
             "chosen_ids": answers[0],
@@ -83,7 +83,7 @@ def _tokenise_dpo(records: list[DPORecord], encoder: RowEncoder, cut: Cut) -> It
         }
 
 
-KTO_ROWS = RowKind(
+KTO_EXAMPLES = ExampleKind(
     name="kto",
     features=Features(
         {"prompt_ids": _IDS, "response_ids": _IDS, "desirable": Value("bool"), "line": Value("int64")},
@@ -91,7 +91,7 @@ KTO_ROWS = RowKind(
     read=read_kto_records,
     tokenise=_tokenise_kto,
 )
-DPO_ROWS = RowKind(
+DPO_EXAMPLES = ExampleKind(
     name="dpo",
     features=Features(
         {
@@ -109,7 +109,7 @@ DPO_ROWS = RowKind(
 
 
 class TokenCache:
-    """Arrow files of tokenised rows, one for each jsonl file, in one folder.
+    """Arrow files of examples, one for each jsonl file, in one folder.
 
     A file's name holds a hash of everything that decides its content: path, size and time of change of the data, the
     tokenizer, the length and the truncation. Files appear under their name complete or not at all, so any number of
@@ -117,9 +117,9 @@ class TokenCache:
     """
 
     def __init__(
-        self, *, kind: RowKind, folder: str | Path, encoder: RowEncoder, seq_length: int, truncation_mode: str
+        self, *, kind: ExampleKind, folder: str | Path, encoder: RecordEncoder, seq_length: int, truncation_mode: str
     ) -> None:
-        """Args: kind: of row; folder: made if it does not exist; seq_length, truncation_mode: see ``truncation.fit``."""
+        """Args: kind: of example; folder: made if absent; seq_length, truncation_mode: see ``truncation.truncate``."""
         check_truncation(seq_length=seq_length, mode=truncation_mode)
         self._kind = kind
         self._folder = Path(folder)
@@ -127,11 +127,11 @@ class TokenCache:
         self._tokenizer_hash = encoder.fingerprint()
         self._cut = Cut(seq_length, truncation_mode, encoder.bos_id)
 
-    def open(self, path: Path, *, broken: BrokenRows) -> Dataset | None:
-        """The rows of a jsonl file, in the columns of their kind, tokenised if they are not yet.
+    def open(self, path: Path, *, broken: RowErrors) -> Dataset | None:
+        """The examples of a jsonl file, in the columns of their kind, tokenised if they are not yet.
 
         Returns:
-            The memory-mapped rows, or None where rows were broken (they are added to ``broken``).
+            The memory-mapped examples, or None where rows were broken (they are added to ``broken``).
         """
         cached = self._folder / self._name(path)
         if not cached.exists():
@@ -146,44 +146,38 @@ class TokenCache:
         key += [self._tokenizer_hash, self._cut.seq_length, self._cut.mode]
         return f"{self._kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 
-    def _write(self, path: Path, cached: Path, broken: BrokenRows) -> bool:
+    def _write(self, path: Path, cached: Path, broken: RowErrors) -> bool:
         logger.info("tokenising %s into %s", path, cached)
         before, count = broken.total, 0
-        handle, writing = tempfile.mkstemp(prefix=f".{cached.name}-", dir=self._folder)
-        os.close(handle)
-        try:
-            with ArrowWriter(path=writing, features=self._kind.features, writer_batch_size=_BATCH) as writer:
+        with publish_file(cached) as writing:
+            with ArrowWriter(path=str(writing), features=self._kind.features, writer_batch_size=_BATCH) as writer:
                 for columns in self._columns(path, broken):
                     writer.write_batch(columns)
                     count += len(columns["line"])
                 writer.finalize()
-            if broken.total > before:
-                return False
-            if count == 0:
+            if count == 0 and broken.total == before:
                 broken.add(path, 1, "the file must have at least one row, got none; leave it out of data_prefix")
+            if broken.total > before:
+                writing.unlink()
                 return False
-            os.chmod(writing, 0o644)  # mkstemp shows its files to nobody else; the cache is to be shared
-            os.replace(writing, cached)
-        finally:
-            Path(writing).unlink(missing_ok=True)
         logger.info("tokenised %d rows of %s", count, path)
         return True
 
-    def _columns(self, path: Path, broken: BrokenRows) -> Iterator[dict[str, list]]:
+    def _columns(self, path: Path, broken: RowErrors) -> Iterator[dict[str, list]]:
         for records in _batches(self._kind.read(path, broken=broken)):
             columns: dict[str, list] = {name: [] for name in self._kind.features}
-            rows = self._kind.tokenise(records, self._encoder, self._cut)
-            for record, row in zip(records, rows, strict=True):
-                if isinstance(row, RowError):
-                    broken.add(path, record.line, str(row))
+            examples = self._kind.tokenise(records, self._encoder, self._cut)
+            for record, example in zip(records, examples, strict=True):
+                if isinstance(example, RowError):
+                    broken.add(path, record.line, str(example))
                     continue
-                for name, value in row.items():
+                for name, value in example.items():
                     columns[name].append(value)
             if columns["line"]:
                 yield columns
 
 
-def _batches(records: Iterable[Any]) -> Iterator[list[Any]]:
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     iterator = iter(records)
     while batch := list(islice(iterator, _BATCH)):
         yield batch

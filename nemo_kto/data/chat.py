@@ -8,23 +8,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_kto.data.records import KTORecord, RowError, Turns
+from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
 
 
 @dataclass(frozen=True)
-class EncodedRow:
-    """Token ids of one row before truncation; neither list is empty."""
+class EncodedExample:
+    """Token ids of one example before truncation; neither list is empty."""
 
     prompt_ids: list[int]
     response_ids: list[int]
 
 
 @dataclass(frozen=True)
-class _RowText:
+class _RenderedText:
     prompt: str
     answer: str
     templated: bool
@@ -35,8 +34,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-class RowEncoder:
-    """Turns records into token ids, a batch at a time.
+class RecordEncoder:
+    """TextOrMessages records into token ids, a batch at a time.
 
     Plain rows get a BOS where the tokenizer itself adds one, and an EOS after the answer. Message rows are what the
     chat template renders, without the white space after the end-of-turn token; an EOS is added only where the template
@@ -60,18 +59,18 @@ class RowEncoder:
         # Says that forking (loader workers, which never tokenise) after tokenising in threads is meant.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-    def encode(self, records: Sequence[KTORecord]) -> list[EncodedRow | RowError]:
+    def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
         """One result for each record: its token ids, or why it cannot be used."""
-        texts: list[_RowText | RowError] = []
+        texts: list[_RenderedText | RowError] = []
         for record in records:
             try:
                 texts.append(self._text(record))
             except RowError as error:
                 texts.append(error)
-        usable = [text for text in texts if isinstance(text, _RowText)]
+        usable = [text for text in texts if isinstance(text, _RenderedText)]
         prompts = self._ids([text.prompt for text in usable])
         wholes = self._ids([text.prompt + text.answer for text in usable])
-        alone = self._ids(
+        separate = self._ids(
             [
                 text.answer
                 for text, prompt, whole in zip(usable, prompts, wholes, strict=True)
@@ -79,8 +78,8 @@ class RowEncoder:
             ]
         )
         pieces = iter(zip(prompts, wholes, strict=True))
-        answers = iter(alone)
-        results: list[EncodedRow | RowError] = []
+        answers = iter(separate)
+        results: list[EncodedExample | RowError] = []
         for text in texts:
             if isinstance(text, RowError):
                 results.append(text)
@@ -91,16 +90,16 @@ class RowEncoder:
         return results
 
     def fingerprint(self) -> str:
-        """Hash of everything in the tokenizer that decides the ids of a row."""
+        """Hash of everything in the tokenizer that decides the ids of an example."""
         tokenizer = self._tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            state: Any = json.loads(backend.to_str())
+            content = json.loads(backend.to_str())
             for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
-                state.pop(setting, None)
+                content.pop(setting, None)
         else:
-            state = sorted(tokenizer.get_vocab().items())
-        parts = [type(tokenizer).__name__, state, tokenizer.chat_template, self.bos_id, self._eos_id]
+            content = sorted(tokenizer.get_vocab().items())
+        parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
         parts += [tokenizer.special_tokens_map, sorted(self._special_tokens)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -110,9 +109,9 @@ class RowEncoder:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return encoded["input_ids"]
 
-    def _text(self, record: KTORecord) -> _RowText:
+    def _text(self, record: KTORecord) -> _RenderedText:
         if isinstance(record.prompt, str) and isinstance(record.response, str):
-            return _RowText(record.prompt, record.response, templated=False)
+            return _RenderedText(record.prompt, record.response, templated=False)
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
         prompt = self._render(record.prompt, asks=True)
@@ -121,21 +120,21 @@ class RowEncoder:
             raise RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
                 f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
-                "write the row as plain texts"
+                "write the row as plain strings"
             )
         answer = whole[len(prompt) :]
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
-        return _RowText(prompt, answer, templated=True)
+        return _RenderedText(prompt, answer, templated=True)
 
-    def _render(self, messages: Turns, *, asks: bool) -> str:
+    def _render(self, messages: TextOrMessages, *, asks: bool) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise RowError(f"the tokenizer's chat template refuses the messages: {error}") from error
-        return rendered  # type: ignore[return-value]  # one conversation, not tokenised: a text
+        return rendered  # type: ignore[return-value]  # one conversation, not tokenised: a string
 
-    def _finish(self, text: _RowText, prompt: list[int], answer: list[int]) -> EncodedRow | RowError:
+    def _finish(self, text: _RenderedText, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
         if text.templated:
             ended = bool(answer) and answer[-1] in self._special_ids
         else:
@@ -147,11 +146,11 @@ class RowEncoder:
                 f"the prompt must have at least one token, got {text.prompt!r}, and this tokenizer adds no BOS; "
                 "give the row a prompt or remove it"
             )
-        return EncodedRow(prompt, answer if ended else [*answer, self._eos_id])
+        return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer by itself puts a BOS in front of a text."""
+    """Whether the tokenizer by itself puts a BOS in front of a string."""
     if tokenizer.bos_token_id is None:
         return False
     return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

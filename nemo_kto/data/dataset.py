@@ -1,4 +1,4 @@
-"""Datasets of tokenised rows: the splits of ``data_prefix``, memory-mapped."""
+"""Datasets of examples: the splits of ``data_prefix``, memory-mapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import datasets
 import numpy as np
@@ -18,86 +18,88 @@ import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.blend import blend, split_ranges
-from nemo_kto.data.cache import DPO_ROWS, KTO_ROWS, TokenCache
-from nemo_kto.data.chat import RowEncoder
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
-from nemo_kto.data.records import BrokenRows, DataError, DPORow, KTORow
+from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
+
+if TYPE_CHECKING:
+    import pyarrow
 
 logger = logging.getLogger(__name__)
 
+Example = TypeVar("Example")
 
-Row = TypeVar("Row")
 
-
-class _TokenDataset(torch.utils.data.Dataset[Row], ABC):
-    """Rows of a memory-mapped table, in the order of an index."""
+class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
+    """Examples of a memory-mapped table, in the order of an index."""
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray) -> None:
-        """Args: table: rows as ``TokenCache`` keeps them; index: [N] int64, the table's row at each place."""
+        """Args: table: examples as ``TokenCache`` keeps them; index: [N] int64, the place in the table of each."""
         self._table = table.with_format("arrow")
         self._index = index
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, place: int) -> Row:
+    def __getitem__(self, place: int) -> Example:
         return self.__getitems__([place])[0]
 
-    def __getitems__(self, places: Sequence[int]) -> list[Row]:
-        """Many rows in one look-up (the name by which torch's DataLoader asks for them)."""
-        return self._rows(self._table[self._index[np.asarray(places)].tolist()])
+    def __getitems__(self, places: Sequence[int]) -> list[Example]:
+        """Many examples in one look-up (torch's DataLoader calls it by this name)."""
+        return self._examples(self._table[self._index[np.asarray(places)].tolist()])
 
     @abstractmethod
-    def _rows(self, table: Any) -> list[Row]:
-        """The rows of a piece of the table."""
+    def _examples(self, table: pyarrow.Table) -> list[Example]:
+        """The examples of a piece of the table."""
 
 
-class KTODataset(_TokenDataset[KTORow]):
-    """Answers that were judged one by one."""
+class KTODataset(_TokenDataset[KTOExample]):
+    """Unpaired answers, each desirable or undesirable."""
 
-    def _rows(self, table: Any) -> list[KTORow]:
+    def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
         prompts, responses = _ragged(table.column("prompt_ids")), _ragged(table.column("response_ids"))
         desirable = table.column("desirable").to_pylist()
-        return [KTORow(*row) for row in zip(prompts, responses, desirable, strict=True)]
+        return [KTOExample(*example) for example in zip(prompts, responses, desirable, strict=True)]
 
     def desirable_count(self) -> int:
-        """Number of desirable rows."""
+        """Number of desirable examples."""
         return int(self._table.data.column("desirable").to_numpy()[self._index].sum())
 
 
-class DPODataset(_TokenDataset[DPORow]):
+class DPODataset(_TokenDataset[DPOExample]):
     """Pairs of answers."""
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, default_rewards: tuple[float, float]) -> None:
-        """Args: default_rewards: of the chosen and of the rejected answer, where a row has none of its own."""
+        """Args: default_rewards: of the chosen and of the rejected answer, where an example has none of its own."""
         super().__init__(table=table, index=index)
         self._default_rewards = default_rewards
 
-    def _rows(self, table: Any) -> list[DPORow]:
+    def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
         columns: dict[str, list[Any]] = {
             name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
         }
         for side, default in zip(("chosen", "rejected"), self._default_rewards, strict=True):
             rewards = table.column(f"{side}_reward").to_pylist()
             columns[f"{side}_reward"] = [default if reward is None else reward for reward in rewards]
-        return [DPORow(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        return [DPOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
 
-Rows = TypeVar("Rows", KTODataset, DPODataset)
+AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 
 @dataclass(frozen=True)
-class Splits(Generic[Rows]):
+class Splits(Generic[AnyDataset]):
     """The datasets of a run; None where the data has no such split."""
 
-    train: Rows | None
-    validation: Rows | None
-    test: Rows | None
+    train: AnyDataset | None
+    validation: AnyDataset | None
+    test: AnyDataset | None
 
 
 def build_kto_splits(
     *,
-    data_prefix: Any,
+    data_prefix: object,
     splits_string: str | None,
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int,
@@ -105,25 +107,25 @@ def build_kto_splits(
     cache_dir: str | Path,
     seed: int,
 ) -> Splits[KTODataset]:
-    """Training, validation and test rows, tokenised on the first call and mapped from ``cache_dir`` afterwards.
+    """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
     Args:
         data_prefix: see ``prefix.read_data_prefix``.
         splits_string: such as "98,1,1": shares of each file (or folder) in the order of its rows. None: all is for
             training. It is not needed, and not looked at, where ``data_prefix`` itself names the splits.
         tokenizer: the model's.
-        seq_length: tokens in a row, at least 2; longer rows are cut.
+        seq_length: tokens in an example, at least 2; longer ones are cut.
         truncation_mode: ``keep_end`` or ``keep_start`` of the prompt.
-        cache_dir: folder of the tokenised rows.
-        seed: order of the rows within a blend.
+        cache_dir: folder of the tokenised examples.
+        seed: order of the examples within a blend.
 
     Raises:
         DataError: files are missing or rows are broken; all broken rows of all files are counted.
     """
     cache = TokenCache(
-        kind=KTO_ROWS,
+        kind=KTO_EXAMPLES,
         folder=cache_dir,
-        encoder=RowEncoder(tokenizer=tokenizer),
+        encoder=RecordEncoder(tokenizer=tokenizer),
         seq_length=seq_length,
         truncation_mode=truncation_mode,
     )
@@ -135,7 +137,7 @@ def build_kto_splits(
 
 def build_dpo_splits(
     *,
-    data_prefix: Any,
+    data_prefix: object,
     splits_string: str | None,
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int,
@@ -149,16 +151,16 @@ def build_dpo_splits(
 
     Args:
         data_prefix, splits_string, tokenizer, seq_length, truncation_mode, cache_dir, seed: see :func:`build_kto_splits`.
-        default_chosen_reward: of the chosen answers of rows without rewards.
+        default_chosen_reward: of the chosen answers of examples without rewards.
         default_rejected_reward: of their rejected answers.
 
     Raises:
         DataError: files are missing or rows are broken; all broken rows of all files are counted.
     """
     cache = TokenCache(
-        kind=DPO_ROWS,
+        kind=DPO_EXAMPLES,
         folder=cache_dir,
-        encoder=RowEncoder(tokenizer=tokenizer),
+        encoder=RecordEncoder(tokenizer=tokenizer),
         seq_length=seq_length,
         truncation_mode=truncation_mode,
     )
@@ -166,37 +168,13 @@ def build_dpo_splits(
     return _build_splits(make, data_prefix, splits_string, cache, seed)
 
 
-def build_kto_dataset(
-    *,
-    data: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    truncation_mode: str,
-    cache_dir: str | Path,
-    seed: int,
-) -> KTODataset:
-    """One dataset of all rows of ``data`` (a file, a folder, or a list of them with or without weights)."""
-    splits = build_kto_splits(
-        data_prefix={"train": data},
-        splits_string=None,
-        tokenizer=tokenizer,
-        seq_length=seq_length,
-        truncation_mode=truncation_mode,
-        cache_dir=cache_dir,
-        seed=seed,
-    )
-    if splits.train is None:
-        raise DataError(f"data must name a file, a folder or a list of them, got {data!r}")
-    return splits.train
-
-
 def _build_splits(
-    make: Callable[..., Rows], data_prefix: Any, splits_string: str | None, cache: TokenCache, seed: int
-) -> Splits[Rows]:
+    make: Callable[..., AnyDataset], data_prefix: object, splits_string: str | None, cache: TokenCache, seed: int
+) -> Splits[AnyDataset]:
     sources = read_data_prefix(data_prefix)
     shares = _shares(splits_string) if WHOLE in sources else {}
     tables = _open_all(sources, cache)
-    built: dict[str, Rows | None] = dict.fromkeys(SPLITS)
+    built: dict[str, AnyDataset | None] = dict.fromkeys(SPLITS)
     for split in SPLITS:
         if shares.get(split, 0) > 0:
             built[split] = _assemble(make, sources[WHOLE], tables, seed=seed, shares=shares, split=split)
@@ -216,8 +194,8 @@ def _shares(splits_string: str | None) -> dict[str, Fraction]:
 
 
 def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict[Path, datasets.Dataset]:
-    """Every file's rows; all files are read before any broken row is raised."""
-    broken = BrokenRows()
+    """Every file's examples; all files are read before any broken row is raised."""
+    broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
     tables = {file: cache.open(file, broken=broken) for file in files}
     broken.raise_if_any()
@@ -225,14 +203,14 @@ def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict
 
 
 def _assemble(
-    make: Callable[..., Rows],
+    make: Callable[..., AnyDataset],
     sources: tuple[Source, ...],
     tables: dict[Path, datasets.Dataset],
     *,
     seed: int,
     shares: dict[str, Fraction] | None = None,
     split: str = "train",
-) -> Rows | None:
+) -> AnyDataset | None:
     """One split out of its sources, or out of its share of each; None if no row is left for it."""
     parts, ranges, weights, start = [], [], [], 0
     for source in sources:
@@ -249,14 +227,14 @@ def _assemble(
     blended = [weight for weight in weights if weight is not None]
     if not blended:
         return make(table=table, index=np.concatenate(ranges))
-    chosen, rows = blend([len(rows) for rows in ranges], blended, seed=seed)
-    first_rows = np.array([rows[0] for rows in ranges])
-    return make(table=table, index=first_rows[chosen] + rows)
+    chosen, places = blend([len(places) for places in ranges], blended, seed=seed)
+    first_places = np.array([places[0] for places in ranges])
+    return make(table=table, index=first_places[chosen] + places)
 
 
 def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> tuple[int, int]:
-    def is_second_of_pair(row: int) -> bool:
-        return table[row]["line"] == table[row - 1]["line"]
+    def is_second_of_pair(place: int) -> bool:
+        return table[place]["line"] == table[place - 1]["line"]
 
     ranges = split_ranges(len(table), list(shares.values()), is_second_of_pair)
     return ranges[list(shares).index(split)]
@@ -276,8 +254,8 @@ def _warn_of_one_class(split: str, dataset: KTODataset | None) -> None:
         )
 
 
-def _ragged(column: Any) -> list[np.ndarray]:
-    """The rows of an Arrow column of lists, as views of one array."""
+def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
+    """The lists of an Arrow column, as views of one array."""
     lists = column.combine_chunks()
     values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
     return [values[start:stop] for start, stop in pairwise(offsets)]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from nemo_kto.data.records import DataError
 
@@ -27,7 +26,7 @@ class Source:
     weight: Fraction | None
 
 
-def read_data_prefix(data_prefix: Any) -> dict[str, tuple[Source, ...]]:
+def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
     """Sources by split.
 
     Args:
@@ -85,7 +84,7 @@ def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
     return named
 
 
-def _sources(value: Any) -> tuple[Source, ...]:
+def _sources(value: object) -> tuple[Source, ...]:
     if isinstance(value, str | Path):
         return (Source(_files(Path(value)), None),)
     if not isinstance(value, Sequence) or not value:
@@ -100,7 +99,7 @@ def _sources(value: Any) -> tuple[Source, ...]:
     return tuple(_weighted(value[i], value[i + 1]) for i in range(0, len(value), 2))
 
 
-def _weighted(weight: Any, path: Any) -> Source:
+def _weighted(weight: object, path: object) -> Source:
     share = _weight(weight)
     if share is None or share <= 0 or not isinstance(path, str | Path):
         raise DataError(
@@ -109,7 +108,7 @@ def _weighted(weight: Any, path: Any) -> Source:
     return Source(_files(Path(path)), share)
 
 
-def _weight(value: Any) -> Fraction | None:
+def _weight(value: object) -> Fraction | None:
     """The weight as written (0.7 is 7/10, not its nearest binary number); None for what is no number."""
     try:
         return None if isinstance(value, bool | Path) else Fraction(str(value))

@@ -1,4 +1,4 @@
-"""From one line of a jsonl file to records: a prompt with an answer that was judged, or with two of which one was chosen.
+"""From a line of a jsonl file to a record: a prompt with one answer (unpaired feedback), or with a chosen and a rejected.
 
 A row for KTO may be written in any of these forms (further keys are ignored), one for DPO in the last:
 
@@ -7,7 +7,7 @@ A row for KTO may be written in any of these forms (further keys are ignored), o
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
-Wherever a text stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
+Wherever a string stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
 A pair may have "chosen_reward" and "rejected_reward".
 """
 
@@ -18,12 +18,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-Message = Mapping[str, Any]
-Turns = str | list[Message]
+from nemo_kto.errors import UserError
+
+Row = Mapping[str, object]
+Message = Mapping[str, object]
+TextOrMessages = str | list[Message]
 Record = TypeVar("Record")
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
@@ -32,7 +35,7 @@ _PREFERENCES = {"chosen": True, "rejected": False}
 _DIALOGUE_ANSWER = "\n\nAssistant:"
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """The data cannot be used; the message says which rows or files, why, and what to do."""
 
 
@@ -40,7 +43,7 @@ class RowError(ValueError):
     """What is wrong with one row; whoever reads the file adds its name and the line."""
 
 
-class BrokenRows:
+class RowErrors:
     """Counts broken rows and keeps the first ten messages, however many rows are broken."""
 
     SHOWN = 10
@@ -71,7 +74,7 @@ class BrokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class KTORecord:
-    """One prompt with one judged answer.
+    """One prompt with one answer and its label.
 
     Attributes:
         prompt: plain text, or the messages before the answer.
@@ -80,15 +83,15 @@ class KTORecord:
         line: where it came from, counted from 1; the two records of a pair share it.
     """
 
-    prompt: Turns
-    response: Turns
+    prompt: TextOrMessages
+    response: TextOrMessages
     desirable: bool
     line: int
 
 
 @dataclass(frozen=True, slots=True)
-class KTORow:
-    """One tokenised row.
+class KTOExample:
+    """One tokenised record.
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
@@ -108,30 +111,30 @@ class DPORecord:
     Attributes:
         prompt: plain text, or the messages before the answer.
         chosen: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        rejected: likewise.
+        rejected: the same.
         chosen_reward: what the row says the answer is worth; None if it says nothing.
-        rejected_reward: likewise; None where the other is.
+        rejected_reward: the same; None where the other is.
         line: where it came from, counted from 1.
     """
 
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
     chosen_reward: float | None
     rejected_reward: float | None
     line: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPORow:
+class DPOExample:
     """One tokenised pair.
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
         chosen_ids: [C] int, C >= 1, end-of-turn included where the answer was not cut.
-        rejected_ids: [R] int, R >= 1, likewise.
+        rejected_ids: [R] int, R >= 1, the same.
         chosen_reward: what the answer is worth, in any unit.
-        rejected_reward: likewise.
+        rejected_reward: the same.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -141,12 +144,12 @@ class DPORow:
     rejected_reward: float
 
 
-def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[KTORecord]:
-    """The judged answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
+def read_kto_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[KTORecord]:
+    """The labelled answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
 
     Args:
         path: the file.
-        broken: collects broken rows for a caller that goes on to other files. Without it they are raised at the end.
+        broken: collects broken rows for a caller that reads other files next. Without it they are raised at the end.
 
     Raises:
         DataError: rows were broken and ``broken`` was not given.
@@ -154,15 +157,13 @@ def read_kto_records(path: str | Path, *, broken: BrokenRows | None = None) -> I
     return _read(path, records_of_row, broken)
 
 
-def read_dpo_records(path: str | Path, *, broken: BrokenRows | None = None) -> Iterator[DPORecord]:
+def read_dpo_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[DPORecord]:
     """The pairs of one jsonl file; everything else as in :func:`read_kto_records`."""
     return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
 
 
-def _read(
-    path: str | Path, records_of: Callable[[Mapping[str, Any], int], list[Record]], broken: BrokenRows | None
-) -> Iterator[Record]:
-    found = BrokenRows() if broken is None else broken
+def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], broken: RowErrors | None) -> Iterator[Record]:
+    found = RowErrors() if broken is None else broken
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.isspace():
@@ -177,7 +178,7 @@ def _read(
         found.raise_if_any()
 
 
-def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
+def records_of_row(row: Row, line: int) -> list[KTORecord]:
     """One record, or two for a pair (the desirable one first).
 
     Raises:
@@ -200,7 +201,7 @@ def records_of_row(row: Mapping[str, Any], line: int) -> list[KTORecord]:
     return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
 
 
-def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
+def pair_of_row(row: Row, line: int) -> DPORecord:
     """The pair that a row is.
 
     Raises:
@@ -212,7 +213,7 @@ def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
     else:
         raise RowError(
             'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
-            f"got the keys {sorted(row)}; answers that were judged one by one are for KTO"
+            f"got the keys {sorted(row)}; unpaired feedback is for KTO"
         )
     chosen, rejected = _pair(row, good, bad)
     if chosen[0] != rejected[0]:
@@ -231,24 +232,24 @@ def pair_of_row(row: Mapping[str, Any], line: int) -> DPORecord:
     )
 
 
-def _reward(row: Mapping[str, Any], key: str) -> float | None:
+def _reward(row: Row, key: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
     try:
         reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # a whole number of more than 308 digits
+    except OverflowError:  # an integer of more than 308 digits
         reward = math.inf
     if not math.isfinite(reward):
         raise RowError(f'"{key}" must be a finite number, got {_show(value)}; correct it or leave both rewards out')
     return reward
 
 
-def _record(side: tuple[Turns, Turns], desirable: bool, line: int) -> KTORecord:
+def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int) -> KTORecord:
     return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line)
 
 
-def _parse(raw: bytes) -> Mapping[str, Any]:
+def _parse(raw: bytes) -> Row:
     try:
         text = raw.decode("utf-8-sig")
         row = json.loads(text)
@@ -263,7 +264,7 @@ def _parse(raw: bytes) -> Mapping[str, Any]:
     return row
 
 
-def _label(row: Mapping[str, Any]) -> bool:
+def _label(row: Row) -> bool:
     keys = [key for key in ("preference", "label") if key in row]
     if len(keys) != 1:
         raise RowError(
@@ -280,7 +281,7 @@ def _label(row: Mapping[str, Any]) -> bool:
     return _PREFERENCES[value]
 
 
-def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turns]]:
+def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
     """(prompt, answer) of the chosen and of the rejected side."""
     if good not in row or bad not in row:
         missing = bad if good in row else good
@@ -291,7 +292,7 @@ def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turn
     if isinstance(chosen, str) and isinstance(rejected, str):
         cut = _shared_prompt(chosen, rejected, good, bad)
         return [(side[:cut], side[cut:]) for side in (chosen, rejected)]
-    sides: list[tuple[Turns, Turns]] = [_conversation(row[key], key) for key in (good, bad)]
+    sides: list[tuple[TextOrMessages, TextOrMessages]] = [_conversation(row[key], key) for key in (good, bad)]
     if sides[0][0] != sides[1][0]:
         raise RowError(
             f'"{good}" and "{bad}" must be the same conversation up to their last message; '
@@ -301,7 +302,7 @@ def _pair(row: Mapping[str, Any], good: str, bad: str) -> list[tuple[Turns, Turn
 
 
 def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
-    """Length of the prompt two texts share: up to the last answer's mark if there is one, otherwise whole words."""
+    """Length of the prompt two strings share: up to the last answer's mark if there is one, otherwise whole words."""
     shared = chosen[: _shared_length(chosen, rejected)]
     mark = shared.rfind(_DIALOGUE_ANSWER)
     if mark >= 0:
@@ -319,8 +320,8 @@ def _shared_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[Turns, Turns]:
-    """Both sides brought to one kind: two texts, or messages and one assistant message."""
+def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOrMessages, TextOrMessages]:
+    """Both sides brought to one kind: two strings, or messages and one assistant message."""
     if isinstance(answer, str) and isinstance(prompt, str):
         return prompt, answer
     if isinstance(answer, str):
@@ -339,7 +340,7 @@ def _prompt_and_answer(prompt: Any, answer: Any, key: str) -> tuple[Turns, Turns
     return before, _answer(messages, key)
 
 
-def _conversation(value: Any, key: str) -> tuple[list[Message], list[Message]]:
+def _conversation(value: object, key: str) -> tuple[list[Message], list[Message]]:
     """Messages up to the last, and the last, which is the answer."""
     messages = _messages(value, key)
     if len(messages) < 2:
@@ -354,17 +355,17 @@ def _answer(messages: list[Message], key: str) -> list[Message]:
     return messages
 
 
-def _messages(value: Any, key: str) -> list[Message]:
+def _messages(value: object, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise RowError(f'"{key}" must be a text or a list of messages that is not empty, got {_show(value)}')
+        raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {_show(value)}')
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {_show(message)}')
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            raise RowError(f'"content" of a message in "{key}" must be a text, got {_show(message.get("content"))}')
+            raise RowError(f'"content" of a message in "{key}" must be a string, got {_show(message.get("content"))}')
     return value
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -24,8 +24,10 @@ from nemo_kto.checkpoint.distributed import (
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.schema import ExportConfig, GPTConfig, PeftConfig
-from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, add_adapters, merge_adapters
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters, merge_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
 
@@ -39,7 +41,7 @@ class Policy:
         folder: Hugging Face folder with the configuration and the tokenizer.
         chunks: model chunks, wrapped for data parallelism.
         adapters: what is adapted; None where all weights are trained.
-        adapters_came_trained: the run starts from adapters that were there before; these are the reference too.
+        has_pretrained_adapters: the run starts from adapters that were there before; these are the reference too.
     """
 
     source: Path
@@ -48,7 +50,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     chunks: Sequence[MegatronModule]
     adapters: LoRASettings | None = None
-    adapters_came_trained: bool = False
+    has_pretrained_adapters: bool = False
 
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
@@ -82,7 +84,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         tokenizer=load_tokenizer(folder),
         chunks=chunks,
         adapters=adapters,
-        adapters_came_trained=adapters is not None and (cfg.peft.restore_from_path is not None or _is_of_adapters(source)),
+        has_pretrained_adapters=adapters is not None and (cfg.peft.restore_from_path is not None or _is_of_adapters(source)),
     )
     load_base_weights(policy, source)
     _load_adapters(policy, cfg.peft)
@@ -109,7 +111,7 @@ def _load_adapters(policy: Policy, cfg: PeftConfig) -> None:
     """Adapters that are there already: in a folder of their own, or in the checkpoint that the model comes from."""
     if cfg.restore_from_path is not None:
         load_adapter(policy.chunks, policy.architecture, cfg.restore_from_path)
-    elif policy.adapters_came_trained:
+    elif policy.has_pretrained_adapters:
         load_weights_only(policy.source, policy.chunks)
 
 
@@ -195,7 +197,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
         raise ValueError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     folder = checkpoint / "hf"
     architecture = read_architecture(folder, tensor_parallel=1)
     gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=saved is not None)
@@ -218,4 +220,4 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
         if saved is not None:
             merge_adapters(policy.chunks)
         _export_model(policy, out, max_shard_size_gb=max_shard_size_gb)
-    state.stop()
+    state.destroy()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.ranks import World
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
+from nemo_kto.launch.user_callbacks import callback_class
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
@@ -25,7 +27,7 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _peft, _export)
+    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _peft, _export)
     found = [*_machine(cfg.trainer, gpus, world)]
     for check in checks:
         found += check(cfg)
@@ -61,6 +63,12 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
     if isinstance(devices, int) and gpus and devices > gpus:
         remedy = "use fewer ranks, or trainer.accelerator=cpu"
         yield ConfigError("trainer.devices", f"must be at most the {gpus} GPUs of this machine, got {devices}; {remedy}")
+
+
+def _callbacks(cfg: RunConfig) -> Errors:
+    for spec in cfg.trainer.callbacks:
+        if (wrong := error_of(partial(callback_class, spec))) is not None:
+            yield ConfigError("trainer.callbacks", wrong)
 
 
 def _checkpoints(cfg: RunConfig) -> Errors:

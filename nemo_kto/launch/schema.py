@@ -64,6 +64,10 @@ class LoopConfig(Section):
     limit_val_batches: Part
     gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]
 
+    def duration(self) -> dict[str, Any]:
+        """What the trainer takes, by its names."""
+        return self.model_dump(exclude={"gradient_clip_val"})
+
 
 class TrainerConfig(Section):
     """trainer, without the loop."""

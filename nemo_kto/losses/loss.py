@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_type_hints
 
 import torch
 
-from nemo_kto.errors import UserError, either
+from nemo_kto.errors import UserError, either, import_object
 
 
 class Option(NamedTuple):
@@ -81,16 +78,14 @@ def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
     """
     if name in known:
         return known[name]
-    module, _, attribute = name.rpartition(".")
-    if not module:
+    if "." not in name:
         raise UserError(f"must be {either(list(known))}, got {name}")
-    if os.getcwd() not in sys.path:  # the script of an installed command has its own folder there instead
-        sys.path.append(os.getcwd())
     try:
-        loss = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module is the user's and may raise anything
-        text = f"must be {either(list(known))}, or the path of a Loss that can be imported, got {name}"
-        raise UserError(f"{text}; {type(error).__name__}: {error}") from error
+        loss = import_object(name)
+    except UserError as error:
+        raise UserError(
+            str(error).replace("must be a path", f"must be {either(list(known))}, or the path of a Loss")
+        ) from error
     if not isinstance(loss, Loss):
         raise UserError(f"must name a Loss (nemo_kto.losses.loss), got {name}, which is a {type(loss).__name__}")
     return loss

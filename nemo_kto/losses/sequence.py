@@ -1,6 +1,6 @@
-"""From token log-probabilities to one number a row.
+"""From token log-probabilities to one number per sequence.
 
-Shape suffixes: B rows of a padded batch, S tokens of a padded row, T response tokens of all rows together, N rows.
+Shape suffixes: B sequences of a padded batch, S tokens of each, T response tokens of all of them together, N sequences.
 """
 
 from __future__ import annotations
@@ -21,39 +21,23 @@ def response_positions(labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         labels_BS: the token itself where it belongs to the response, ``IGNORED`` elsewhere; not shifted.
 
     Returns:
-        (row_T, position_T, target_T), int64, ordered by row and then by position: the row of each response token, the
-        position of the hidden state that predicts it, and the token.
+        (sequence_T, position_T, target_T), int64, ordered by sequence and then by position: the sequence of each response
+        token, the position of the hidden state that predicts it, and the token.
 
     Examples:
         >>> labels = torch.tensor([[-100, -100, 7, 8], [-100, 9, -100, -100]])
-        >>> row, position, target = response_positions(labels)
-        >>> row.tolist(), position.tolist(), target.tolist()
+        >>> sequence, position, target = response_positions(labels)
+        >>> sequence.tolist(), position.tolist(), target.tolist()
         ([0, 0, 1], [1, 2, 0], [7, 8, 9])
     """
     targets = labels_BS[:, 1:]
     is_response = targets != IGNORED
-    row_T, position_T = is_response.nonzero(as_tuple=True)
-    return row_T, position_T, targets[is_response]
-
-
-def valid_rows(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Say which rows have at least one response token to learn from.
-
-    Args:
-        labels_BS: as in :func:`response_positions`.
-
-    Returns:
-        [B], bool.
-
-    Examples:
-        >>> valid_rows(torch.tensor([[-100, 5], [5, -100], [-100, -100]])).tolist()
-        [True, False, False]
-    """
-    return (labels_BS[:, 1:] != IGNORED).any(dim=1)
+    sequence_T, position_T = is_response.nonzero(as_tuple=True)
+    return sequence_T, position_T, targets[is_response]
 
 
 def response_counts(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Number of response tokens of each row that count, see :func:`response_positions`.
+    """Number of response tokens of each sequence that count, see :func:`response_positions`.
 
     Args:
         labels_BS: as there.
@@ -68,28 +52,30 @@ def response_counts(labels_BS: torch.Tensor) -> torch.Tensor:
     return (labels_BS[:, 1:] != IGNORED).sum(dim=1)
 
 
-def row_sums(token_logps_T: torch.Tensor, row_index_T: torch.Tensor, num_rows: int, *, average: bool) -> torch.Tensor:
-    """Add up the token log-probs of each row. Differentiable.
+def sequence_sums(
+    token_logps_T: torch.Tensor, sequence_T: torch.Tensor, num_sequences: int, *, average: bool
+) -> torch.Tensor:
+    """Add up the token log-probs of each sequence. Differentiable.
 
     The sum is carried in float64 and rounded once, so it does not depend on the order of the tokens.
 
     Args:
         token_logps_T: log-prob of each response token; fp32.
-        row_index_T: the row of each token, in [0, num_rows); int64.
-        num_rows: number of rows, N.
-        average: give the mean over a row's tokens instead of the sum.
+        sequence_T: the sequence of each token, in [0, num_sequences); int64.
+        num_sequences: N.
+        average: give the mean over a sequence's tokens instead of the sum.
 
     Returns:
-        [N], in the dtype of ``token_logps_T``; 0 for a row without tokens.
+        [N], in the dtype of ``token_logps_T``; 0 for a sequence without tokens.
 
     Examples:
-        >>> logps, rows = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([0, 0, 2])
-        >>> row_sums(logps, rows, 3, average=False).tolist()
+        >>> logps, sequences = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([0, 0, 2])
+        >>> sequence_sums(logps, sequences, 3, average=False).tolist()
         [-3.0, 0.0, -4.0]
-        >>> row_sums(logps, rows, 3, average=True).tolist()
+        >>> sequence_sums(logps, sequences, 3, average=True).tolist()
         [-1.5, 0.0, -4.0]
     """
-    sums_N = token_logps_T.new_zeros(num_rows, dtype=torch.float64).index_add(0, row_index_T, token_logps_T.double())
+    sums_N = token_logps_T.new_zeros(num_sequences, dtype=torch.float64).index_add(0, sequence_T, token_logps_T.double())
     if average:
-        sums_N = sums_N / row_index_T.bincount(minlength=num_rows).clamp(min=1)
+        sums_N = sums_N / sequence_T.bincount(minlength=num_sequences).clamp(min=1)
     return sums_N.to(token_logps_T.dtype)

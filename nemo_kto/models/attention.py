@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class TorchAttention(MegatronModule):
@@ -47,7 +51,7 @@ class TorchAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size != 1:
@@ -75,7 +79,7 @@ class TorchAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -126,7 +130,7 @@ class TorchAttention(MegatronModule):
         near = (distance >= 0) & (distance < self.window)
         return near if seen is None else near & seen
 
-    def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
+    def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:
         """The ranks of a tensor-parallel group hold different heads and must not drop the same scores.
 
         With sequence parallelism the transformer block has already switched to the generator that differs between them.

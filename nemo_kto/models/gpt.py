@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
@@ -20,15 +20,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
-__all__ = ["Architecture", "HiddenStateGPT", "build_gpt", "read_architecture", "uses_transformer_engine"]
-
-# Parameters whose size depends on how many zero heads the tensor-parallel size asked for.
+# Parameters whose size depends on how many zero heads the tensor-parallel size needs.
 _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -41,7 +39,9 @@ _PADDED_WITH_HEADS = (
 class _HiddenStateOutput(ColumnParallelLinear):
     """An output layer that owns its weight and leaves its input as it is."""
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         return input_, None
 
 
@@ -57,7 +57,7 @@ class HiddenStateGPT(GPTModel):
 
     adapters: LoRASettings | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
             # GPTModel leaves no choice of the class it builds here. The layer stays a module of its own, because
@@ -76,7 +76,7 @@ class HiddenStateGPT(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
         """As GPTModel's, and tensors padded with zero heads may be loaded at a layout with more or fewer of them."""
         state = super().sharded_state_dict(*args, **kwargs)
         for name, tensor in state.items():
@@ -87,7 +87,7 @@ class HiddenStateGPT(GPTModel):
 
 def uses_transformer_engine() -> bool:
     """True where the layers are Transformer Engine's: it is installed and there is a GPU."""
-    return bool(HAVE_TE) and cpu.on_gpu()
+    return bool(HAVE_TE) and device.on_gpu()
 
 
 def build_gpt(
@@ -95,8 +95,6 @@ def build_gpt(
     *,
     params_dtype: torch.dtype,
     pipeline_parallel: int = 1,
-    virtual_pipeline: int | None = None,
-    vp_stage: int | None = None,
     pre_process: bool = True,
     post_process: bool = True,
     sequence_parallel: bool = False,
@@ -112,8 +110,6 @@ def build_gpt(
         architecture: the model; also says the tensor-parallel size.
         params_dtype: dtype of parameters and activations.
         pipeline_parallel: number of pipeline stages.
-        virtual_pipeline: chunks a stage, None for one.
-        vp_stage: which of those chunks this is.
         pre_process: this part begins with the embedding.
         post_process: this part ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
@@ -133,19 +129,18 @@ def build_gpt(
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         pipeline_model_parallel_size=pipeline_parallel,
-        virtual_pipeline_model_parallel_size=virtual_pipeline,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
     )
     engine = uses_transformer_engine() and not adaptable
-    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type, vp_stage=vp_stage)
-    return _assemble(architecture, config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type)
+    return _assemble(architecture, config, spec, pre_process=pre_process, post_process=post_process)
 
 
 def _assemble(
-    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: Any
+    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: bool
 ) -> HiddenStateGPT:
     model = HiddenStateGPT(
         config=config,
@@ -156,21 +151,16 @@ def _assemble(
         position_embedding_type="rope",
         **part,
     )
-    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(cpu.device())
+    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(device.current_device())
     return model
 
 
-def _check_pipeline(architecture: Architecture, *, stages: int, chunks: int) -> None:
-    if architecture.num_layers % (stages * chunks):
-        raise ValueError(
-            f"the number of layers must be divisible by pipeline stages x chunks a stage, got {architecture.num_layers} "
-            f"layers and {stages} x {chunks}; choose another pipeline size"
-        )
-
-
 def _transformer_config(architecture: Architecture, **settings: Any) -> TransformerConfig:
-    stages, chunks = settings["pipeline_model_parallel_size"], settings["virtual_pipeline_model_parallel_size"]
-    _check_pipeline(architecture, stages=stages, chunks=chunks or 1)
+    if architecture.num_layers % (stages := settings["pipeline_model_parallel_size"]):
+        raise ValueError(
+            f"the number of layers must be divisible by the number of pipeline stages, got {architecture.num_layers} layers "
+            f"and {stages} stages; choose another pipeline size"
+        )
     windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -207,7 +197,6 @@ def _block_spec(
     *,
     engine: bool,
     attn_mask_type: AttnMaskType,
-    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -219,7 +208,7 @@ def _block_spec(
     attention.params["attn_mask_type"] = attn_mask_type
     if architecture.output_bias and not architecture.mlp_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
@@ -237,7 +226,7 @@ def _with_bias(linear: type) -> type:
     """The same linear layer with a bias; megatron-core has one switch for the attention's output and the MLP together."""
 
     class LinearWithBias(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "bias": True})
 
     return LinearWithBias

@@ -16,31 +16,17 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import Row, Split
+from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora_layers import LORA_A, LORA_B, Adapter, adapt_linear
-from nemo_kto.models.lora_settings import TARGET_MODULES, LoRASettings
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
-
-__all__ = [
-    "TARGET_MODULES",
-    "LoRASettings",
-    "adapt_linear",
-    "adapted_rows",
-    "adapter_rows",
-    "adapters_off",
-    "add_adapters",
-    "is_adapter",
-    "merge_adapters",
-    "unmerge_adapters",
-]
 
 
 def is_adapter(name: str) -> bool:
@@ -48,27 +34,28 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-def adapted_rows(architecture: Architecture, settings: LoRASettings) -> list[Row]:
-    """The rows of the family's table whose weights are adapted, in whole or in part."""
-    return [row for row in architecture.family.rows if any(_module(name) in settings.modules for name in row.theirs)]
+def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
+    """The parameters of the family whose weights are adapted, in whole or in part."""
+    mappings = architecture.family.mappings
+    return [mapping for mapping in mappings if any(_module(name) in settings.modules for name in mapping.hf_names)]
 
 
-def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """The rows of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
-    is_column = split_dimension(row) == 0
+def adapter_mappings(mapping: ParamMapping, rank: int) -> tuple[ParamMapping, ParamMapping]:
+    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
+    is_column = split_dimension(mapping) == 0
     inner = "base_model.model.{}.{}.weight"
-    ours = row.ours.removesuffix("weight")
-    names = {name: name.removesuffix(".weight") for name in row.theirs}
+    prefix = mapping.mcore_name.removesuffix("weight")
+    names = {name: name.removesuffix(".weight") for name in mapping.hf_names}
     return (
-        Row(
-            ours=ours + LORA_A,
-            theirs={inner.format(name, "lora_A"): (rank, row.theirs[weight][1]) for weight, name in names.items()},
-            split=Split.STACKED if is_column else row.split,
+        ParamMapping(
+            mcore_name=prefix + LORA_A,
+            hf_names={inner.format(name, "lora_A"): (rank, mapping.hf_names[weight][1]) for weight, name in names.items()},
+            split=Split.STACKED if is_column else mapping.split,
         ),
-        Row(
-            ours=ours + LORA_B,
-            theirs={inner.format(name, "lora_B"): (row.theirs[weight][0], rank) for weight, name in names.items()},
-            split=row.split if is_column else Split.WHOLE,
+        ParamMapping(
+            mcore_name=prefix + LORA_B,
+            hf_names={inner.format(name, "lora_B"): (mapping.hf_names[weight][0], rank) for weight, name in names.items()},
+            split=mapping.split if is_column else Split.REPLICATED,
         ),
     )
 
@@ -94,8 +81,8 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
         )
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
-    for row in adapted_rows(architecture, settings):
-        path = row.ours.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
+    for mapping in adapted_mappings(architecture, settings):
+        path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
         for layer in chunk.decoder.layers:
             if settings.layers is None or layer.layer_number in settings.layers:
                 linear = layer.get_submodule(path)
@@ -104,17 +91,17 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
                     rank=settings.rank,
                     scale=settings.scale,
                     dropout=settings.dropout,
-                    parts=len(row.theirs),
-                    part_of_row=_part_of_row(linear.weight, row, architecture),
+                    parts=len(mapping.hf_names),
+                    part_of_row=_part_of_row(linear.weight, mapping, architecture),
                 )
-                _draw_a(linear.lora_a, row, layer.layer_number - 1, settings, architecture=architecture, seed=seed)
+                _draw_a(linear.lora_a, mapping, layer.layer_number - 1, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
     if chunk.pre_process and chunk.config.recompute_granularity == "full":
         chunk.embedding.register_forward_hook(_require_grad)
 
 
 @contextlib.contextmanager
-def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
+def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Within the block the model is the base model; no weight changes.
 
     Raises:
@@ -122,7 +109,7 @@ def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """
     adapters = list(_adapters(chunks))
     if any(adapter.adapter_is_merged for adapter in adapters):
-        raise RuntimeError("adapters that are switched off must not be merged into the weights; call unmerge_adapters first")
+        raise RuntimeError("adapters must be disabled before they are merged into the weights, not after")
     was_on = [adapter.adapter_is_on for adapter in adapters]
     for adapter in adapters:
         adapter.adapter_is_on = False
@@ -133,31 +120,18 @@ def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
             adapter.adapter_is_on = on
 
 
+@torch.no_grad()
 def merge_adapters(chunks: Iterable[nn.Module]) -> None:
     """Add every adapter to its weight: the model stays what it is, and its weights now are those of a plain model.
 
     Raises:
         RuntimeError: that has been done.
     """
-    _merge(chunks, sign=1)
-
-
-def unmerge_adapters(chunks: Iterable[nn.Module]) -> None:
-    """Take every adapter out of its weight again; exact but for the rounding of the two additions.
-
-    Raises:
-        RuntimeError: the adapters are not merged.
-    """
-    _merge(chunks, sign=-1)
-
-
-@torch.no_grad()
-def _merge(chunks: Iterable[nn.Module], *, sign: int) -> None:
     adapters = list(_adapters(chunks))
-    if any(adapter.adapter_is_merged == (sign > 0) for adapter in adapters):
-        raise RuntimeError(f"the adapters are {'already' if sign > 0 else 'not'} merged into the weights")
+    if any(adapter.adapter_is_merged for adapter in adapters):
+        raise RuntimeError("the adapters are already merged into the weights")
     for adapter in adapters:
-        adapter.merge(sign)
+        adapter.merge()
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> Iterator[Adapter]:
@@ -172,23 +146,25 @@ def _module(name: str) -> str:
     return name.split(".")[-2] if name.endswith(".weight") else ""
 
 
-def _part_of_row(weight: Tensor, row: Row, architecture: Architecture) -> Tensor | None:
+def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architecture) -> Tensor | None:
     """Which weight of the Hugging Face model each row belongs to, padding to the first: [out of this rank]."""
-    if split_dimension(row) != 0:
+    if split_dimension(mapping) != 0:
         return None
     parts = torch.zeros(weight.size(0), dtype=torch.long)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for offset, part in held(row, architecture, rank=rank, length=weight.size(0)):
+    for offset, part in held(mapping, architecture, rank=rank, length=weight.size(0)):
         parts[offset : offset + part.length] = part.source or 0
     return parts
 
 
 @torch.no_grad()
-def _draw_a(lora_a: Tensor, row: Row, layer: int, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
-    names = [name.format(layer=layer) for name in row.theirs]
-    widths = [shape[1] for shape in source_shapes(row, architecture)]
-    row_a, _ = adapter_rows(row, settings.rank)
-    for piece in pieces(lora_a, row_a, architecture, rank=parallel_state.get_tensor_model_parallel_rank()):
+def _draw_a(
+    lora_a: Tensor, mapping: ParamMapping, layer: int, settings: LoRASettings, *, architecture: Architecture, seed: int
+) -> None:
+    names = [name.format(layer=layer) for name in mapping.hf_names]
+    widths = [shape[1] for shape in source_shapes(mapping, architecture)]
+    mapping_a, _ = adapter_mappings(mapping, settings.rank)
+    for piece in pieces(lora_a, mapping_a, architecture, rank=parallel_state.get_tensor_model_parallel_rank()):
         name, width = names[piece.source], widths[piece.source]
         if _module(name) in settings.modules:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -197,7 +173,7 @@ def _draw_a(lora_a: Tensor, row: Row, layer: int, settings: LoRASettings, *, arc
             piece.place.copy_(whole[piece.where])
 
 
-def _require_grad(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
     if torch.is_grad_enabled():
         output.requires_grad_()

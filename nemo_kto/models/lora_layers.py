@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -25,6 +26,9 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+Metadata = dict[str, torch.distributed.ProcessGroup]  # what megatron-core passes on to every layer
+Offsets = tuple[tuple[int, int, int], ...]  # dimension, number and count of the shards that a module is one of
+Output = tuple[Tensor, Tensor | None]  # and the bias, where the caller adds it
 LORA_A, LORA_B = "lora_a", "lora_b"
 
 
@@ -35,7 +39,7 @@ class Adapter:
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     part_of_row: Tensor  # [out of this rank]
-    tp_group: Any
+    tp_group: torch.distributed.ProcessGroup
     is_expert: bool
     sequence_parallel: bool
     training: bool
@@ -52,11 +56,11 @@ class Adapter:
         belongs = F.one_hot(self.part_of_row, self.adapter_parts).to(self.lora_b.dtype)
         return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
 
-    def merge(self, sign: int) -> None:
-        """Add (1) the adapter to the weight or take it away (-1); fp32 arithmetic, rounded once."""
+    def merge(self) -> None:
+        """Add the adapter to the weight; fp32 arithmetic, rounded once."""
         delta = self.full_b().float() @ self.lora_a.float()
-        self.weight.copy_(self.weight.float().add_(delta, alpha=sign * self.adapter_scale))
-        self.adapter_is_merged = sign > 0
+        self.weight.copy_(self.weight.float().add_(delta, alpha=self.adapter_scale))
+        self.adapter_is_merged = True
 
     def _adds(self) -> bool:
         return self.adapter_is_on and not self.adapter_is_merged
@@ -68,7 +72,7 @@ class Adapter:
                 input_ = F.dropout(input_, self.adapter_dropout)
         return F.linear(input_, self.lora_a) * self.adapter_scale
 
-    def _dropout_generator(self, *, is_replicated: bool) -> AbstractContextManager[Any]:
+    def _dropout_generator(self, *, is_replicated: bool) -> AbstractContextManager[None]:
         """Ranks that hold the same activations must drop the same, ranks that hold parts of them must not.
 
         With sequence parallelism the transformer block has already switched to the generator that differs.
@@ -79,7 +83,7 @@ class Adapter:
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
 
-    def _sharded(self, name: str, dimension: int, prefix: str, offsets: Any, metadata: Any) -> Any:
+    def _sharded(self, name: str, dimension: int, prefix: str, offsets: Offsets, metadata: Metadata | None) -> ShardedTensor:
         """The adapter parameter that the ranks share out, as megatron-core's checkpoints describe it."""
         return make_sharded_tensors_for_checkpoint(
             {name: getattr(self, name)},
@@ -87,14 +91,14 @@ class Adapter:
             {name: dimension},
             offsets,
             tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            dp_cp_group=metadata["dp_cp_group"] if metadata else None,
         )[f"{prefix}{name}"]
 
 
 class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
     """A frozen column-parallel layer with adapters: A replicated, B cut by rows."""
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Output:
         """As megatron-core's; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
         output, bias = super().forward(input_, weight, runtime_gather_output)
         if not self._adds():
@@ -108,7 +112,9 @@ class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return output + F.linear(hidden, self.full_b()), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
         """As megatron-core's; B is cut as the weight is, gate and up projection each by themselves."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded = self._sharded(LORA_B, 0, prefix, sharded_offsets, metadata)
@@ -120,7 +126,7 @@ class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
 class LoRARowParallelLinear(Adapter, RowParallelLinear):
     """A frozen row-parallel layer with an adapter: A cut by columns, B replicated."""
 
-    def forward(self, input_: Tensor) -> Any:
+    def forward(self, input_: Tensor) -> Output:
         """As megatron-core's; ``input_`` is [sequence, batch, in of this rank]."""
         output, bias = super().forward(input_)
         if not self._adds():
@@ -134,7 +140,9 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
             hidden = reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
         return output + F.linear(hidden, self.full_b()), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
         """As megatron-core's; A is cut as the weight is."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state | {f"{prefix}{LORA_A}": self._sharded(LORA_A, 1, prefix, sharded_offsets, metadata)}
@@ -177,7 +185,7 @@ def adapt_linear(
         parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
         parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts have a group of their own
         if linear.is_expert or (name == LORA_B) == is_column:
-            # This rank's alone: in the norm of the gradient it counts on every rank. What all hold counts on the first.
+            # Only this rank's: in the norm of the gradient it counts on every rank. What all hold counts on the first.
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
         else:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 
 class _RMSNorm(torch.nn.RMSNorm):
-    returns_residual = False  # asked by megatron-core >= 0.18 of every norm
+    returns_residual = False  # read by megatron-core >= 0.18 of every norm
 
 
 class _LayerNorm(torch.nn.LayerNorm):
     returns_residual = False
 
 
-_NORMS: dict[str, Any] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
+_NORMS: dict[str, type[_RMSNorm] | type[_LayerNorm]] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
 
 
 class TorchNorm:
@@ -34,7 +32,7 @@ class TorchNorm:
         config: TransformerConfig,
         hidden_size: int,
         eps: float = 1e-5,
-        **_: Any,
+        **_: object,
     ) -> torch.nn.Module:
         """Build the norm.
 
@@ -52,7 +50,7 @@ class TorchNorm:
             raise ValueError(
                 "layernorm_zero_centered_gamma must be False without Transformer Engine; torch's norms scale by the weight"
             )
-        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=cpu.device())
+        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

@@ -3,65 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-from nemo_kto.models.rows import Rows
-from nemo_kto.parallel import cpu
+from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import device
 
-Forward = Callable[[Rows], torch.Tensor]
-Active = Callable[[], AbstractContextManager[None]]
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Names a phase of a step to a timer."""
+
+
+def no_phase(name: str) -> AbstractContextManager[None]:
+    """For who measures nothing."""
+    return contextlib.nullcontext()
 
 
 class ReferencePolicy(Protocol):
-    """Says what the reference thinks of rows."""
+    """Gives log-probs under the reference."""
 
-    def logprobs(self, parts: Sequence[Rows], forward: Forward) -> torch.Tensor:
-        """Log-prob of each row's response under the reference.
+    @property
+    def forward_passes(self) -> int:
+        """Passes of the model that it takes to evaluate a sequence."""
 
-        Args:
-            parts: rows, in as many groups as are to be asked one after the other.
-            forward: rows -> their log-probs [B] under the weights that the model has at this moment, fp32, on the CPU.
-
-        Returns:
-            [rows of all parts], fp32, on the CPU.
-        """
+    def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
+        """Log-prob of each response under the reference, part after part: fp32, on the CPU."""
 
 
 class LiveReference:
-    """Asks the model itself, in a state in which it is the reference."""
+    """Evaluates the model itself, in a state in which it is the reference."""
 
-    def __init__(self, *, active: Active) -> None:
-        """Args: active: gives a context in which the model computes as the reference does."""
+    forward_passes = 1
+
+    def __init__(self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]]) -> None:
+        """Args: engine: runs the model; active: gives a context in which the model computes as the reference does."""
+        self._engine = engine
         self._active = active
 
-    def logprobs(self, parts: Sequence[Rows], forward: Forward) -> torch.Tensor:
+    def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""
         with self._active():
-            return torch.cat([forward(rows) for rows in parts])
+            return torch.cat([self._engine.logprobs(sequences) for sequences in parts])
 
 
 class SwappedWeights:
-    """Reference weights in host memory, exchanged in place with those of the policy while the reference is asked.
+    """Reference weights in host memory, swapped in place with those of the policy while the reference is evaluated.
 
-    An exchange moves one tensor after the other, so it needs room for two tensors at most, not for a model. Host memory
-    (pinned on a GPU) holds one copy of what is exchanged: this rank's weights, or its adapters alone.
+    A swap moves one tensor after the other, so it needs room for two tensors at most, not for a model. Host memory
+    (pinned on a GPU) holds one copy of what is swapped: this rank's weights, or only its adapters.
     """
 
-    def __init__(
-        self,
-        *,
-        parameters: Iterable[torch.nn.Parameter],
-        phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
-    ) -> None:
+    def __init__(self, *, parameters: Iterable[torch.nn.Parameter], phase: Phase = no_phase) -> None:
         """Keep the present values as the reference; call before the policy moves.
 
         Args:
             parameters: what the policy and the reference do not share.
-            phase: names the exchange to a timer.
+            phase: names the swap to a timer.
         """
         self.parameters = list(parameters)
         self.host = [_host_copy(parameter) for parameter in self.parameters]
@@ -70,42 +70,27 @@ class SwappedWeights:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within the block the model computes with the reference weights; afterwards it is the policy again, bit for bit."""
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         with self._phase("reference_swap"), torch.no_grad():
-            cpu.exchange(self.parameters, self.host)
+            device.swap_(self.parameters, self.host)
 
     @torch.no_grad()
-    def move(self, share: float) -> None:
-        """Mix the policy into the reference: reference = share * policy + (1 - share) * reference.
+    def mix(self, mixup_alpha: float) -> None:
+        """Mix the policy into the reference: reference = alpha * policy + (1 - alpha) * reference.
 
-        TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): a share of 1 replaces the reference.
+        TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): an alpha of 1 replaces the reference.
 
         Args:
-            share: of the policy, in (0, 1].
+            mixup_alpha: share of the policy, in (0, 1].
         """
         for parameter, host in zip(self.parameters, self.host, strict=True):
-            host.copy_(torch.lerp(host.float(), parameter.detach().to("cpu", torch.float32), share))
-
-
-class MovingReference:
-    """Moves the reference towards the policy every few steps."""
-
-    def __init__(self, *, weights: SwappedWeights, interval: int, share: float) -> None:
-        """Args: weights: the reference's; interval: optimizer steps between moves; share: see ``SwappedWeights.move``."""
-        self.weights = weights
-        self._interval = interval
-        self._share = share
-
-    def after_step(self, step: int) -> None:
-        """Move where it is time, after optimizer step ``step`` (from 1)."""
-        if step % self._interval == 0:
-            self.weights.move(self._share)
+            host.copy_(torch.lerp(host.float(), parameter.detach().to("cpu", torch.float32), mixup_alpha))
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:

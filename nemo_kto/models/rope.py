@@ -23,7 +23,7 @@ class Rope:
         kind: default, linear (all wavelengths times ``factor``) or llama3 (only the long ones).
         factor: how much longer the context became.
         low_freq_factor: wavelengths above original_max_positions / low_freq_factor are stretched by the whole ``factor``.
-        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are left alone; between, a blend.
+        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are not changed; between, a blend.
         original_max_positions: tokens of context before the stretch.
     """
 
@@ -78,10 +78,10 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         ValueError: a rope type that is not implemented, or one of its numbers is missing.
     """
     settings, kind = _settings(config), check_rope_type(config)
-    theta: Any = settings.get("rope_theta", config.get("rope_theta"))
+    theta = settings.get("rope_theta", config.get("rope_theta"))
     needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[kind]
     missing = [name for name in needed if settings.get(name) is None] + ([] if theta is not None else ["rope_theta"])
-    if missing:
+    if missing or theta is None:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)")
     if settings.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}")

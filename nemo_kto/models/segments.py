@@ -1,7 +1,7 @@
 """Where each value of a Hugging Face weight lies in our parameters, at any tensor-parallel size.
 
-A parameter of ours, put together over its tensor-parallel group, is a row of segments along one dimension: so many rows of
-this weight, so many of that, so many zeros. A rank holds an equal part of that row, or all of it.
+A parameter of ours, put together over its tensor-parallel group, is a sequence of segments along one dimension: so many
+rows of this weight, so many of that, so many zeros. A rank holds an equal part of that sequence, or all of it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import Row, Split
+from nemo_kto.models.families import ParamMapping, Split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """``length`` rows (or columns), from ``start`` of the row's weight number ``source``; zeros where that is None."""
+    """``length`` rows (or columns), from ``start`` of the mapping's weight number ``source``; zeros where that is None."""
 
     source: int | None
     start: int
@@ -26,50 +26,50 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The slice ``where`` of the row's weight number ``source`` lies in ``place``, a view of a parameter."""
+    """The slice ``where`` of the mapping's weight number ``source`` lies in ``place``, a view of a parameter."""
 
     source: int
     where: tuple[slice, ...]
     place: Tensor
 
 
-def split_dimension(row: Row) -> int | None:
+def split_dimension(mapping: ParamMapping) -> int | None:
     """The dimension along which segments divide the parameter; None if it is one weight, which every rank holds."""
-    if row.split is Split.WHOLE:
+    if mapping.split is Split.REPLICATED:
         return None
-    return 1 if row.split in (Split.HEADS, Split.COLUMNS) else 0
+    return 1 if mapping.split in (Split.HEADS, Split.ROW_PARALLEL) else 0
 
 
-def is_cut(row: Row) -> bool:
+def is_cut(mapping: ParamMapping) -> bool:
     """True if the ranks of a tensor-parallel group hold parts of the parameter; else each holds all of it."""
-    return row.split not in (Split.WHOLE, Split.STACKED)
+    return mapping.split not in (Split.REPLICATED, Split.STACKED)
 
 
-def source_shapes(row: Row, architecture: Architecture) -> list[tuple[int, ...]]:
-    """Shape of each weight that the row names, in its order."""
+def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shape of each weight that the mapping names, in its order."""
     sizes = architecture.sizes
-    return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in row.theirs.values()]
+    return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in mapping.hf_names.values()]
 
 
-def segments(row: Row, architecture: Architecture) -> list[Segment]:
+def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     """The segments of a parameter, put together over the tensor-parallel group."""
     sizes, head = architecture.sizes, architecture.head_dim
-    if row.split is Split.VOCABULARY:
+    if mapping.split is Split.VOCABULARY:
         return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
-    if row.split is Split.HEADS:
+    if mapping.split is Split.HEADS:
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
-    if row.split is Split.COLUMNS:
+    if mapping.split is Split.ROW_PARALLEL:
         return _padded(sizes["ffn"], sizes["ffn"])
-    if row.split is Split.GATED:
+    if mapping.split is Split.GATED:
         part = sizes["ffn"] // architecture.tensor_parallel
         ranks = range(architecture.tensor_parallel)
         return [Segment(source=source, start=rank * part, length=part) for rank in ranks for source in (0, 1)]
-    if row.split is Split.QKV:
+    if mapping.split is Split.QKV:
         return _query_key_value(architecture)
-    if row.split is Split.STACKED:
-        shapes = source_shapes(row, architecture)
+    if mapping.split is Split.STACKED:
+        shapes = source_shapes(mapping, architecture)
         return [Segment(source=source, start=0, length=shape[0]) for source, shape in enumerate(shapes)]
-    raise ValueError(f"a row must be split to have segments, got {row.ours}, of which every rank holds all")
+    raise ValueError(f"a mapping must be split to have segments, got {mapping.mcore_name}, of which every rank holds all")
 
 
 def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:
@@ -82,28 +82,28 @@ def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[
         position += part.length
 
 
-def held(row: Row, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
+def held(mapping: ParamMapping, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
     """The segments of a tensor-parallel rank's part of a parameter, each with its offset in that part.
 
     Args:
         rank: in the tensor-parallel group.
         length: of the rank's part.
     """
-    return cut(segments(row, architecture), start=rank * length if is_cut(row) else 0, length=length)
+    return cut(segments(mapping, architecture), start=rank * length if is_cut(mapping) else 0, length=length)
 
 
-def pieces(values: Tensor, row: Row, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
+def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
     """What belongs into a parameter. Its padding is set to zero on the way.
 
     Args:
         values: the parameter's values on this rank.
         rank: this one's, in the tensor-parallel group.
     """
-    dimension = split_dimension(row)
+    dimension = split_dimension(mapping)
     if dimension is None:
         yield Piece(source=0, where=(slice(None),), place=values)
         return
-    for offset, part in held(row, architecture, rank=rank, length=values.size(dimension)):
+    for offset, part in held(mapping, architecture, rank=rank, length=values.size(dimension)):
         place = values.narrow(dimension, offset, part.length)
         if part.source is None:
             place.zero_()

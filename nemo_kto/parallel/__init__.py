@@ -1,3 +1,5 @@
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel.cpu import leave_fusions_uncompiled, silence_warnings
 
-cpu.quieten()  # before megatron-core is imported by any module of this package
+# before megatron-core is imported by any module of this package
+silence_warnings()
+leave_fusions_uncompiled()

@@ -1,29 +1,28 @@
-"""The CPU backend: lets the real megatron-core run on gloo ranks, and answers every question about the device.
+"""The CPU backend: patches torch and megatron-core so that the real megatron-core runs on gloo ranks.
 
 megatron-core names CUDA in places that have a CPU meaning (which device am I on, wait for the device, allocate here).
-:func:`enter` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so that the
-GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run on a
-laptop are the ones that run on a cluster. This is the only module of the package that names ``torch.cuda``.
+:func:`install_cpu_backend` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so
+that the GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run
+on a laptop are the ones that run on a cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
-import os
-import resource
+import sys
+import types
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-_entered = False
+from nemo_kto.parallel.device import on_gpu
 
 # What megatron-core and torch say of every run without Transformer Engine, apex or CUDA; none of it is news to a user here.
-_NO_NEWS = (
+_EXPECTED_WARNINGS = (
     ".*Apex (is|are) not installed.*",
     ".*Transformer Engine and Apex are not installed.*",
     ".*full scope is deprecated.*",
@@ -34,6 +33,8 @@ _NO_NEWS = (
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
 
+_JIT = "megatron.core.jit"
+
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint",
@@ -41,91 +42,9 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-def on_gpu() -> bool:
-    """True where CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
-    return torch.cuda.is_available() and os.environ.get("NEMO_KTO_FORCE_CPU") != "1"
-
-
-def device() -> torch.device:
-    """The device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
-    if not on_gpu():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def device_count() -> int:
-    """Number of GPUs of this machine; 0 means the ranks run on the CPU."""
-    return torch.cuda.device_count() if on_gpu() else 0
-
-
-def communication_backend() -> str:
-    """The torch.distributed backend that fits the device: nccl or gloo."""
-    return "nccl" if on_gpu() else "gloo"
-
-
-def gpu_has_bf16() -> bool:
-    """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def synchronize() -> None:
-    """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
-    if on_gpu():
-        torch.cuda.synchronize()
-
-
-def exchange(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
-    """Let tensors of the device and of the host change their contents, pair after pair.
-
-    On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
-    tensors are on the device twice. What the device is given to do afterwards waits for the exchange.
-    """
-    if not on_gpu():
-        for here, there in zip(on_device, on_host, strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
-        return
-    now, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    up.wait_stream(now)
-    in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-    for here, there in zip(on_device, on_host, strict=True):
-        if len(in_flight) == 2:
-            in_flight.popleft()[1].synchronize()
-        with torch.cuda.stream(up):
-            kept = here.clone()
-            here.copy_(there, non_blocking=True)
-        down.wait_stream(up)  # the host's values must have left before they are written over
-        with torch.cuda.stream(down):
-            there.copy_(kept, non_blocking=True)
-            in_flight.append((kept, down.record_event()))
-    down.synchronize()  # the host tensors are read by whoever comes next, on the host too
-    now.wait_stream(up)
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this rank has held: allocated device memory, or the resident set of the process on the CPU."""
-    if on_gpu():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def get_rng_state() -> torch.Tensor:
-    """State of the generator that draws on the device."""
-    return torch.cuda.get_rng_state() if on_gpu() else torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor) -> None:
-    """Put back what :func:`get_rng_state` gave."""
-    if on_gpu():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def quieten() -> None:
+def silence_warnings() -> None:
     """Keep expected warnings off the terminal. Takes effect for imports of megatron-core that come after."""
-    for message in _NO_NEWS:
+    for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # on the CPU megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.getMessage())
@@ -133,39 +52,49 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def enter() -> None:
-    """Prepare this process for megatron-core on its device. May be called any number of times."""
-    global _entered
-    if _entered:
+def leave_fusions_uncompiled() -> None:
+    """Keep megatron-core from compiling its small fusions where there is no GPU. For before it is imported.
+
+    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing: torch.compile imports torch's whole
+    compiler when it first decorates a function. So megatron-core finds, in the place of its module ``jit``, which holds
+    nothing but that decorator, one whose decorator gives back the function as it is.
+    """
+    if on_gpu() or _JIT in sys.modules:
         return
-    _entered = True
+    stand_in = types.ModuleType(_JIT)
+    vars(stand_in)["jit_fuser"] = lambda function: function
+    sys.modules[_JIT] = stand_in
+
+
+@functools.cache
+def install_cpu_backend() -> None:
+    """Prepare this process for megatron-core on the CPU; nothing where there is a GPU. May be called any number of times."""
     if on_gpu():
-        torch.cuda.set_device(device())
         return
-    _run_eagerly()
+    _leave_compiler_out()
     _answer_device_calls()
     _answer_rng_calls()
     _map_cuda_literals()
     _answer_tensor_types()
-    _mend_megatron()
+    _patch_megatron()
 
 
 class _Stream:
     """A queue that is always empty: on the CPU every operation is done when it returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> _Event:
+    def record_event(self, event: object = None) -> _Event:
         return _Event()
 
     def synchronize(self) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def query(self) -> bool:
@@ -174,20 +103,20 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         pass
 
 
 class _Event(_Stream):
     """An event that has always happened."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         pass
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
@@ -197,12 +126,19 @@ class _NoProperties:
     name, major, minor, multi_processor_count, total_memory = "cpu", 0, 0, 0, 0
 
 
-def _run_eagerly() -> None:
-    """megatron-core compiles its small fusions; on the CPU that costs a C++ compiler and seconds a process, for nothing."""
-    import megatron.core.jit
+def _leave_compiler_out() -> None:
+    """Nothing is compiled on the CPU, so nothing needs to be kept from the compiler, which torch would import to do so."""
+    if "torch._inductor" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
+        torch.compiler.set_stance("force_eager")
 
-    megatron.core.jit.disable_jit_fuser()
-    torch.compiler.set_stance("force_eager")  # for what was decorated before
+    def disable(function: object = None, recursive: bool = True, *, reason: str | None = None) -> object:
+        return function if function is not None else lambda decorated: decorated
+
+    torch.compiler.disable = disable  # type: ignore[assignment]
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(torch.optim.Optimizer, name, inspect.unwrap(getattr(torch.optim.Optimizer, name)))
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW):  # their wrapper also switches gradients off
+        optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))  # type: ignore[method-assign]
 
 
 def _answer_device_calls() -> None:
@@ -212,10 +148,10 @@ def _answer_device_calls() -> None:
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: None  # a new function each time: torch.compile tells them apart by identity
 
-    def current() -> Callable[..., Any]:
+    def current() -> Callable[..., contextlib.AbstractContextManager[None]]:
         return lambda *args, **kwargs: contextlib.nullcontext()
 
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "current_device": lambda: cpu,
         "set_device": nothing(),
         "synchronize": nothing(),
@@ -243,10 +179,10 @@ def _answer_rng_calls() -> None:
     """megatron-core keeps one generator state a purpose; the CPU generator serves, so dropout and init are the real ones."""
     from megatron.core.tensor_parallel import random as mcore_random
 
-    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_state(*args: object, **kwargs: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def set_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
         torch.set_rng_state(state)
 
     def seed(value: int) -> None:
@@ -259,7 +195,7 @@ def _answer_rng_calls() -> None:
     mcore_random._set_cuda_rng_state = set_state
 
 
-def _is_cuda(where: Any) -> bool:
+def _is_cuda(where: object) -> bool:
     name = where.type if isinstance(where, torch.device) else where
     return isinstance(name, str) and name.startswith("cuda")
 
@@ -271,9 +207,9 @@ def _map_cuda_literals() -> None:
     # builds its models on "meta", and would be left with values that nobody has set.
     _device_constructors()
 
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
-        def create(*args: Any, **kwargs: Any) -> Any:
+        def create(*args: object, **kwargs: object) -> torch.Tensor:
             if "device" in kwargs and _is_cuda(kwargs["device"]):
                 kwargs["device"] = "cpu"
             return factory(*args, **kwargs)
@@ -285,10 +221,10 @@ def _map_cuda_literals() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
 
-    original_to = torch.Tensor.to
+    original_to: Callable[..., torch.Tensor] = torch.Tensor.to
 
     @functools.wraps(original_to)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         args = tuple("cpu" if _is_cuda(a) else a for a in args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
@@ -298,20 +234,22 @@ def _map_cuda_literals() -> None:
 
 
 def _answer_tensor_types() -> None:
-    """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its kin."""
-    original = torch.Tensor.type
+    """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its variants."""
+    original: Callable[..., str | torch.Tensor] = torch.Tensor.type
 
     @functools.wraps(original)
-    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def tensor_type(
+        self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
+    ) -> str | torch.Tensor:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
-        name = original(self)
+        name = str(original(self))
         return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = tensor_type  # type: ignore[assignment, method-assign]
 
 
-def _mend_megatron() -> None:
+def _patch_megatron() -> None:
     """Names that megatron-core uses without having imported them where Transformer Engine is absent."""
     from megatron.core.transformer.moe import moe_utils
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch >= 2.8, and on CUDA alone: bf16 factors, fp32 product
+# torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Names of precisions, and whether bf16 is worth having on this machine: asked of torch, confirmed by a measurement."""
+"""Names of precisions, and whether bf16 is worth having on this machine: what torch says, confirmed by a measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
 # Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
@@ -36,8 +36,8 @@ class Bf16Support:
 
 def bf16_support() -> Bf16Support:
     """What bf16 is worth on the device of this rank; on a CPU it takes about a fifth of a second to tell."""
-    if cpu.on_gpu():
-        native = cpu.gpu_has_bf16()
+    if device.on_gpu():
+        native = device.gpu_has_bf16()
         return Bf16Support(native=native, why=f"this GPU has {'bf16' if native else 'no bf16'} instructions")
     slowdown = bf16_slowdown()
     has_instructions = cpu_has_bf16()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
     Returns:
         name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
     """
-    packed = torch.stack([value.detach().double() for value in sums.values()]).to(cpu.device())
+    packed = torch.stack([value.detach().double() for value in sums.values()]).to(device.current_device())
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 

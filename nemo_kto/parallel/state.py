@@ -1,11 +1,11 @@
-"""Model-parallel degrees, process groups, and the start and end of a rank."""
+"""Model-parallel degrees, process groups, and how a rank joins and leaves."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
+from nemo_kto.parallel.cpu import install_cpu_backend
 
 Item = TypeVar("Item")
 
@@ -54,7 +55,7 @@ class Layout:
         return world_size // self.model_ranks
 
 
-def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world and form the groups of ``layout``.
 
     The default process group is made from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless it exists already.
@@ -67,9 +68,10 @@ def start(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=3
     Raises:
         ValueError: the layout does not fit the world.
     """
-    cpu.enter()
+    install_cpu_backend()
+    device.select()
     if not dist.is_initialized():
-        backend = cpu.communication_backend()
+        backend = device.communication_backend()
         if "RANK" not in os.environ:  # one process by itself needs no rendezvous
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
@@ -90,7 +92,7 @@ def _seed(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def stop() -> None:
+def destroy() -> None:
     """Leave the groups and the world."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -99,12 +101,12 @@ def stop() -> None:
 
 
 def rank() -> int:
-    """This rank's number in the world; 0 before :func:`start`."""
+    """This rank's number in the world; 0 before :func:`init_distributed`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 before :func:`start`."""
+    """Number of ranks; 1 before :func:`init_distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -134,9 +136,9 @@ def barrier() -> None:
         dist.barrier()
 
 
-def agree(answer: bool) -> bool:
+def broadcast_bool(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
-    box = torch.tensor([int(answer)], device=cpu.device())
+    box = torch.tensor([int(answer)], device=device.current_device())
     dist.broadcast(box, src=0)
     return bool(box.item())
 
@@ -148,23 +150,61 @@ def from_rank_zero(value: Item) -> Item:
     return box[0]
 
 
+def attempt(action: Callable[[], object]) -> str | None:
+    """Do it. Returns what went wrong as text, because the other ranks must hear of it before this one leaves."""
+    try:
+        action()
+    except Exception as error:
+        return _described(error)
+    return None
+
+
+def raise_together(problem: str | None, failure: str) -> None:
+    """Fail on every rank if any rank has a problem; collective.
+
+    Args:
+        problem: of this rank; None if it has none.
+        failure: the message, with ``{}`` for the problem.
+
+    Raises:
+        RuntimeError: some rank has a problem; the message is that of the first one that has.
+    """
+    if (first := _first_problem(problem)) is not None:
+        raise RuntimeError(failure.format(first))
+
+
+def on_rank_zero(action: Callable[[], object], failure: str) -> None:
+    """Do it on rank 0. All ranks succeed, or all fail as :func:`raise_together` does."""
+    raise_together(attempt(action) if is_rank_zero() else None, failure)
+
+
 @contextlib.contextmanager
 def main_process_first() -> Iterator[None]:
     """Let the first process of each machine do the block (it fills a cache), then the others (they read it).
 
-    If the first process fails, the others fail with it instead of waiting for the timeout.
+    If the first process fails, the others fail with its message instead of waiting for the timeout.
     """
-    first = is_first_of_machine()
-    failed = torch.zeros(1, device=cpu.device())
+    first, problem = is_first_of_machine(), None
     try:
         if first:
             yield
-    except BaseException:
-        failed.fill_(1)
+    except BaseException as error:
+        problem = _described(error)
         raise
     finally:
-        dist.all_reduce(failed)
-    if failed.item():
-        raise RuntimeError("the first process of a machine failed while the others waited for it; its message is above")
+        problem = _first_problem(problem)
+    if problem is not None:
+        raise RuntimeError(f"the first process of a machine failed while the others waited for it: {problem}")
     if not first:
         yield
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _first_problem(problem: str | None) -> str | None:
+    """The problem of the first rank that has one, on every rank; collective."""
+    problems: list[str | None] = [None] * world_size()
+    dist.all_gather_object(problems, problem)
+    return next((found for found in problems if found is not None), None)

@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES
 from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class DPOLossConfig(LossConfig):
-    """model.dpo."""
+    from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+    from nemo_kto.data.batch import DPOBatch
+    from nemo_kto.data.dataset import DPODataset, Splits
+    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import ModelArguments
+    from nemo_kto.models.sequences import SequenceBatch
 
 
-DPO = Recipe(
+class DPORecipe(Recipe):
+    """Builds what is DPO's own of a run."""
+
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
+        from nemo_kto.data.dataset import build_dpo_splits
+
+        return build_dpo_splits(**{**source, **options})
+
+    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
+        from nemo_kto.data.loader import share
+
+        return share
+
+    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
+        from nemo_kto.data.collate import dpo_custom_collate
+
+        return partial(dpo_custom_collate, **collate)
+
+    def sequences(self, batch: DPOBatch) -> tuple[SequenceBatch, ...]:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+
+        return MegatronGPTDPOModel.sequences(batch)
+
+    def build_model(
+        self, section: LossConfig, examples: DPODataset, *, lr: float, **arguments: Unpack[ModelArguments]
+    ) -> MegatronGPTDPOModel:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+
+        return MegatronGPTDPOModel(**arguments)
+
+    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> DPOTrainer:
+        from nemo_kto.algorithms.dpo import DPOTrainer
+
+        return DPOTrainer(collate_fn=collate_fn, **arguments)
+
+
+DPO = DPORecipe(
     name="dpo",
     title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
     data="jsonl rows of prompt, chosen and rejected",
     page="algorithms/dpo.md",
     losses=LOSSES,
     loss_inputs=frozenset({"beta"}),
-    loss_section=DPOLossConfig,
+    loss_section=LossConfig,
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
 )

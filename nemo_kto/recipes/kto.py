@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import ConfigError
 from nemo_kto.losses.kto import LOSSES
+from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Recipe, Weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nemo_kto.algorithms.dpo import TrainerArguments
+    from nemo_kto.algorithms.kto import KTOTrainer
+    from nemo_kto.data.batch import KTOBatch
+    from nemo_kto.data.dataset import KTODataset, Splits
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import ModelArguments
+    from nemo_kto.models.sequences import SequenceBatch
+
+logger = logging.getLogger(__name__)
 
 
 class KTOLossConfig(LossConfig):
@@ -22,7 +39,64 @@ class KTOLossConfig(LossConfig):
         yield from self.not_both_zero(f"{section}.desirable_loss_weight", f"{section}.undesirable_loss_weight")
 
 
-KTO = Recipe(
+class KTORecipe(Recipe):
+    """Builds what is KTO's own of a run."""
+
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[KTODataset]:
+        from nemo_kto.data.dataset import build_kto_splits
+
+        return build_kto_splits(**source)
+
+    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., KTOBatch]:
+        from nemo_kto.data.collate import kto_custom_collate
+
+        return partial(kto_custom_collate, **collate, with_kl=loss.needs_z0)
+
+    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
+        from nemo_kto.algorithms.kto import identity
+
+        return identity
+
+    def sequences(self, batch: KTOBatch) -> tuple[SequenceBatch, ...]:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+        return MegatronGPTKTOModel.sequences(batch)
+
+    def build_model(
+        self, section: KTOLossConfig, examples: KTODataset, *, lr: float, **arguments: Unpack[ModelArguments]
+    ) -> MegatronGPTKTOModel:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+        desirable, undesirable = loss_weights(section, examples, lr=lr)
+        return MegatronGPTKTOModel(desirable_loss_weight=desirable, undesirable_loss_weight=undesirable, **arguments)
+
+    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> KTOTrainer:
+        from nemo_kto.algorithms.kto import KTOTrainer
+
+        return KTOTrainer(**arguments)
+
+
+def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> tuple[float, float]:
+    """Weights of desirable and undesirable examples; says so where they do not balance, or balances them."""
+    from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
+    from nemo_kto.parallel import state
+
+    desirable = examples.desirable_count()
+    undesirable = len(examples) - desirable
+    weights = section.desirable_loss_weight, section.undesirable_loss_weight
+    warnings = [one_class_warning(desirable, undesirable, lr)]
+    if section.auto_balance:
+        given, weights = weights, balanced_weights(desirable, undesirable, *weights)
+        if state.is_rank_zero() and weights != given:
+            print(f"loss weights, balanced: desirable {weights[0]:.4g}, undesirable {weights[1]:.4g}", flush=True)
+    else:
+        warnings.append(balance_warning(desirable, undesirable, *weights))
+    for warning in filter(None, warnings if state.is_rank_zero() else ()):
+        logger.warning(warning)
+    return weights
+
+
+KTO = KTORecipe(
     name="kto",
     title="KTO training of a GPT model",
     data='jsonl rows of prompt, response and "chosen" or "rejected"',

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 from pydantic import BaseModel
@@ -12,6 +13,14 @@ from pydantic import BaseModel
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.recipes.section import Name, Remedy, Section
+
+if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
+    from typing_extensions import Unpack
+
+    from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+    from nemo_kto.data.dataset import Splits
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
+    from nemo_kto.models.sequences import SequenceBatch
 
 Weight = Annotated[float, Ge(0)]
 
@@ -47,8 +56,8 @@ class LossConfig(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recipe:
-    """One algorithm.
+class Recipe(ABC):
+    """One algorithm: its attributes are what the command line needs, its methods build what is its own of a run.
 
     Attributes:
         name: of the command, and of the sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
@@ -78,6 +87,32 @@ class Recipe:
     def config_name(self) -> str:
         """Name of the configuration file."""
         return f"gpt_{self.name}"
+
+    @abstractmethod
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[Any]:
+        """The datasets of ``source``; ``options`` are the values of :attr:`data_defaults`."""
+
+    @abstractmethod
+    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
+        """What a loader makes of a global batch, see ``data.loader.build_dataloader``; ``collate`` are options."""
+
+    @abstractmethod
+    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
+        """What makes a batch of what a loader yields."""
+
+    @abstractmethod
+    def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:
+        """What the reference evaluates of a batch."""
+
+    @abstractmethod
+    def build_model(
+        self, section: Any, examples: Any, *, lr: float, **arguments: Unpack[ModelArguments]
+    ) -> MegatronGPTModel[Any]:
+        """The policy with its loss; ``section`` is model.NAME, ``examples`` are those of the training."""
+
+    @abstractmethod
+    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> DPOTrainer:
+        """The training loop."""
 
     def find_loss(self, name: str) -> Loss:
         """The loss of a name or a path.

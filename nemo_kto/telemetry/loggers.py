@@ -1,6 +1,6 @@
 """Where the metrics of a run go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow by a switch.
 
-The three are Lightning's loggers, which need no Lightning Trainer. Rank 0 alone logs. Names are NeMo-Aligner's behind a
+The last two are Lightning's loggers, which need no Lightning Trainer. Only rank 0 logs. Names are NeMo-Aligner's behind a
 prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
 """
 
@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from nemo_kto.files import publish_file
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -22,11 +26,18 @@ METRICS_FILE = "metrics.jsonl"
 class Sink(Protocol):
     """What RunLogger fans out to; Lightning's loggers have this form."""
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of one step."""
 
     def finalize(self, status: str) -> None:
         """Flush and close."""
+
+
+class HyperparamsSink(Sink, Protocol):
+    """A sink that also records the configuration of a run."""
+
+    def log_hyperparams(self, params: dict[str, object]) -> None:
+        """Record the configuration."""
 
 
 class JsonLines:
@@ -41,17 +52,16 @@ class JsonLines:
         Args:
             file: made if absent.
             resumed_step: steps of the run that are in the checkpoint; later lines are dropped, because those steps are about
-                to be made again. None starts the file anew.
+                to be made again. None starts a new file.
         """
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
-        fresh = file.with_name(file.name + ".tmp")
-        fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(fresh, file)
+        with publish_file(file) as writing:
+            writing.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self._file: TextIO = file.open("a", buffering=1, encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         row.update({name: value if math.isfinite(value) else None for name, value in metrics.items()})
         self._file.write(json.dumps(row) + "\n")
 
@@ -71,6 +81,29 @@ def _lines_up_to(file: Path, step: int) -> list[str]:
     return kept
 
 
+class TensorBoard:
+    """Event files. torch's own writer: Lightning's logger does the same, and its import takes a third of a second."""
+
+    def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
+        """Open a new event file in ``folder``. Steps past ``resumed_step`` are about to be made again and are forgotten."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of one step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_hyperparams(self, params: dict[str, object]) -> None:
+        """Record the configuration as a string."""
+        self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
+
+    def finalize(self, status: str) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
 class RunLogger:
     """Hands every metric to every sink, on rank 0; does nothing on the other ranks."""
 
@@ -81,8 +114,8 @@ class RunLogger:
         enabled: bool,
         resumed_step: int | None = None,
         tensorboard: bool = True,
-        wandb: Mapping[str, Any] | None = None,
-        mlflow: Mapping[str, Any] | None = None,
+        wandb: Mapping[str, object] | None = None,
+        mlflow: Mapping[str, object] | None = None,
         extra: tuple[Sink, ...] = (),
     ) -> None:
         """Open the sinks.
@@ -98,10 +131,10 @@ class RunLogger:
             extra: further sinks, such as a :class:`~nemo_kto.telemetry.progress.Progress`.
 
         Raises:
-            ModuleNotFoundError: a package that was asked for is not installed.
+            ModuleNotFoundError: a logger is switched on whose package is not installed.
         """
         self._sinks: list[Sink] = []
-        self._with_hyperparams: list[Any] = []
+        self._with_hyperparams: list[HyperparamsSink] = []
         wanted = [("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)]
         for package, switched_on in wanted:
             if switched_on and not installed(package):
@@ -111,7 +144,7 @@ class RunLogger:
         folder.mkdir(parents=True, exist_ok=True)
         self._sinks.append(JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step))
         if tensorboard:
-            self._with_hyperparams.append(_tensorboard(folder, resumed_step))
+            self._with_hyperparams.append(TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step))
         if wandb is not None:
             self._with_hyperparams.append(_wandb(folder, resumed_step, wandb))
         if mlflow is not None:
@@ -124,7 +157,7 @@ class RunLogger:
         for sink in self._sinks:
             sink.log_metrics(dict(values), step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """Record the configuration of the run."""
         for sink in self._with_hyperparams:
             sink.log_hyperparams(dict(params))
@@ -154,30 +187,22 @@ def missing_package(package: str) -> str:
     )
 
 
-def _tensorboard(folder: Path, resumed_step: int | None) -> Any:
-    from pytorch_lightning.loggers import TensorBoardLogger
-
-    # purge_step makes TensorBoard forget the steps that are about to be made again.
-    again = {} if resumed_step is None else {"purge_step": resumed_step + 1}
-    return TensorBoardLogger(str(folder), name="tensorboard", version="", default_hp_metric=False, **again)
-
-
 def _remembered(file: Path, resumed_step: int | None, new: str) -> str:
-    """The identity under which an outside service knows this run; it outlives a restart that goes on."""
+    """The identity under which an outside service knows this run; it stays the same in a resumed run."""
     if resumed_step is not None and file.exists():
         return file.read_text(encoding="utf-8").strip()
     file.write_text(new + "\n", encoding="utf-8")
     return new
 
 
-def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, Any]) -> Any:
+def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
     from pytorch_lightning.loggers import WandbLogger
 
     identity = _remembered(folder / "wandb_run_id", resumed_step, uuid.uuid4().hex[:8])
     return WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
 
 
-def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, Any]) -> Any:
+def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> MLFlowLogger:
     from pytorch_lightning.loggers import MLFlowLogger
 
     # mlflow refuses new runs in plain folders, so the default is a database in one file.

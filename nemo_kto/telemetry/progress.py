@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Item = TypeVar("Item")
 
@@ -32,7 +35,7 @@ class Progress:
 
         Args:
             total_steps: optimizer steps of the whole run.
-            start_step: steps done already, in a run that goes on.
+            start_step: steps done already, in a resumed run.
             stream: where to write; standard error if None.
             clock: seconds since some fixed moment.
         """
@@ -43,7 +46,7 @@ class Progress:
         self._began = clock()
         self._last = self._began
         self._step = start_step
-        self._bar: Any = None
+        self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             from tqdm import tqdm
 
@@ -58,7 +61,7 @@ class Progress:
 
     def _train(self, metrics: Mapping[str, float], step: int) -> None:
         now = self._clock()
-        # the step alone where it was measured, else with what came between: a validation, a checkpoint
+        # only the step where it was measured, else with what came between: a validation, a checkpoint
         seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
         left = (now - self._began) / max(1, step - self._first) * max(0, self._total - step)
         self._last, self._step = now, step
@@ -88,7 +91,7 @@ class Progress:
             self.line(f"step {self._step}/{self._total}  {status}")
 
 
-def bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterator[Item]:
+def progress_bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterator[Item]:
     """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every tenth.
 
     Args:

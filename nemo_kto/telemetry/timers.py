@@ -79,7 +79,7 @@ class RunTimer:
         Args:
             max_time: DD:HH:MM:SS; None means that the run is never over.
             agree: turns this rank's answer into everybody's (say, a broadcast from rank 0); clocks of ranks differ, and
-                a rank that stops alone leaves the others waiting. Not called without a limit.
+                a rank that stops before the others leaves them waiting. Not called without a limit.
             clock: seconds since some fixed moment.
 
         Raises:

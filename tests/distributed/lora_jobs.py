@@ -15,8 +15,10 @@ from megatron.core.utils import unwrap_model
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.gpt import Architecture, build_gpt, read_architecture
-from nemo_kto.models.lora import LoRASettings, adapters_off, add_adapters, merge_adapters, unmerge_adapters
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.parallel import state
 from tests.parity.hf_jobs import message_of
@@ -127,7 +129,7 @@ def gradients_and_steps(
     Returns:
         The norm of the gradient at each step; last, the largest value where there must be zeros.
     """
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     result = {}
     for name, (folder, adapter, settings) in models.items():
         # a distributed optimizer's ranks have parts of the summed gradient each, so that it is looked at without one
@@ -158,7 +160,7 @@ def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRAS
         Norms of the gradient, the adapter parameters that every tensor-parallel rank holds in full, and the state of the
         generator that all of them share.
     """
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     chunks, _ = build(folder, layout, settings)
     _perturb_b(chunks)
     optimizer = optimizer_of(chunks)
@@ -177,7 +179,7 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
     """What A makes of ones, in training and in evaluation: the same input and A on every rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     chunks, _ = build(folder, layout, settings)
     attention = unwrap_model(chunks[0]).decoder.layers[0].self_attention
     result = {}
@@ -198,7 +200,7 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
 
 def half_precision(layout: state.Layout, folder: Path, adapter: Path, settings: LoRASettings, distributed: bool) -> Any:
     """Norms of the gradient in bf16 over three steps, and the dtypes of base weights and adapters."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     chunks, architecture = build(folder, layout, settings, dtype=torch.bfloat16, distributed=distributed)
     load_adapter(chunks, architecture, adapter)
     optimizer = optimizer_of(chunks, dtype=torch.bfloat16, distributed=distributed)
@@ -211,21 +213,19 @@ def half_precision(layout: state.Layout, folder: Path, adapter: Path, settings: 
 
 def misuse(folder: Path) -> list[str]:
     """The errors of adapters that are used in the wrong order."""
-    state.start(layout=state.Layout(), seed=3)
+    state.init_distributed(layout=state.Layout(), seed=3)
     chunks, architecture = build(folder, state.Layout(), LoRASettings(rank=2, alpha=2))
     gpt = unwrap_model(chunks[0])
 
     def switch_off() -> None:
-        with adapters_off(chunks):
+        with disable_adapters(chunks):
             pass
 
     beyond = LoRASettings(rank=2, alpha=2, layers=(4, 5))
     actions = [
-        lambda: unmerge_adapters(chunks),
         lambda: merge_adapters(chunks),
         lambda: merge_adapters(chunks),
         switch_off,
-        lambda: unmerge_adapters(chunks),
         lambda: add_adapters(gpt, LoRASettings(rank=1, alpha=1), architecture=architecture, seed=1),
         lambda: add_adapters(gpt, beyond, architecture=architecture, seed=1),
     ]
@@ -269,7 +269,7 @@ def train_and_save(
     Returns:
         Norms of the gradient.
     """
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     chunks, architecture = build(folder, layout, settings, distributed=distributed)
     optimizer = optimizer_of(chunks, distributed=distributed)
     manager = manager_of(chunks, optimizer, run, folder)

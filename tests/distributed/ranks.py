@@ -31,9 +31,10 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from nemo_kto.parallel import cpu, state
+    from nemo_kto.parallel import state
+    from nemo_kto.parallel.cpu import install_cpu_backend
 
-    cpu.enter()
+    install_cpu_backend()
     while (job := inbox.get()) is not None:
         function, arguments, store, world_size = job
         try:
@@ -49,7 +50,7 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
         except BaseException:
             outbox.put((number, False, traceback.format_exc()))
         finally:
-            state.stop()
+            state.destroy()
             gc.collect()
             gc.freeze()  # as in preload.py; what a job has imported stays, and its tensors are gone
 

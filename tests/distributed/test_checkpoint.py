@@ -120,7 +120,7 @@ def test_goes_on_at_another_layout(
     ranks.run(world_size, train, tiny_llama, kto_rows, tmp_path / "run", world_size, [*overrides, *of_length])
     ours, steps = trajectory(tmp_path / "run"), trajectory(whole)
     assert len(ours) == len(steps) == count
-    assert ours[stop:] != steps[stop:], "computed anew, and rounded otherwise"
+    assert ours[stop:] != steps[stop:], "computed again, and rounded otherwise"
     assert difference(ours[stop], steps[stop]) < 1e-5
     assert max(difference(mine, theirs) for mine, theirs in zip(ours, steps, strict=True)) < 1e-4
 

@@ -140,7 +140,7 @@ def load_into(checkpoint: Path, folder: Path, settings: LoRASettings | None, lay
 
     from nemo_kto.checkpoint.distributed import load_weights_only
 
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     chunks, _ = lora_jobs.build(folder, layout, settings)
     gpt = unwrap_model(chunks[0])
     before = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}

@@ -74,11 +74,11 @@ def what_stops(*arguments: object) -> str:
     [
         (
             "exp_manager.resume_if_exists=false",
-            "FileExistsError: a run that starts anew must have a folder without",
+            "FileExistsError: a new run must have a folder without",
         ),
         (
             "model.optim.use_distributed_optimizer=false",
-            "ValueError: use_distributed_optimizer must stay True in a run",
+            "ValueError: use_distributed_optimizer must stay True in a resumed run, got",
         ),
         ("model.global_batch_size=8", "ValueError: global_batch_size must stay 16 in a run that goes on, got 8"),
         ("trainer.kto.limit_train_batches=2", "ValueError: an epoch must stay 6 steps long in a run that goes on, got 2"),

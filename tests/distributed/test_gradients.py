@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.engines import engine, kto_model
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
@@ -39,15 +40,15 @@ def kto_step(
     from megatron.core.utils import unwrap_model
 
     from nemo_kto.checkpoint.huggingface import export, load_weights
-    from nemo_kto.models.gpt import build_gpt, read_architecture
-    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import LiveReference, SwappedWeights
+    from nemo_kto.models.reference import SwappedWeights
     from nemo_kto.parallel import state
 
     layout = dict(layout)
     recompute = layout.pop("recompute_granularity", None)
-    state.start(layout=state.Layout(**layout), seed=1)
+    state.init_distributed(layout=state.Layout(**layout), seed=1)
     architecture = read_architecture(policy, tensor_parallel=layout.get("tensor", 1))
     gpt = build_gpt(
         architecture,
@@ -64,18 +65,12 @@ def kto_step(
     load_weights(chunks, architecture, reference)
     held = SwappedWeights(parameters=chunks[0].parameters())
     load_weights(chunks, architecture, policy)
-    model = MegatronGPTKTOModel(
-        preference_loss="kto",
-        ref_policy_kl_penalty=BETA,
-        desirable_loss_weight=W_DESIRABLE,
-        undesirable_loss_weight=W_UNDESIRABLE,
-        chunks=chunks,
-        reference=LiveReference(active=held.active),
-        vocab_size=architecture.vocab_size,
-        micro_batch_size=micro_batch_size,
-        forward_micro_batch_size=3,
-        average_log_probs=False,
-        logprob_chunk_size=7,
+    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, logprob_chunk_size=7)
+    model = kto_model(
+        runs,
+        held.active,
+        beta=BETA,
+        weights=(W_DESIRABLE, W_UNDESIRABLE),
         preference_loss_weight=W_PREFERENCE,
         sft_loss_weight=W_SFT,
         sft_average_log_probs=True,
@@ -84,7 +79,7 @@ def kto_step(
     batch = {name: values[mine] for name, values in make_batch().items()}
     samples, kl_samples = model.get_ref_policy_logprobs(batch).chunk(2)
     batch |= {"ref_policy_log_probs_samples": samples, "ref_policy_log_probs_kl_samples": kl_samples}
-    model.prepare_for_training_step()
+    model.zero_grad()
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     for parameter in unwrap_model(chunks[0]).parameters():
         parameter.data.copy_(parameter.main_grad)

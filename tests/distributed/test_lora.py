@@ -202,11 +202,9 @@ def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models:
 def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
     (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
     assert messages == [
-        "RuntimeError: the adapters are not merged into the weights",
         "",
         "RuntimeError: the adapters are already merged into the weights",
-        "RuntimeError: adapters that are switched off must not be merged into the weights; call unmerge_adapters first",
-        "",
+        "RuntimeError: adapters must be disabled before they are merged into the weights, not after",
         "TypeError: a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got "
         "LoRAColumnParallelLinear; build the model with adaptable=True, and adapt a layer once",
         "ValueError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",

@@ -51,7 +51,7 @@ def build_mixture(tensor_parallel: int, expert_parallel: int) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora import adapt_linear
+    from nemo_kto.models.lora_layers import adapt_linear
     from nemo_kto.models.norm import TorchNorm
 
     spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
@@ -207,10 +207,10 @@ def adapt_shared_out_expert() -> str:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora import adapt_linear
+    from nemo_kto.models.lora_layers import adapt_linear
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=3)
+    state.init_distributed(layout=state.Layout(), seed=3)
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     linear = ColumnParallelLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, is_expert=True)
     linear.tp_group = SimpleNamespace(size=lambda: 2)

@@ -14,14 +14,14 @@ from tests.distributed.ranks import RankPool
 
 def make_rows(first: int, count: int) -> Any:
     """Rows of tokens [first], [first, first + 1], ..., padded; the last token of each is the response."""
-    from nemo_kto.models.rows import Rows
+    from nemo_kto.models.sequences import SequenceBatch
 
     tokens, labels = torch.zeros(count, count, dtype=torch.int64), torch.full((count, count), -100)
     for row in range(count):
         tokens[row, : row + 1] = torch.arange(row + 1) + first
         labels[row, row] = tokens[row, row]
     positions = torch.arange(count).expand(count, count)
-    return Rows(tokens_BS=tokens, labels_BS=labels, lengths_B=torch.arange(count) + 1, positions_BS=positions)
+    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=torch.arange(count) + 1, positions_BS=positions)
 
 
 def logp(rows: Any) -> torch.Tensor:
@@ -34,8 +34,9 @@ class CacheUser:
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
         from nemo_kto.checkpoint import reference_cache
+        from nemo_kto.checkpoint.cached_reference import CachedReference
 
-        self.asked = 0
+        self.evaluated = 0
         self.warnings: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,17 +45,16 @@ class CacheUser:
             cache = reference_cache.ReferenceCache(folder=folder, settings=settings, models=[model])
         finally:
             reference_cache.logger.removeHandler(handler)
-        self.reference = reference_cache.CachedReference(cache=cache)
+        self.reference = CachedReference(cache=cache)
 
-    def forward(self, rows: Any) -> torch.Tensor:
-        self.asked += len(rows)
-        return logp(rows)
+    def logprobs(self, sequences: Any) -> torch.Tensor:
+        """What the engine gives."""
+        self.evaluated += len(sequences)
+        return logp(sequences)
 
     def fill(self, *batches: Any) -> CacheUser:
-        with self.reference.filling():
-            for number, rows in enumerate(batches, start=1):
-                self.reference.logprobs([rows], self.forward)
-                self.reference.after_batch(number)
+        engine: Any = self
+        self.reference.precompute([(sequences,) for sequences in batches], engine)
         return self
 
 
@@ -68,19 +68,19 @@ def make_model(folder: Path) -> Path:
 def on_one_rank(folder: Path) -> dict[str, Any]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     model, found = make_model(folder / "model"), {}
     first = CacheUser(folder, model, precision="32").fill(make_rows(5, 4), make_rows(7, 3), make_rows(5, 4))
-    found["asked"] = first.asked
+    found["evaluated"] = first.evaluated
     again = CacheUser(folder, model, precision="32")
-    answers = again.reference.logprobs([make_rows(7, 3), make_rows(5, 4)], again.forward)
+    answers = again.reference.logprobs(make_rows(7, 3), make_rows(5, 4))
     found["equal"] = torch.equal(answers, torch.cat([logp(make_rows(7, 3)), logp(make_rows(5, 4))]))
-    found["asked again"] = again.asked
-    found["a few more"] = again.fill(make_rows(5, 4), make_rows(50, 2)).asked
-    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.rows
-    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.rows
+    found["evaluated again"] = again.evaluated
+    found["a few more"] = again.fill(make_rows(5, 4), make_rows(50, 2)).evaluated
+    found["rows"] = CacheUser(folder, model, precision="32").reference.cache.size
+    found["other settings"] = CacheUser(folder, model, precision="bf16").reference.cache.size
     try:
-        again.reference.logprobs([make_rows(90, 3)], again.forward)
+        again.reference.logprobs(make_rows(90, 3))
     except RuntimeError as error:
         found["error"] = str(error).replace(str(again.reference.cache.folder), "FOLDER")
 
@@ -90,35 +90,35 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"?")
     damaged = CacheUser(folder, model, precision="32")
     found["warnings"] = [text.replace(str(damaged.reference.cache.folder), "FOLDER") for text in damaged.warnings]
-    found["rows left"] = damaged.reference.cache.rows
-    found["asked anew"] = damaged.fill(make_rows(5, 4)).asked
+    found["rows left"] = damaged.reference.cache.size
+    found["evaluated after damage"] = damaged.fill(make_rows(5, 4)).evaluated
 
     (model / "model.safetensors").write_bytes(b"other weights")
     stale = CacheUser(folder, model, precision="32")
     found["stale"] = [text.split(": ")[1] for text in stale.warnings]
-    found["rows of other weights"] = stale.reference.cache.rows
+    found["rows of other weights"] = stale.reference.cache.size
     found["files"] = sorted(file.name.split("-")[0] for file in stale.reference.cache.folder.iterdir())
     return found
 
 
 def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
     (found,) = ranks.run(1, on_one_rank, tmp_path)
-    assert found["asked"] == 7, "the third batch is the first one again"
+    assert found["evaluated"] == 7, "the third batch is the first one again"
     assert found["equal"]
-    assert found["asked again"] == 0
+    assert found["evaluated again"] == 0
     assert found["a few more"] == 2
     assert found["rows"] == 9
     assert found["other settings"] == 0
     assert found["error"] == (
-        "reference log-probs of every row must be in FOLDER, but 3 of 3 rows of this batch are not; "
+        "reference log-probs of every sequence must be in FOLDER, but 3 of 3 sequences of this batch are not; "
         "the data may have been changed during the run: start it again"
     )
     for text in found["warnings"]:
         assert text.startswith("reference log-probs in FOLDER/part-")
-        assert text.endswith(".npy are not used and computed anew: its content is not what was written")
+        assert text.endswith(".npy are not used and computed again: its content is not what was written")
     assert len(found["warnings"]) == 2
     assert found["rows left"] == 0
-    assert found["asked anew"] == 4
+    assert found["evaluated after damage"] == 4
     assert found["stale"] == ["model.safetensors of the reference model changed since"]
     assert found["rows of other weights"] == 0
     assert found["files"] == ["about.json"]
@@ -127,13 +127,13 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
 def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
     from nemo_kto.parallel import state
 
-    state.start(layout=state.Layout(), seed=0)
+    state.init_distributed(layout=state.Layout(), seed=0)
     with state.main_process_first():
         if state.is_rank_zero():
             make_model(folder / "model")
     mine, theirs = make_rows(10 * state.rank(), 3), make_rows(10 * (1 - state.rank()), 3)
     session = CacheUser(folder, folder / "model").fill(mine)
-    return session.asked, torch.equal(session.reference.logprobs([theirs], session.forward), logp(theirs)), session.asked
+    return session.evaluated, torch.equal(session.reference.logprobs(theirs), logp(theirs)), session.evaluated
 
 
 def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
@@ -141,28 +141,26 @@ def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_padding_is_not_in_the_key_and_labels_are() -> None:
-    from nemo_kto.checkpoint.reference_cache import row_keys
+    from nemo_kto.checkpoint.reference_cache import sequence_keys
 
     rows = make_rows(5, 3)
     wider = make_rows(5, 4).take(torch.arange(3))
-    assert row_keys(rows).tolist() == row_keys(wider).tolist()
+    assert sequence_keys(rows).tolist() == sequence_keys(wider).tolist()
     wider.labels_BS[1, 0] = wider.tokens_BS[1, 0]
-    same = (row_keys(rows) == row_keys(wider)).all(axis=1)
+    same = (sequence_keys(rows) == sequence_keys(wider)).all(axis=1)
     assert same.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_a_reference_that_moves(share: float) -> None:
-    from nemo_kto.models.reference import MovingReference, SwappedWeights
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_a_reference_that_is_mixed_with_the_policy(alpha: float) -> None:
+    from nemo_kto.models.reference import SwappedWeights
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     held = SwappedWeights(parameters=[parameter])
     parameter.data += 4.0
-    moving = MovingReference(weights=held, interval=2, share=share)
-    moving.after_step(1)
     with held.active():
         assert parameter.tolist() == [1.0, 2.0]
-    moving.after_step(2)
+    held.mix(alpha)
     with held.active():
-        assert parameter.tolist() == [1.0 + 4 * share, 2.0 + 4 * share]
+        assert parameter.tolist() == [1.0 + 4 * alpha, 2.0 + 4 * alpha]
     assert parameter.tolist() == [5.0, 6.0]

@@ -87,29 +87,29 @@ def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], 
 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
-    """On a rank: rows that the model was asked about without gradient, before training and in a run of seven steps."""
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    """On a rank: sequences evaluated without gradient, before training and in a run of seven steps."""
+    from nemo_kto.models.engine import LogProbEngine
     from nemo_kto.models.optimizer import build_optimizer
 
-    asked, before_training = [0], [0]
-    original = MegatronGPTModel.row_logprobs
+    evaluated, before_training = [0], [0]
+    original = LogProbEngine.logprobs
 
-    def counted(self: MegatronGPTModel, rows: Any) -> Any:
-        asked[0] += len(rows)
-        return original(self, rows)
+    def counted(self: LogProbEngine, sequences: Any) -> Any:
+        evaluated[0] += len(sequences)
+        return original(self, sequences)
 
     def noted(**arguments: Any) -> Any:
-        before_training[0] = asked[0]
+        before_training[0] = evaluated[0]
         return build_optimizer(**arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MegatronGPTModel, "row_logprobs", counted)
+        patch.setattr(LogProbEngine, "logprobs", counted)
         patch.setattr("nemo_kto.launch.build.build_optimizer", noted)
         train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
-    return [before_training[0], asked[0] - before_training[0]]
+    return [before_training[0], evaluated[0] - before_training[0]]
 
 
-def test_the_reference_is_asked_once_and_before_the_optimizer_exists(
+def test_the_reference_is_evaluated_once_and_before_the_optimizer_exists(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     def passes(number: int, *overrides: str) -> list[int]:

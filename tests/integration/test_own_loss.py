@@ -108,3 +108,18 @@ def test_what_is_wrong_with_a_loss_or_its_options(tmp_path: Path, name: str, giv
 def test_a_loss_whose_function_does_not_take_what_it_would_be_given(tmp_path: Path, name: str, text: str) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.OTHER")
     assert done == (2, "", f"  model.{name}.preference_loss must name a loss whose function {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            "[nowhere.Watch]",
+            "must be a path that can be imported, got nowhere.Watch; ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        ("[own.LOSS]", "must name subclasses of nemo_kto.algorithms.callbacks.Callback, got own.LOSS"),
+        ("[{every: 10}]", "must be a path that can be imported, got None; ValueError: Empty module name"),
+    ],
+)
+def test_a_callback_that_is_none(tmp_path: Path, given: str, text: str) -> None:
+    assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", f"  trainer.callbacks {text}\n")

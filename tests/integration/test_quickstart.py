@@ -168,7 +168,7 @@ def test_the_work_counted_is_that_of_the_model(scripts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["kto", "dpo"])
 def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -> None:
-    plan, recipe = scripts["plan"], scripts["plan"].RECIPES[algorithm]
+    plan, workload = scripts["plan"], scripts["plan"].WORKLOADS[algorithm]
 
     def made(gflops: float, steps: int | None = None) -> Any:
         return plan.make_plan(
@@ -176,17 +176,17 @@ def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -
         )
 
     slow, fast = made(1.0), made(1e6)
-    assert (slow.steps, fast.steps) == (recipe.fewest, recipe.most)
+    assert (slow.steps, fast.steps) == (workload.min_steps, workload.max_steps)
     assert slow.minutes > 60, "it says so where it cannot be done in time"
-    passes = fast.train * recipe.answers * recipe.passes + 2 * fast.held_out * recipe.answers
+    passes = fast.train * workload.responses * workload.passes + 2 * fast.held_out * workload.responses
     assert fast.minutes == pytest.approx((plan.FIXED_SECONDS + 0.05 * passes) / 60, rel=0.01)
     lengths = [made(gflops) for gflops in range(20, 400)]
-    between = [one for one in lengths if recipe.fewest < one.steps < recipe.most]
+    between = [one for one in lengths if workload.min_steps < one.steps < workload.max_steps]
     assert between
     assert all(0.85 * plan.MINUTES["32"] < one.minutes <= 0.9 * plan.MINUTES["32"] for one in between)
     assert [one.steps for one in lengths] == sorted(one.steps for one in lengths)
-    assert all(one.held_out >= 200 and one.train == one.steps * recipe.batch for one in [slow, fast, *lengths])
-    assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * recipe.batch, 8)
+    assert all(one.held_out >= 200 and one.train == one.steps * workload.batch for one in [slow, fast, *lengths])
+    assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * workload.batch, 8)
 
 
 def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
     assert (plan["precision"], plan["steps"], plan["train"], plan["held_out"]) == ("32", 3, 48, 12)
     minutes = max(1, round(plan["minutes"]))
     assert done.stdout == (
-        "precision 32: as asked\n"
+        "precision 32: set by the user\n"
         f"{plan['gflops']:.0f} GFLOP/s in matrix products, so this will take about {minutes} minutes:\n"
         "3 steps, 48 pairs of reviews to learn from and 12 held-out ones to measure on\n"
     )
@@ -228,9 +228,9 @@ def test_a_stage_is_shown_and_never_silent(
     assert failed.value.code == 3
 
 
-def test_the_recipe_follows_the_plan(scripts: dict[str, Any]) -> None:
+def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
     plan = {"precision": "32", "ranks": 1, "steps": 3, "train": 48}
-    overrides = scripts["run"].recipe("kto", plan, "MODEL", "ROWS", Path("RUN"))
+    overrides = scripts["run"].overrides_of("kto", plan, "MODEL", "ROWS", Path("RUN"))
     for expected in ("trainer.precision=32", "trainer.devices=1", "trainer.kto.max_steps=3", "model.global_batch_size=16"):
         assert expected in overrides
     cfg, mistakes = compose.to_config(compose.load(overrides))

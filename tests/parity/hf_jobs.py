@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from nemo_kto.checkpoint import safetensors_files, stream
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.checkpoint.mapping import rank_weights
-from nemo_kto.models.gpt import Architecture, HiddenStateGPT, build_gpt, read_architecture
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.models.segments import cut, segments, split_dimension
 from nemo_kto.parallel import state
@@ -73,7 +74,7 @@ def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
     """Load, run and export each model; returns the logits (on the last stage)."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
         model, architecture = build(folder, layout)
@@ -88,7 +89,7 @@ def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[st
 
 def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, float]:
     """Write the gradients of sum(logits * hf_models.cotangent()) as if they were weights."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     largest: dict[str, float] = {}
     for name, folder in folders.items():
         model, architecture = build(folder, layout)
@@ -136,11 +137,11 @@ def _backward(chunks: list[Any], model: HiddenStateGPT, architecture: Architectu
 def _paddings(chunks: list[Any], architecture: Architecture) -> Any:
     """The parts of this rank's parameters that no Hugging Face weight fills."""
     for weight in rank_weights(chunks, architecture):
-        dimension = split_dimension(weight.row)
+        dimension = split_dimension(weight.mapping)
         if dimension is not None:
             length = weight.parameter.size(dimension)
             start = parallel_state.get_tensor_model_parallel_rank() * length
-            for offset, part in cut(segments(weight.row, architecture), start=start, length=length):
+            for offset, part in cut(segments(weight.mapping, architecture), start=start, length=length):
                 if part.source is None:
                     yield weight.parameter.data.narrow(dimension, offset, part.length)
 
@@ -156,14 +157,14 @@ def message_of(action: Any) -> str:
 
 def load_only(layout: Layout, folder: Path) -> str:
     """Load; returns the error."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     return message_of(lambda: load_weights([model], architecture, folder))
 
 
 def export_only(layout: Layout, folder: Path, out: Path, source: Path | None = None) -> str:
     """Load and export; returns the error."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     load_weights([model], architecture, folder)
     return message_of(lambda: export([model], architecture, source=source or folder, out=out, max_shard_bytes=40_000))
@@ -187,7 +188,7 @@ def export_to_broken_disk(layout: Layout, folder: Path, out: Path) -> str:
 
 def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
     """Bytes that loading reads in all, at most at once, and bytes of this rank's parameters."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     sizes: list[int] = []
     original = stream.safe_open
@@ -227,36 +228,16 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
 
 def convert_type(layout: Layout, folder: Path, out: Path) -> str:
     """Load in bf16 and export; returns the dtype of the parameters."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout, params_dtype=torch.bfloat16)
     load_weights([model], architecture, folder)
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
     return ", ".join({str(parameter.dtype) for parameter in model.parameters()})
 
 
-def virtual_pipeline(folder: Path, out: Path) -> None:
-    """Load and export two stages of two chunks each."""
-    state.start(layout=Layout(pipeline=2), seed=3)
-    architecture = read_architecture(folder, tensor_parallel=1)
-    chunks = [
-        build_gpt(
-            architecture,
-            params_dtype=torch.float32,
-            pipeline_parallel=2,
-            virtual_pipeline=2,
-            vp_stage=stage,
-            pre_process=stage == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0,
-            post_process=stage == 1 and parallel_state.get_pipeline_model_parallel_rank() == 1,
-        )
-        for stage in range(2)
-    ]
-    load_weights(chunks, architecture, folder)
-    export(chunks, architecture, source=folder, out=out, max_shard_bytes=10**9)
-
-
 def arbitrary_mask(folder: Path) -> Any:
     """Logits of two texts in one row that do not see each other, and of the same texts by themselves."""
-    state.start(layout=Layout(), seed=3)
+    state.init_distributed(layout=Layout(), seed=3)
     model, architecture = build(folder, Layout(), attn_mask_type=AttnMaskType.arbitrary)
     load_weights([model], architecture, folder)
     model.eval()
@@ -271,7 +252,7 @@ def arbitrary_mask(folder: Path) -> Any:
 
 def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:
     """Load and save with megatron-core's distributed checkpointing."""
-    state.start(layout=layout, seed=3)
+    state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     load_weights([model], architecture, folder)
     dist_checkpointing.save(model.sharded_state_dict(), str(checkpoint))
@@ -279,7 +260,7 @@ def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:
 
 def load_sharded(layout: Layout, folder: Path, checkpoint: Path, out: Path) -> float:
     """Load a distributed checkpoint and export it; returns the largest padded value."""
-    state.start(layout=layout, seed=4)
+    state.init_distributed(layout=layout, seed=4)
     model, architecture = build(folder, layout)
     model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(checkpoint)))
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
-from nemo_kto.losses.sequence import IGNORED, response_positions, row_sums
+from nemo_kto.losses.sequence import IGNORED, response_positions, sequence_sums
 
 pytest.importorskip("trl", reason="TRL 1.5.1 is the oracle")
 dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL 1.5.1 is the oracle")
@@ -121,9 +121,9 @@ def logits_and_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 def answer_logps(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, *, average: bool) -> torch.Tensor:
     """[2P], by the parts that a training step is made of."""
-    row_T, position_T, target_T = response_positions(torch.where(mask.bool(), tokens, IGNORED))
-    token_logps_T = logits.log_softmax(-1)[row_T, position_T, target_T]
-    return row_sums(token_logps_T, row_T, len(tokens), average=average)
+    sequence_T, position_T, target_T = response_positions(torch.where(mask.bool(), tokens, IGNORED))
+    token_logps_T = logits.log_softmax(-1)[sequence_T, position_T, target_T]
+    return sequence_sums(token_logps_T, sequence_T, len(tokens), average=average)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])

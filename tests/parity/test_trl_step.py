@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.engines import engine, kto_model
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_rows
 
@@ -73,29 +74,17 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     import torch
 
     from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.gpt import build_gpt, read_architecture
-    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import LiveReference, SwappedWeights
+    from nemo_kto.models.reference import SwappedWeights
 
     architecture = read_architecture(policy, tensor_parallel=tensor_parallel)
     chunks = wrap_data_parallel([build_gpt(architecture, params_dtype=torch.float32)], use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
     frozen = SwappedWeights(parameters=chunks[0].parameters())
     load_weights(chunks, architecture, policy)
-    return MegatronGPTKTOModel(
-        chunks=chunks,
-        reference=LiveReference(active=frozen.active),
-        preference_loss=loss,
-        ref_policy_kl_penalty=BETA,
-        desirable_loss_weight=WEIGHTS[0],
-        undesirable_loss_weight=WEIGHTS[1],
-        vocab_size=architecture.vocab_size,
-        micro_batch_size=2,
-        forward_micro_batch_size=3,
-        average_log_probs=False,
-        logprob_chunk_size=16,
-    )
+    return kto_model(engine(chunks, architecture), frozen.active, loss=loss, beta=BETA, weights=WEIGHTS)
 
 
 def our_optimizer(chunks: Any) -> tuple[Any, Any]:
@@ -121,15 +110,15 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
     """The rows through our own data path, in an order that gives TRL's pairs."""
     from transformers import AutoTokenizer
 
-    from nemo_kto.data.chat import RowEncoder
+    from nemo_kto.data.chat import RecordEncoder
     from nemo_kto.data.collate import kto_custom_collate
-    from nemo_kto.data.records import KTORow, read_kto_records
+    from nemo_kto.data.records import KTOExample, read_kto_records
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(read_kto_records(rows))
-    encoded: list[Any] = RowEncoder(tokenizer=tokenizer).encode(records)
+    encoded: list[Any] = RecordEncoder(tokenizer=tokenizer).encode(records)
     tokenised = [
-        KTORow(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
+        KTOExample(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
     ]
     # TRL gives a row the response of the row before it, we that of the row after it
     return [
@@ -145,9 +134,9 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
     from nemo_kto.parallel import state
     from nemo_kto.telemetry.timers import RunTimer
 
-    state.start(layout=state.Layout(tensor=tensor_parallel), seed=0)
+    state.init_distributed(layout=state.Layout(tensor=tensor_parallel), seed=0)
     model = our_model(policy, reference, loss, tensor_parallel)
-    optimizer, scheduler = our_optimizer(model.chunks)
+    optimizer, scheduler = our_optimizer(model.engine.chunks)
     batches = our_batches(policy, rows, with_kl=loss == "kto")
     trainer = KTOTrainer(
         cfg=TrainerConfig(

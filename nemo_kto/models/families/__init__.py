@@ -6,9 +6,9 @@ from nemo_kto.models.families.llama import LLAMA
 from nemo_kto.models.families.mistral import MISTRAL
 from nemo_kto.models.families.qwen2 import QWEN2
 from nemo_kto.models.families.qwen3 import QWEN3
-from nemo_kto.models.families.table import Family, Row, Split
+from nemo_kto.models.families.table import Family, ParamMapping, Split
 
-__all__ = ["FAMILIES", "Family", "Row", "Split", "find_family"]
+__all__ = ["FAMILIES", "Family", "ParamMapping", "Split", "find_family"]
 
 FAMILIES = {family.hf_architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 

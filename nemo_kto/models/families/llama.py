@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.dense import DENSE_ROWS
+from nemo_kto.models.families.dense import DENSE_MAPPINGS
 from nemo_kto.models.families.table import Family
 
 LLAMA = Family(
     name="llama",
     hf_architecture="LlamaForCausalLM",
-    rows=DENSE_ROWS,
+    mappings=DENSE_MAPPINGS,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.dense import DENSE_ROWS
+from nemo_kto.models.families.dense import DENSE_MAPPINGS
 from nemo_kto.models.families.table import Family, window_everywhere
 
-MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", rows=DENSE_ROWS, windows=window_everywhere)
+MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=DENSE_MAPPINGS, windows=window_everywhere)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.dense import DENSE_ROWS
+from nemo_kto.models.families.dense import DENSE_MAPPINGS
 from nemo_kto.models.families.table import Family, window_by_layer_type
 
 QWEN2 = Family(
     name="qwen2",
     hf_architecture="Qwen2ForCausalLM",
-    rows=DENSE_ROWS,
+    mappings=DENSE_MAPPINGS,
     flags={"qkv_bias": True},
     windows=window_by_layer_type,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.dense import DENSE_ROWS, QK_NORM_ROWS
+from nemo_kto.models.families.dense import DENSE_MAPPINGS, QK_NORM_MAPPINGS
 from nemo_kto.models.families.table import Family, window_by_layer_type
 
 QWEN3 = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
-    rows=DENSE_ROWS + QK_NORM_ROWS,
+    mappings=DENSE_MAPPINGS + QK_NORM_MAPPINGS,
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     windows=window_by_layer_type,
 )

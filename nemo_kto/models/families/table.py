@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Windows = tuple[int | None, ...]
 
@@ -13,43 +16,43 @@ Windows = tuple[int | None, ...]
 class Split(Enum):
     """How a parameter of ours is put together from the weights of the file and cut over tensor-parallel ranks."""
 
-    WHOLE = "every rank holds all of it"
+    REPLICATED = "every rank holds all of it"
     VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
     QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
     HEADS = "columns are the query heads, padded with zero heads; cut by columns"
     GATED = "on each rank: its rows of the gate, then its rows of the up projection"
-    COLUMNS = "cut by columns"
+    ROW_PARALLEL = "the weight of a row-parallel layer: cut along its input, by columns"
     STACKED = "one weight under the other; every rank holds all of it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ParamMapping:
     """One parameter of ours and the weights it holds.
 
     Attributes:
-        ours: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
-        theirs: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
+        mcore_name: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
+        hf_names: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
         split: how the first comes from the second.
-        when: a flag of ``Architecture`` without which the row does not exist; empty for always.
+        required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
     """
 
-    ours: str
-    theirs: Mapping[str, tuple[str | int, ...]]
+    mcore_name: str
+    hf_names: Mapping[str, tuple[str | int, ...]]
     split: Split
-    when: str = ""
+    required_flag: str = ""
 
 
-def no_window(config: Any) -> Windows:
+def no_window(config: PretrainedConfig) -> Windows:
     """Every layer sees all tokens before."""
     return (None,) * config.num_hidden_layers
 
 
-def window_everywhere(config: Any) -> Windows:
+def window_everywhere(config: PretrainedConfig) -> Windows:
     """Every layer sees the last ``sliding_window`` tokens, all if it is null."""
     return (config.sliding_window,) * config.num_hidden_layers
 
 
-def window_by_layer_type(config: Any) -> Windows:
+def window_by_layer_type(config: PretrainedConfig) -> Windows:
     """``layer_types`` says which layers see only the last ``sliding_window`` tokens.
 
     Raises:
@@ -69,7 +72,7 @@ class Family:
     Attributes:
         name: what we call it.
         hf_architecture: entry of ``architectures`` in the configuration file.
-        rows: the weights.
+        mappings: the weights.
         flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
             decides it, or the constant it is.
         windows: tokens each layer sees, itself included; None for all.
@@ -77,6 +80,6 @@ class Family:
 
     name: str
     hf_architecture: str
-    rows: tuple[Row, ...]
+    mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
-    windows: Callable[[Any], Windows] = no_window
+    windows: Callable[[PretrainedConfig], Windows] = no_window

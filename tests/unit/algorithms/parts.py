@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
@@ -28,8 +29,7 @@ class Mean:
         self.trained_on: list[list[float]] = []
         self.validated_on: list[list[float]] = []
         self.reference_passes = 0
-        self.prepared = 0
-        self.finished: list[int] = []
+        self.zeroed = 0
         self.uses_reference = True
         self.graphs_kept = 0
         self.spoil: Callable[[int], float] = lambda step: 0.0
@@ -48,11 +48,8 @@ class Mean:
         self.reference_passes += 1
         return torch.arange(2 * len(batch["x"]), dtype=torch.float32)
 
-    def prepare_for_training_step(self) -> None:
-        self.prepared += 1
-
-    def finish_training_step(self, step: int) -> None:
-        self.finished.append(step)
+    def zero_grad(self) -> None:
+        self.zeroed += 1
 
 
 class Descent:
@@ -121,7 +118,7 @@ class Notebook:
 def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> DataLoader[Any]:
     """Rows 0.0, 1.0, ... in global batches."""
     sampler = GlobalBatchSampler(
-        num_rows=rows, global_batch_size=batch, seed=5, shuffle=training, drop_last=training, with_pairs=False
+        num_examples=rows, global_batch_size=batch, seed=5, shuffle=training, drop_last=training, needs_kl_examples=False
     )
     data = torch.arange(rows, dtype=torch.float64)
     return DataLoader(
@@ -149,6 +146,7 @@ class Run:
         max_time: str | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         workers: int = 0,
+        callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         self.model = Mean()
@@ -176,6 +174,7 @@ class Run:
             ckpt_callback=self.notes,
             run_timer=RunTimer(max_time=max_time, clock=clock),
             timers=PhaseTimers(),
+            callbacks=callbacks,
         )
 
     def fit(self) -> Run:

@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, interval_steps, limited
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
+from nemo_kto.algorithms.duration import interval_steps, limit_batches
 from tests.unit.algorithms.parts import LEARNING_RATE, Run
 
 
@@ -45,8 +46,9 @@ def test_validations_and_checkpoints_fall_due_independently(interval: float, ste
 
 
 def test_fractions_are_exact() -> None:
-    assert interval_steps(0.29, 100) == limited(100, 0.29) == 29  # int(0.29 * 100) is 28
-    assert (limited(100, 0.001), limited(100, 0.0), limited(100, 7), limited(5, 7), limited(5, 2.0)) == (1, 0, 7, 5, 5)
+    assert interval_steps(0.29, 100) == limit_batches(100, 0.29) == 29  # int(0.29 * 100) is 28
+    limits = [(100, 0.001), (100, 0.0), (100, 7), (5, 7), (5, 2.0)]
+    assert [limit_batches(batches, limit) for batches, limit in limits] == [1, 0, 7, 5, 5]
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1.0, 10), (0.5, 5), (0.01, 1), (3, 3), (1, 1), (99, 10)])
@@ -87,12 +89,12 @@ def test_the_steps_are_those_of_gradient_descent() -> None:
     assert losses[0] == (1, sum(row**2 / 2 for row in first) / 2)
     assert norms[0] == (1, sum(first) / 2), "the first step of the schedule already learns"
     assert run.notes.series("train/lr")[0] == (1, LEARNING_RATE)
-    assert run.model.prepared == 20
+    assert run.model.zeroed == 20
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stop", [1, 9, 10, 11, 19])
-def test_goes_on_in_the_middle_of_an_epoch_as_if_nothing_had_happened(stop: int, workers: int) -> None:
+def test_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(stop: int, workers: int) -> None:
     whole = Run(max_epochs=2).fit()
     first = Run(max_epochs=2, max_steps=stop, workers=workers).fit()
     state, _ = first.notes.saved[-1]
@@ -114,7 +116,7 @@ def test_a_run_that_is_done_does_nothing_more() -> None:
     assert (run.model.trained_on, run.notes.saved, run.notes.logged, run.notes.ended) == ([], [], [], ["success"])
 
 
-def test_state_is_whole_numbers() -> None:
+def test_state_is_integers() -> None:
     run = Run(max_epochs=2, max_steps=13).fit()
     expected = {"step": 13, "epoch": 1, "consumed_samples": 26, "steps_per_epoch": 10, "skipped_steps": 0}
     assert run.trainer.state_dict() == expected == run.notes.saved[-1][0]
@@ -127,14 +129,14 @@ def test_state_is_whole_numbers() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"step": 5, "epoch": 0, "consumed_samples": 20}, "global_batch_size must stay 4 in a run that goes on, got 2"),
+        ({"step": 5, "epoch": 0, "consumed_samples": 20}, "global_batch_size must stay 4 in a resumed run, got 2"),
         (
             {"step": 5, "epoch": 0, "consumed_samples": 10, "steps_per_epoch": 8},
-            "an epoch must stay 8 steps long in a run that goes on, got 10",
+            "an epoch must stay 8 steps long in a resumed run, got 10",
         ),
     ],
 )
-def test_refuses_to_go_on_where_rows_would_be_used_twice_or_never(state: dict[str, int], message: str) -> None:
+def test_refuses_to_resume_where_examples_would_be_used_twice_or_never(state: dict[str, int], message: str) -> None:
     run = Run()
     with pytest.raises(ValueError, match=message):
         run.trainer.load_state_dict(state)
@@ -159,10 +161,10 @@ def test_without_validation_rows() -> None:
         run.trainer.run_validation()
 
 
-def test_validation_before_the_first_step_and_not_again_when_the_run_goes_on() -> None:
-    run = Run(val_at_start=True).fit()
+def test_validation_before_the_first_step_and_not_again_when_the_run_is_resumed() -> None:
+    run = Run(val_before_training=True).fit()
     assert run.notes.series("val/loss")[0] == (0, sum(row**2 / 2 for row in range(5)) / 5)
-    resumed = Run(val_at_start=True)
+    resumed = Run(val_before_training=True)
     resumed.trainer.load_state_dict({"step": 4, "epoch": 0, "consumed_samples": 8})
     assert resumed.fit().notes.steps_with("val/loss") == [10]
 
@@ -215,7 +217,7 @@ def test_the_logger_is_finalized_on_every_way_out(error: BaseException) -> None:
     def save(*arguments: object) -> None:
         raise error
 
-    run.trainer.ckpt_callback.save = save
+    run.notes.save = save  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         run.fit()
     assert run.notes.ended == ["failed"]
@@ -282,7 +284,7 @@ def test_the_loop_stays_readable() -> None:
     def lines(function: object) -> int:
         return len(inspect.getsource(function).splitlines())  # type: ignore[arg-type]
 
-    assert lines(DPOTrainer.fit) + lines(DPOTrainer._fit) <= 45
-    assert lines(DPOTrainer.train_single_step) <= 25
+    assert lines(DPOTrainer.fit) <= 40
+    assert lines(DPOTrainer._optimizer_step) <= 15
     assert "kto" not in inspect.getsource(inspect.getmodule(DPOTrainer)).lower().replace("nemo_kto", "")  # type: ignore[arg-type]
     assert TrainerConfig.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What KTOTrainer adds to the loop: the reference log-probs of samples and KL rows."""
+"""What KTOTrainer adds to the loop: the reference log-probs of samples and KL examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.unit.algorithms.parts import Run
 
 
 class Reference:
-    """Answers with one number a row: samples first, then KL rows."""
+    """Gives one number a sequence: samples first, then KL examples."""
+
+    uses_reference = True
 
     def get_ref_policy_logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = len(batch["preference"])
@@ -26,11 +28,11 @@ def trainer(**changes: Any) -> KTOTrainer:
     arguments = {
         name: getattr(run.trainer, name)
         for name in (
-            "cfg", "model", "optimizer", "scheduler", "train_dataloader", "val_dataloader", "test_dataloader", "logger",
-            "ckpt_callback", "run_timer",
+            "cfg", "model", "optimizer", "scheduler", "train_dataloader", "val_dataloader", "test_dataloader",
+            "logger", "run_timer",
         )
     }  # fmt: skip
-    return KTOTrainer(**{**arguments, "model": Reference(), **changes})
+    return KTOTrainer(**{**arguments, "ckpt_callback": run.notes, "model": Reference(), **changes})
 
 
 def test_halves_of_the_reference_log_probs() -> None:
@@ -41,16 +43,23 @@ def test_halves_of_the_reference_log_probs() -> None:
     assert sorted(batch) == ["kl_samples", "preference"], "the loader's own batch is left alone"
 
 
-def test_no_kl_rows() -> None:
+def test_no_kl_examples() -> None:
     (augmented,) = trainer().augment_dataloader([{"preference": torch.tensor([1, 0])}])
     assert augmented["ref_policy_log_probs_samples"].tolist() == [-1.0, -2.0]
     assert "ref_policy_log_probs_kl_samples" not in augmented
 
 
-def test_a_rank_without_rows_in_the_last_batch() -> None:
+def test_a_rank_without_examples_in_the_last_batch() -> None:
     batch = {"preference": torch.zeros(0, dtype=torch.int64), "kl_samples": torch.zeros(0, 4, dtype=torch.int64)}
     (augmented,) = trainer().augment_dataloader([batch])
     assert augmented["ref_policy_log_probs_samples"].shape == augmented["ref_policy_log_probs_kl_samples"].shape == (0,)
+
+
+def test_a_loss_without_a_reference_is_given_none() -> None:
+    reference = Reference()
+    reference.uses_reference = False
+    batch = {"preference": torch.tensor([1, 0])}
+    assert list(trainer(model=reference).augment_dataloader([batch])) == [batch]
 
 
 def test_takes_no_collate_fn_and_no_argument_by_position() -> None:

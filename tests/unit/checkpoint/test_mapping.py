@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_kto.checkpoint.mapping import wanted_weights
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import FAMILIES, Row
+from nemo_kto.models.families import FAMILIES, ParamMapping
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, cut, segments, split_dimension
 
@@ -41,25 +41,25 @@ def architecture(
     )
 
 
-DIVIDED = [row for row in FAMILIES["Qwen3ForCausalLM"].rows if split_dimension(row) is not None]
+DIVIDED = [mapping for mapping in FAMILIES["Qwen3ForCausalLM"].mappings if split_dimension(mapping) is not None]
 
 
 def test_the_weights_that_are_divided_are_these() -> None:
-    divided = {row.ours.removeprefix("decoder.layers.{layer}.") for row in DIVIDED}
+    divided = {mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in DIVIDED}
     layer = {"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight"}
     layer |= {"mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight"}
     assert divided == layer | {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
-def assert_every_value_has_one_place(row: Row, *, tensor_parallel: int, heads: int, groups: int) -> None:
-    case = f"{row.ours}: {heads} heads in {groups} groups on {tensor_parallel} ranks"
+def assert_every_value_has_one_place(mapping: ParamMapping, *, tensor_parallel: int, heads: int, groups: int) -> None:
+    case = f"{mapping.mcore_name}: {heads} heads in {groups} groups on {tensor_parallel} ranks"
     model = architecture(tensor_parallel=tensor_parallel, heads=heads, groups=groups)
-    dimension = split_dimension(row)
+    dimension = split_dimension(mapping)
     assert dimension is not None
-    parts = segments(row, model)
+    parts = segments(mapping, model)
     total = sum(part.length for part in parts)
     assert total % tensor_parallel == 0, case
-    counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in row.theirs.values()]
+    counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in mapping.hf_names.values()]
     length = total // tensor_parallel
     for rank in range(tensor_parallel):
         covered = 0
@@ -75,25 +75,27 @@ def assert_every_value_has_one_place(row: Row, *, tensor_parallel: int, heads: i
 def test_every_value_has_one_place() -> None:
     """Two and four heads to a group, one group for all and one for each, whether the ranks divide them or not."""
     shapes = [(6, 3), (8, 2), (5, 1), (9, 9)]
-    for row, tensor_parallel, (heads, groups) in product(DIVIDED, (1, 2, 3, 4), shapes):
-        assert_every_value_has_one_place(row, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+    for mapping, tensor_parallel, (heads, groups) in product(DIVIDED, (1, 2, 3, 4), shapes):
+        assert_every_value_has_one_place(mapping, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
 
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=100)
 @given(
-    row=st.sampled_from(DIVIDED),
+    mapping=st.sampled_from(DIVIDED),
     tensor_parallel=st.sampled_from([1, 2, 3, 4, 6, 8]),  # which divide the feed-forward channels
     groups=st.integers(1, 12),
     heads_in_group=st.integers(1, 5),
 )
-def test_every_value_has_one_place_at_any_size(row: Row, tensor_parallel: int, groups: int, heads_in_group: int) -> None:
+def test_every_value_has_one_place_at_any_size(
+    mapping: ParamMapping, tensor_parallel: int, groups: int, heads_in_group: int
+) -> None:
     heads = groups * heads_in_group
-    assert_every_value_has_one_place(row, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+    assert_every_value_has_one_place(mapping, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
 
 
 def test_query_heads_lie_beside_their_key_and_value() -> None:
-    row = next(row for row in FAMILIES["LlamaForCausalLM"].rows if row.ours.endswith("linear_qkv.weight"))
-    found = segments(row, architecture("LlamaForCausalLM", tensor_parallel=2))
+    mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("linear_qkv.weight"))
+    found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
     # three groups of two query heads of two channels, and a fourth of zeros
     expected = [
         Segment(source=s, start=a, length=n) for g in range(3) for s, a, n in ((0, 4 * g, 4), (1, 2 * g, 2), (2, 2 * g, 2))
@@ -102,8 +104,8 @@ def test_query_heads_lie_beside_their_key_and_value() -> None:
 
 
 def test_gate_and_up_lie_together_on_each_rank() -> None:
-    row = next(row for row in FAMILIES["LlamaForCausalLM"].rows if row.ours.endswith("fc1.weight"))
-    found = segments(row, architecture("LlamaForCausalLM", tensor_parallel=2))
+    mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("fc1.weight"))
+    found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
     assert found == [Segment(source=s, start=a, length=12) for a in (0, 12) for s in (0, 1)]
 
 

@@ -7,31 +7,31 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nemo_kto.data.chat import EncodedRow, RowEncoder, load_tokenizer
-from nemo_kto.data.records import KTORecord, RowError, Turns
+from nemo_kto.data.chat import EncodedExample, RecordEncoder, load_tokenizer
+from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
 from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer
 
 USER = {"role": "user", "content": "what is a good film?"}
 ANSWER = {"role": "assistant", "content": "the film"}
 
 
-def record(prompt: Turns, response: Turns, desirable: bool, line: int) -> KTORecord:
+def record(prompt: TextOrMessages, response: TextOrMessages, desirable: bool, line: int) -> KTORecord:
     return KTORecord(prompt=prompt, response=response, desirable=desirable, line=line)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> EncodedRow:
-    (row,) = RowEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
-    assert isinstance(row, EncodedRow), row
+def encode(tokenizer: PreTrainedTokenizerFast, prompt: TextOrMessages, response: TextOrMessages) -> EncodedExample:
+    (row,) = RecordEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
+    assert isinstance(row, EncodedExample), row
     return row
 
 
-def problem(tokenizer: PreTrainedTokenizerFast, prompt: Turns, response: Turns) -> str:
-    (row,) = RowEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
+def problem(tokenizer: PreTrainedTokenizerFast, prompt: TextOrMessages, response: TextOrMessages) -> str:
+    (row,) = RecordEncoder(tokenizer=tokenizer).encode([record(prompt, response, True, 1)])
     assert isinstance(row, RowError), row
     return str(row)
 
 
-def texts(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> tuple[str, str]:
+def texts(tokenizer: PreTrainedTokenizerFast, row: EncodedExample) -> tuple[str, str]:
     return tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)
 
 
@@ -92,7 +92,7 @@ def test_prompt_tokens_never_depend_on_the_answer(prompt: str, response: str) ->
 
 
 def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
-    encoder = RowEncoder(tokenizer=llama_tokenizer())
+    encoder = RecordEncoder(tokenizer=llama_tokenizer())
     records = [
         record("the fi", "lm was good", True, 1),  # tokenised on its own
         record([USER], [ANSWER], False, 2),
@@ -104,12 +104,12 @@ def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
 
 def test_a_template_that_refuses_is_a_broken_row_and_others_go_on() -> None:
     template = "{{ raise_exception('system is not supported') if messages[0]['role'] == 'system' else '' }}" + CHATML
-    encoder = RowEncoder(tokenizer=chatml_tokenizer(template))
+    encoder = RecordEncoder(tokenizer=chatml_tokenizer(template))
     system = {"role": "system", "content": "x"}
     refused, fine = encoder.encode([record([system, USER], [ANSWER], True, 1), record([USER], [ANSWER], True, 2)])
     assert isinstance(refused, RowError)
     assert "chat template refuses the messages: system is not supported" in str(refused)
-    assert isinstance(fine, EncodedRow)
+    assert isinstance(fine, EncodedExample)
 
 
 def test_no_template_and_a_template_without_a_stable_prompt_are_broken_rows() -> None:
@@ -122,16 +122,16 @@ def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = chatml_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="must have an EOS token, got none"):
-        RowEncoder(tokenizer=tokenizer)
+        RecordEncoder(tokenizer=tokenizer)
 
 
 def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
     def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-        return RowEncoder(tokenizer=tokenizer).fingerprint()
+        return RecordEncoder(tokenizer=tokenizer).fingerprint()
 
     tokenizer = chatml_tokenizer()
     before = fingerprint(tokenizer)
-    encoder = RowEncoder(tokenizer=tokenizer)
+    encoder = RecordEncoder(tokenizer=tokenizer)
     tokenizer("what is a good film?", truncation=True, max_length=4)  # leaves a setting behind in the tokenizer
     assert encoder.fingerprint() == before
     tokenizer.save_pretrained(tmp_path)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.collate import kl_partners, kto_custom_collate, same_prompt_pairs
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.records import KTOExample
 
 EOS = 0
 
 
-def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTORow:
-    return KTORow(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
+def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTOExample:
+    return KTOExample(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
 
 
 THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False), row([7, 8, 9], [EOS])]
@@ -54,7 +54,7 @@ def test_pairs_by_hand() -> None:
     assert kl_partners(["a", "b", "a", "b", "c"]) == [1, 4, 3, 0, 2]
     assert kl_partners(["a", "a", "a"]) == [1, 2, 0]
     assert kl_partners([]) == []
-    with pytest.raises(ValueError, match="at least 2 rows to form KL pairs, got 1"):
+    with pytest.raises(ValueError, match="at least 2 examples to form KL examples, got 1"):
         kl_partners(["a"])
 
 
@@ -89,7 +89,7 @@ def test_shares_of_the_ranks_make_up_the_batch(size: int) -> None:
     rows = [row([k, k], list(range(1, 2 + k % 3)), bool(k % 2)) for k in range(1, 8)]
     whole = kto_custom_collate(rows, EOS, pad_to_multiple=16)
     for rank in range(size):
-        share = kto_custom_collate(rows, EOS, pad_to_multiple=16, rows=range(rank, len(rows), size))
+        share = kto_custom_collate(rows, EOS, pad_to_multiple=16, kept=range(rank, len(rows), size))
         for name, tensor in whole.items():
             assert torch.equal(share[name], tensor[rank::size]), name
 
@@ -108,16 +108,16 @@ def test_without_kl_rows_one_row_is_enough() -> None:
     batch = kto_custom_collate(THREE[:1], EOS, with_kl=False)
     assert not [name for name in batch if name.startswith("kl_")]
     assert batch["samples"].tolist() == [[1, 2, 3, 0]]
-    with pytest.raises(ValueError, match="at least 2 rows"):
+    with pytest.raises(ValueError, match="at least 2 examples"):
         kto_custom_collate(THREE[:1], EOS)
 
 
 def test_an_empty_share() -> None:
-    batch = kto_custom_collate(THREE, EOS, pad_to_multiple=8, rows=range(3, 3, 4), reset_attention_mask=True)
+    batch = kto_custom_collate(THREE, EOS, pad_to_multiple=8, kept=range(3, 3, 4), reset_attention_mask=True)
     assert batch["samples"].shape == batch["kl_samples"].shape == batch["position_ids"].shape == (0, 8)
     assert batch["attention_mask"].shape == (0, 1, 8, 8)
     assert batch["sample_lengths"].shape == batch["preference"].shape == (0,)
-    assert kto_custom_collate(THREE, EOS, rows=[])["sample_labels"].shape == (0, 1)
+    assert kto_custom_collate(THREE, EOS, kept=[])["sample_labels"].shape == (0, 1)
 
 
 def test_same_prompts_are_marked() -> None:
@@ -128,7 +128,7 @@ def test_same_prompts_are_marked() -> None:
 
 
 def test_lists_do_as_well_as_arrays() -> None:
-    lists = [KTORow(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
+    lists = [KTOExample(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
     for name, tensor in kto_custom_collate(lists, EOS).items():
         assert torch.equal(tensor, kto_custom_collate(THREE, EOS)[name]), name
 

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.blend import blend, split_ranges
-from nemo_kto.data.chat import RowEncoder
-from nemo_kto.data.dataset import KTODataset, Splits, build_kto_dataset, build_kto_splits
+from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.dataset import KTODataset, Splits, build_kto_splits
 from nemo_kto.data.records import DataError
 from tests import forked
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -239,8 +239,8 @@ def test_broken_rows_of_reading_and_tokenising_are_listed_together(tmp_path: Pat
 
 def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenised: list[int] = []
-    encode = RowEncoder.encode
-    monkeypatch.setattr(RowEncoder, "encode", lambda self, rows: tokenised.append(len(rows)) or encode(self, rows))
+    encode = RecordEncoder.encode
+    monkeypatch.setattr(RecordEncoder, "encode", lambda self, rows: tokenised.append(len(rows)) or encode(self, rows))
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
 
     def rows_tokenised(**changes: object) -> int:
@@ -263,14 +263,6 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: 
     assert not [file for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
 
 
-def test_build_kto_dataset_is_one_split(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
-    dataset = build_kto_dataset(
-        data=path, tokenizer=TOKENIZER, seq_length=32, truncation_mode="keep_end", cache_dir=tmp_path / "cache", seed=0
-    )
-    assert prompts(dataset) == named(3)
-
-
 def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     """Lines printed by ``code`` in a fresh interpreter; it finds the tests' own modules."""
     root = Path(__file__).resolve().parents[3]
@@ -288,7 +280,7 @@ def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
 READ = """
     import sys
     from pathlib import Path
-    from nemo_kto.data.chat import RowEncoder
+    from nemo_kto.data.chat import RecordEncoder
     from nemo_kto.data.dataset import build_kto_splits
     from tests.unit.data.toys import chatml_tokenizer
 
@@ -297,7 +289,7 @@ READ = """
         return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith(kind))
 
     if sys.argv[2] == "must not tokenise":
-        RowEncoder.encode = None
+        RecordEncoder.encode = None
     tokenizer = chatml_tokenizer()
     arguments = dict(tokenizer=tokenizer, seq_length=32, truncation_mode="keep_end", seed=5)
     # A first, small file, so that what is loaded on first use is not counted.

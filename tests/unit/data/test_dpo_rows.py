@@ -9,21 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.balance import LEAST, MOST, balance_warning, balanced_weights, loss_balance, one_class_warning
+from nemo_kto.data.balance import (
+    MAX_BALANCE,
+    MIN_BALANCE,
+    balance_warning,
+    balanced_weights,
+    loss_balance,
+    one_class_warning,
+)
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.data.dataset import build_dpo_splits, build_kto_splits
-from nemo_kto.data.records import DataError, DPORow, RowError, pair_of_row, read_dpo_records
-from nemo_kto.data.truncation import fit_pair
+from nemo_kto.data.records import DataError, DPOExample, RowError, pair_of_row, read_dpo_records
+from nemo_kto.data.truncation import truncate_pair
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
 EOS = 0
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 
 
-def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> DPORow:
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> DPOExample:
     ids = (np.array(part, dtype=np.int32) for part in (prompt, chosen, rejected))
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return DPORow(**dict(zip(names, ids, strict=True)), chosen_reward=2.5, rejected_reward=-1.0)
+    return DPOExample(**dict(zip(names, ids, strict=True)), chosen_reward=2.5, rejected_reward=-1.0)
 
 
 def test_the_names_of_nemo_aligner_and_of_trl() -> None:
@@ -38,7 +45,7 @@ def test_the_names_of_nemo_aligner_and_of_trl() -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"prompt": "p", "response": "a", "preference": "chosen"}, "answers that were judged one by one are for KTO"),
+        ({"prompt": "p", "response": "a", "preference": "chosen"}, "unpaired feedback is for KTO"),
         ({**PAIR, "chosen_reward": 1.0}, '"rejected_reward" is missing'),
         ({**PAIR, "chosen_reward": True, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got True'),
         ({**PAIR, "chosen_reward": 10**400, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got 1000'),
@@ -59,9 +66,9 @@ def test_a_broken_pair_says_where(tmp_path: Path) -> None:
 
 
 def test_the_prompt_is_cut_once_so_that_the_longer_answer_fits() -> None:
-    prompt, answers = fit_pair([1, 2, 3, 4], ([5], [6, 7, 8]), seq_length=5, mode="keep_end", bos_id=None)
+    prompt, answers = truncate_pair([1, 2, 3, 4], ([5], [6, 7, 8]), seq_length=5, mode="keep_end", bos_id=None)
     assert (prompt, answers) == ([3, 4], ([5], [6, 7, 8]))
-    prompt, answers = fit_pair([1, 2, 3], ([5] * 9, [6]), seq_length=4, mode="keep_start", bos_id=None)
+    prompt, answers = truncate_pair([1, 2, 3], ([5] * 9, [6]), seq_length=4, mode="keep_start", bos_id=None)
     assert (prompt, answers) == ([1], ([5] * 3, [6]))
 
 
@@ -104,7 +111,7 @@ def test_balanced_weights_balance(good: int, bad: int, w_good: float, w_bad: flo
     balanced = balanced_weights(good, bad, w_good, w_bad)
     balance = loss_balance(good, bad, *balanced)
     assert balance is not None
-    assert LEAST * (1 - 1e-9) <= balance <= MOST * (1 + 1e-9)
+    assert MIN_BALANCE * (1 - 1e-9) <= balance <= MAX_BALANCE * (1 + 1e-9)
     assert balanced[0] >= w_good
     assert balanced[1] >= w_bad
     assert balance_warning(good, bad, *balanced) is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from nemo_kto.data.dataset import KTODataset, build_kto_dataset
-from nemo_kto.data.loader import build_kto_dataloader
-from nemo_kto.data.records import KTORow
+from nemo_kto.data.collate import kto_custom_collate
+from nemo_kto.data.dataset import KTODataset, build_kto_splits
+from nemo_kto.data.loader import build_dataloader
+from nemo_kto.data.records import KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -19,21 +22,21 @@ EOS = TOKENIZER.eos_token_id
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     folder = tmp_path_factory.mktemp("data")
     path = write_rows(folder / "a.jsonl", numbered_rows(26))
-    return build_kto_dataset(
-        data=path, tokenizer=TOKENIZER, seq_length=16, truncation_mode="keep_end", cache_dir=folder / "cache", seed=0
-    )
+    settings = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
+    splits = build_kto_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
+    assert splits.train is not None
+    return splits.train
 
 
 def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):
-    sampler = GlobalBatchSampler(num_rows=len(dataset), global_batch_size=8, seed=1, shuffle=training, drop_last=training)
-    return build_kto_dataloader(
+    order = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
+    sampler = GlobalBatchSampler(**order, shuffle=training, drop_last=training)
+    return build_dataloader(
         dataset=dataset,
         sampler=sampler,
         rank=rank,
         size=size,
-        eos_id=EOS,
-        seq_length=16,
-        pad_to_multiple=16,
+        take=partial(kto_custom_collate, eos_id=EOS, seq_length=16, pad_to_multiple=16),
         num_workers=num_workers,
     )
 
@@ -69,9 +72,10 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
 
 
 def test_kl_rows_are_cut_to_seq_length() -> None:
-    rows = [KTORow([1] * 6, [2], True), KTORow([3], [4] * 6, False)]
-    sampler = GlobalBatchSampler(num_rows=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
-    (batch,) = build_kto_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, eos_id=EOS, seq_length=8)
+    rows = [KTOExample([1] * 6, [2], True), KTOExample([3], [4] * 6, False)]
+    sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
+    collate = partial(kto_custom_collate, eos_id=EOS, seq_length=8)
+    (batch,) = build_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, take=collate)
     assert batch["kl_samples"].tolist() == [[1] * 6 + [4] * 2, [3, 2] + [EOS] * 6]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.records import BrokenRows, DataError, KTORecord, RowError, read_kto_records, records_of_row
+from nemo_kto.data.records import DataError, KTORecord, RowError, RowErrors, read_kto_records, records_of_row
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -74,8 +74,8 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
         ({"prompt": "p", "completion": "r"}, ['"preference"', '"label"', "['completion', 'prompt']"]),
         ({"prompt": "p", "completion": "r", "label": True, "preference": "chosen"}, ["must have one of"]),
         ({"prompt": "p", "label": True}, ['"response" or "completion"', "['label', 'prompt']"]),
-        ({"prompt": 3, "response": "r", "preference": "chosen"}, ['"prompt" must be a text or a list', "got 3"]),
-        ({"prompt": "p", "response": None, "preference": "chosen"}, ['"response" must be a text', "got None"]),
+        ({"prompt": 3, "response": "r", "preference": "chosen"}, ['"prompt" must be a string or a list', "got 3"]),
+        ({"prompt": "p", "response": None, "preference": "chosen"}, ['"response" must be a string', "got None"]),
         ({"prompt": [], "response": "r", "preference": "chosen"}, ['"prompt"', "not empty", "got []"]),
         ({"messages": [said("r")], "label": True}, ['"messages"', "at least one message before the answer"]),
         ({"messages": [said("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
@@ -118,7 +118,7 @@ def test_all_broken_rows_are_counted_and_the_first_ten_shown(tmp_path: Path) -> 
 
 
 def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
-    broken = BrokenRows()
+    broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("[1]\n", encoding="utf-8")
         assert list(read_kto_records(tmp_path / name, broken=broken)) == []

@@ -16,13 +16,18 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def training(num_rows: int = 10, size: int = 4, seed: int = 3) -> GlobalBatchSampler:
-    return GlobalBatchSampler(num_rows=num_rows, global_batch_size=size, seed=seed, shuffle=True, drop_last=True)
+def training(num_examples: int = 10, size: int = 4, seed: int = 3) -> GlobalBatchSampler:
+    return GlobalBatchSampler(num_examples=num_examples, global_batch_size=size, seed=seed, shuffle=True, drop_last=True)
 
 
-def validation(num_rows: int, size: int = 4, with_pairs: bool = True) -> GlobalBatchSampler:
+def validation(num_examples: int, size: int = 4, needs_kl_examples: bool = True) -> GlobalBatchSampler:
     return GlobalBatchSampler(
-        num_rows=num_rows, global_batch_size=size, seed=0, shuffle=False, drop_last=False, with_pairs=with_pairs
+        num_examples=num_examples,
+        global_batch_size=size,
+        seed=0,
+        shuffle=False,
+        drop_last=False,
+        needs_kl_examples=needs_kl_examples,
     )
 
 
@@ -50,7 +55,7 @@ def test_the_order_is_that_of_seed_and_epoch_alone() -> None:
 
 
 @given(
-    num_rows=st.integers(8, 60),
+    num_examples=st.integers(8, 60),
     size=st.integers(2, 8),
     seed=st.integers(0, 5),
     epoch=st.integers(0, 3),
@@ -58,10 +63,10 @@ def test_the_order_is_that_of_seed_and_epoch_alone() -> None:
     drop_last=st.booleans(),
 )
 def test_from_any_position_the_rest_of_the_epoch_is_the_same(
-    num_rows: int, size: int, seed: int, epoch: int, steps: int, drop_last: bool
+    num_examples: int, size: int, seed: int, epoch: int, steps: int, drop_last: bool
 ) -> None:
     sampler = GlobalBatchSampler(
-        num_rows=num_rows, global_batch_size=size, seed=seed, shuffle=drop_last, drop_last=drop_last
+        num_examples=num_examples, global_batch_size=size, seed=seed, shuffle=drop_last, drop_last=drop_last
     )
     sampler.set_position(epoch, 0)
     whole = list(sampler)
@@ -74,19 +79,19 @@ def test_from_any_position_the_rest_of_the_epoch_is_the_same(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "sizes"),
+    ("num_examples", "sizes"),
     [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 5]), (5, [5]), (3, [3]), (2, [2])],
 )
-def test_validation_uses_every_row_in_order_and_no_batch_has_one(num_rows: int, sizes: list[int]) -> None:
-    batches = list(validation(num_rows))
+def test_validation_uses_every_row_in_order_and_no_batch_has_one(num_examples: int, sizes: list[int]) -> None:
+    batches = list(validation(num_examples))
     assert [len(batch) for batch in batches] == sizes
-    assert flat(batches) == list(range(num_rows))
-    assert len(validation(num_rows)) == len(sizes)
+    assert flat(batches) == list(range(num_examples))
+    assert len(validation(num_examples)) == len(sizes)
 
 
 def test_without_pairs_a_batch_may_have_one_row() -> None:
-    assert list(validation(5, with_pairs=False)) == [[0, 1, 2, 3], [4]]
-    assert list(validation(2, size=1, with_pairs=False)) == [[0], [1]]
+    assert list(validation(5, needs_kl_examples=False)) == [[0, 1, 2, 3], [4]]
+    assert list(validation(2, size=1, needs_kl_examples=False)) == [[0], [1]]
 
 
 def test_going_on_with_another_batch_size_leaves_no_row_out() -> None:
@@ -108,11 +113,11 @@ def test_a_finished_epoch_has_no_batch_left() -> None:
 def test_impossible_sizes_and_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 4 rows for a global batch of 4, got 3; lower global_batch_size"):
         training(3)
-    with pytest.raises(ValueError, match=r"global_batch_size must be at least 2 \(each row is paired .*\), got 1"):
+    with pytest.raises(ValueError, match=r"global_batch_size must be at least 2 \(each example is paired .*\), got 1"):
         training(size=1)
     with pytest.raises(ValueError, match=r"at least 2 rows .* got 1; give it more rows"):
         validation(1)
-    with pytest.raises(ValueError, match="0 to 10 rows consumed in it, got epoch 0 and 11 rows"):
+    with pytest.raises(ValueError, match="0 to 10 examples consumed in it, got epoch 0 and 11 examples"):
         training().set_position(0, 11)
     with pytest.raises(ValueError, match="got epoch -1"):
         training().set_position(-1, 0)

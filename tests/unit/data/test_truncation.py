@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.truncation import check_truncation, fit
+from nemo_kto.data.truncation import check_truncation, truncate
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from nemo_kto.data.truncation import check_truncation, fit
     ],
 )
 def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None, expected: tuple) -> None:
-    assert fit(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id) == expected
+    assert truncate(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id) == expected
 
 
 @given(
@@ -35,7 +35,7 @@ def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: i
 def test_a_row_fits_and_loses_no_answer_token_it_need_not(
     prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None
 ) -> None:
-    short, answer = fit(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id)
+    short, answer = truncate(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id)
     assert len(short) >= 1
     assert answer == response[: seq_length - 1]
     assert len(short) + len(answer) == min(len(prompt) + len(answer), seq_length)

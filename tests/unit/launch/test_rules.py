@@ -272,11 +272,11 @@ def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.Monke
 
 
 def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.cpu, "device_count", lambda: 0)
+    monkeypatch.setattr(cli.device, "device_count", lambda: 0)
     assert said("trainer.accelerator=gpu") == [
         "trainer.accelerator must be cpu or auto on a machine without GPUs that torch can use, got gpu",
     ]
-    monkeypatch.setattr(cli.cpu, "device_count", lambda: 2)
+    monkeypatch.setattr(cli.device, "device_count", lambda: 2)
     assert said("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
         "trainer.devices must be at most the 2 GPUs of this machine, got 4; use fewer ranks, or trainer.accelerator=cpu",
     ]

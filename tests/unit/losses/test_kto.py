@@ -13,7 +13,7 @@ import torch
 from nemo_kto.losses import kto
 from nemo_kto.losses.kto import LOSSES, apo_zero_unpaired_losses, kl_reference_point, kl_sums, kto_losses
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.sequence import row_sums
+from nemo_kto.losses.sequence import sequence_sums
 
 WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
 ONES = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
@@ -123,10 +123,10 @@ def test_a_small_loss_keeps_its_digits() -> None:
 def test_gradient_in_float64(name: str) -> None:
     torch.manual_seed(0)
     logps_T = torch.randn(12, dtype=torch.float64, requires_grad=True)
-    row_T, desirable = torch.arange(12) // 3, torch.tensor([1, 0, 1, 0])
+    sequence_T, desirable = torch.arange(12) // 3, torch.tensor([1, 0, 1, 0])
 
     def from_tokens(logps: torch.Tensor) -> torch.Tensor:
-        ratios = row_sums(logps, row_T, 4, average=False) + 0.3
+        ratios = sequence_sums(logps, sequence_T, 4, average=False) + 0.3
         return losses_by_name(name, z0=torch.tensor(0.4, dtype=torch.float64))(ratios, desirable)
 
     assert torch.autograd.gradcheck(from_tokens, (logps_T,))

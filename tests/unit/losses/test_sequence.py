@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_kto.losses import sequence
-from nemo_kto.losses.sequence import response_positions, row_sums, valid_rows
+from nemo_kto.losses.sequence import response_counts, response_positions, sequence_sums
 
 LABELS = torch.tensor(
     [
@@ -26,20 +26,20 @@ def test_docstring_examples() -> None:
 
 
 def test_a_hidden_state_predicts_the_token_after_it() -> None:
-    row_T, position_T, target_T = response_positions(LABELS)
-    assert row_T.tolist() == [0, 0, 0, 1, 3, 3]
+    sequence_T, position_T, target_T = response_positions(LABELS)
+    assert sequence_T.tolist() == [0, 0, 0, 1, 3, 3]
     assert position_T.tolist() == [1, 2, 3, 0, 0, 2]
     assert target_T.tolist() == [11, 12, 13, 8, 20, 21]
-    assert torch.equal(LABELS[row_T, position_T + 1], target_T)
+    assert torch.equal(LABELS[sequence_T, position_T + 1], target_T)
 
 
 def test_token_0_is_a_token() -> None:
     assert response_positions(torch.tensor([[-100, 0]]))[2].tolist() == [0]
-    assert valid_rows(torch.tensor([[-100, 0]])).tolist() == [True]
+    assert response_counts(torch.tensor([[-100, 0]])).tolist() == [1]
 
 
-def test_valid_rows_are_those_that_give_a_position() -> None:
-    valid_B = valid_rows(LABELS)
+def test_sequences_with_a_response_are_those_that_give_a_position() -> None:
+    valid_B = response_counts(LABELS) > 0
     assert valid_B.tolist() == [True, True, False, True]
     assert valid_B.nonzero().squeeze(1).tolist() == response_positions(LABELS)[0].unique().tolist()
 
@@ -47,31 +47,31 @@ def test_valid_rows_are_those_that_give_a_position() -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (0, 0), (2, 1)])
 def test_no_response_tokens(shape: tuple[int, int]) -> None:
     labels = torch.full(shape, 3)
-    row_T, position_T, target_T = response_positions(labels)
-    assert len(row_T) == len(position_T) == len(target_T) == 0
-    assert row_sums(torch.zeros(0), row_T, shape[0], average=True).tolist() == [0.0] * shape[0]
-    assert valid_rows(labels).tolist() == [False] * shape[0]
+    sequence_T, position_T, target_T = response_positions(labels)
+    assert len(sequence_T) == len(position_T) == len(target_T) == 0
+    assert sequence_sums(torch.zeros(0), sequence_T, shape[0], average=True).tolist() == [0.0] * shape[0]
+    assert response_counts(labels).tolist() == [0] * shape[0]
 
 
 def test_sums_and_means() -> None:
     logps_T = torch.tensor([-1.0, -2.0, -3.0, -10.0, -0.5, -0.25])
-    row_T = response_positions(LABELS)[0]
-    assert row_sums(logps_T, row_T, 4, average=False).tolist() == [-6.0, -10.0, 0.0, -0.75]
-    assert row_sums(logps_T, row_T, 4, average=True).tolist() == [-2.0, -10.0, 0.0, -0.375]
+    sequence_T = response_positions(LABELS)[0]
+    assert sequence_sums(logps_T, sequence_T, 4, average=False).tolist() == [-6.0, -10.0, 0.0, -0.75]
+    assert sequence_sums(logps_T, sequence_T, 4, average=True).tolist() == [-2.0, -10.0, 0.0, -0.375]
 
 
 def test_the_sum_of_a_long_row_is_rounded_once() -> None:
     torch.manual_seed(0)
     logps_T = -torch.rand(20000) * 9
-    row_T = torch.zeros(20000, dtype=torch.int64)
-    total = row_sums(logps_T, row_T, 1, average=False)
+    sequence_T = torch.zeros(20000, dtype=torch.int64)
+    total = sequence_sums(logps_T, sequence_T, 1, average=False)
     assert total.dtype == torch.float32
     assert total.item() == logps_T.double().sum().float().item()
-    assert torch.equal(row_sums(logps_T.flip(0), row_T, 1, average=False), total)
+    assert torch.equal(sequence_sums(logps_T.flip(0), sequence_T, 1, average=False), total)
 
 
 @pytest.mark.parametrize("average", [False, True])
 def test_gradient(average: bool) -> None:
     logps_T = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    row_T = response_positions(LABELS)[0]
-    assert torch.autograd.gradcheck(lambda logps: row_sums(logps, row_T, 4, average=average), (logps_T,))
+    sequence_T = response_positions(LABELS)[0]
+    assert torch.autograd.gradcheck(lambda logps: sequence_sums(logps, sequence_T, 4, average=average), (logps_T,))

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.attention import TorchAttention
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel.cpu import install_cpu_backend
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
 
@@ -105,7 +105,7 @@ def test_window_and_mask_together() -> None:
 
 @pytest.fixture
 def generators() -> Iterator[Any]:
-    cpu.enter()
+    install_cpu_backend()
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     tracker.add("model-parallel-rng", 7)

@@ -9,7 +9,8 @@ import torch
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import FAMILIES, Split
-from nemo_kto.models.lora import adapt_linear, adapted_rows, adapter_rows, is_adapter
+from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
+from nemo_kto.models.lora_layers import adapt_linear
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
@@ -71,44 +72,44 @@ def test_impossible_settings(changes: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_every_module(family: str) -> None:
-    rows = adapted_rows(replace(ARCHITECTURE, family=FAMILIES[family]), settings("all"))
-    assert [row.ours.removeprefix("decoder.layers.{layer}.") for row in rows] == [
+    mappings = adapted_mappings(replace(ARCHITECTURE, family=FAMILIES[family]), settings("all"))
+    assert [mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in mappings] == [
         "self_attention.linear_qkv.weight",
         "self_attention.linear_proj.weight",
         "mlp.linear_fc1.weight",
         "mlp.linear_fc2.weight",
     ]
-    (row,) = adapted_rows(replace(ARCHITECTURE, family=FAMILIES[family]), settings("k_proj"))
-    assert row.ours.endswith("linear_qkv.weight"), "and not its bias"
+    (mapping,) = adapted_mappings(replace(ARCHITECTURE, family=FAMILIES[family]), settings("k_proj"))
+    assert mapping.mcore_name.endswith("linear_qkv.weight"), "and not its bias"
 
 
 def test_rows_of_a_fused_layer() -> None:
-    (row,) = adapted_rows(ARCHITECTURE, settings("q_proj"))
-    row_a, row_b = adapter_rows(row, 3)
-    assert (row_a.ours, row_b.ours) == tuple(
+    (mapping,) = adapted_mappings(ARCHITECTURE, settings("q_proj"))
+    mapping_a, mapping_b = adapter_mappings(mapping, 3)
+    assert (mapping_a.mcore_name, mapping_b.mcore_name) == tuple(
         f"decoder.layers.{{layer}}.self_attention.linear_qkv.lora_{which}" for which in "ab"
     )
-    assert all(is_adapter(each.ours) for each in (row_a, row_b))
-    assert not is_adapter(row.ours)
-    assert list(row_a.theirs) == [f"{INNER}self_attn.{part}_proj.lora_A.weight" for part in "qkv"]
-    assert list(row_b.theirs) == [f"{INNER}self_attn.{part}_proj.lora_B.weight" for part in "qkv"]
-    assert source_shapes(row_a, ARCHITECTURE) == [(3, 8)] * 3
-    assert source_shapes(row_b, ARCHITECTURE) == [(12, 3), (6, 3), (6, 3)]
-    assert (row_a.split, row_b.split) == (Split.STACKED, row.split)
-    assert segments(row_a, ARCHITECTURE) == [Segment(source=source, start=0, length=3) for source in range(3)]
-    assert segments(row_b, ARCHITECTURE) == segments(row, ARCHITECTURE)
+    assert all(is_adapter(each.mcore_name) for each in (mapping_a, mapping_b))
+    assert not is_adapter(mapping.mcore_name)
+    assert list(mapping_a.hf_names) == [f"{INNER}self_attn.{part}_proj.lora_A.weight" for part in "qkv"]
+    assert list(mapping_b.hf_names) == [f"{INNER}self_attn.{part}_proj.lora_B.weight" for part in "qkv"]
+    assert source_shapes(mapping_a, ARCHITECTURE) == [(3, 8)] * 3
+    assert source_shapes(mapping_b, ARCHITECTURE) == [(12, 3), (6, 3), (6, 3)]
+    assert (mapping_a.split, mapping_b.split) == (Split.STACKED, mapping.split)
+    assert segments(mapping_a, ARCHITECTURE) == [Segment(source=source, start=0, length=3) for source in range(3)]
+    assert segments(mapping_b, ARCHITECTURE) == segments(mapping, ARCHITECTURE)
     for rank in (0, 1):  # every rank holds all of A
-        assert [offset for offset, _ in held(row_a, ARCHITECTURE, rank=rank, length=9)] == [0, 3, 6]
+        assert [offset for offset, _ in held(mapping_a, ARCHITECTURE, rank=rank, length=9)] == [0, 3, 6]
 
 
 def test_rows_of_a_row_parallel_layer() -> None:
-    (row,) = adapted_rows(ARCHITECTURE, settings("o_proj"))
-    row_a, row_b = adapter_rows(row, 3)
-    assert source_shapes(row_a, ARCHITECTURE) == [(3, 12)]
-    assert source_shapes(row_b, ARCHITECTURE) == [(8, 3)]
-    assert (row_a.split, row_b.split) == (Split.HEADS, Split.WHOLE)
+    (mapping,) = adapted_mappings(ARCHITECTURE, settings("o_proj"))
+    mapping_a, mapping_b = adapter_mappings(mapping, 3)
+    assert source_shapes(mapping_a, ARCHITECTURE) == [(3, 12)]
+    assert source_shapes(mapping_b, ARCHITECTURE) == [(8, 3)]
+    assert (mapping_a.split, mapping_b.split) == (Split.HEADS, Split.REPLICATED)
     values = torch.ones(3, 8)  # of the second rank: columns 8 to 11 are real, 12 to 15 belong to heads that are padding
-    (piece,) = pieces(values, row_a, ARCHITECTURE, rank=1)
+    (piece,) = pieces(values, mapping_a, ARCHITECTURE, rank=1)
     assert piece.where == (slice(None), slice(8, 12))
     assert piece.place.data_ptr() == values.data_ptr()
     assert torch.equal(values, torch.tensor([[1.0] * 4 + [0.0] * 4] * 3))

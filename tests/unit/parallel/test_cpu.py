@@ -8,9 +8,9 @@ import sys
 # In a process of its own: the backend is entered once and for all, and here before anything else has used torch.
 CODE = """
 import torch
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel.cpu import install_cpu_backend
 
-cpu.enter()
+install_cpu_backend()
 with torch.device("meta"):
     inside = [torch.arange(3), torch.empty(2), torch.ones(2), torch.tensor([1.0])]
 outside = [torch.arange(3), torch.ones(2, device="cuda"), torch.empty_like(inside[1], device="cpu")]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.parallel import cpu, precision
+from nemo_kto.parallel import device, precision
 from nemo_kto.parallel.precision import Bf16Support
 
 TAKES = "a matrix product takes {} times as long in bf16 as in fp32"
@@ -34,7 +34,7 @@ TAKES = "a matrix product takes {} times as long in bf16 as in fp32"
 def test_on_a_cpu(
     instructions: bool | None, slowdown: float, native: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "on_gpu", lambda: False)
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: instructions)
     monkeypatch.setattr(precision, "bf16_slowdown", lambda: slowdown)
     assert precision.bf16_support() == Bf16Support(native=native, why=why)
@@ -44,8 +44,8 @@ def test_on_a_cpu(
     ("has", "why"), [(True, "this GPU has bf16 instructions"), (False, "this GPU has no bf16 instructions")]
 )
 def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "on_gpu", lambda: True)
-    monkeypatch.setattr(cpu, "gpu_has_bf16", lambda: has)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "gpu_has_bf16", lambda: has)
     assert precision.bf16_support() == Bf16Support(native=has, why=why)
 
 
@@ -82,7 +82,7 @@ print(json.dumps(dataclasses.asdict(bf16_support())))
 """
 
 
-@pytest.mark.skipif(cpu.on_gpu(), reason="there is a GPU, which is asked instead")
+@pytest.mark.skipif(device.on_gpu(), reason="there is a GPU, which is asked instead")
 def test_without_the_instructions_bf16_is_slower() -> None:
     """For real: oneDNN, which multiplies the matrices, is kept to AVX2 whatever this CPU can do."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

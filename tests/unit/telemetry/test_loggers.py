@@ -101,6 +101,8 @@ def test_tensorboard_event_file_reads_back(tmp_path: Path) -> None:
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(1, 0.5), (2, 0.25), (3, 0.125)]
     assert [event.value for event in events.Scalars("val/kl")] == [0.25, 0.25]
+    (text,) = events.Tensors("hyperparameters/text_summary")
+    assert '"lr": 9e-06' in text.tensor_proto.string_val[0].decode()
 
 
 def test_mlflow_database_lies_in_the_run_folder(tmp_path: Path) -> None:

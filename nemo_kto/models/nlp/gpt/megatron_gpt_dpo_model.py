@@ -1,98 +1,129 @@
-"""DPO and its kin: a batch of pairs becomes rows, and pairs of rows become a loss."""
+"""DPO and its variants: a batch of pairs in, a loss and metrics out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from nemo_kto.losses.loss import find_loss
+from nemo_kto.data.batch import DPOBatch
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
-from nemo_kto.losses.sequence import valid_rows
+from nemo_kto.losses.preference import preference_metric_sums, preference_metrics
+from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_kto.models.rows import Batch, rows_of
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
 
-_SIDES = ("chosen", "rejected")
+
+@dataclass(frozen=True, kw_only=True)
+class PairTensors:
+    """A batch of P pairs, unpacked.
+
+    Attributes:
+        answers: the chosen answers and then the rejected ones.
+        reference_logps_B: in that order; None where they are not attached.
+        reward_delta_P: reward of the chosen answer minus that of the rejected one.
+    """
+
+    answers: SequenceBatch
+    reference_logps_B: torch.Tensor | None
+    reward_delta_P: torch.Tensor
+
+    @classmethod
+    def unpack(cls, batch: DPOBatch) -> PairTensors:
+        """From the batch of a loader, with or without the reference log-probs attached."""
+        chosen = SequenceBatch.of(
+            batch["chosen"],
+            batch["chosen_labels"],
+            batch["chosen_lengths"],
+            batch.get("chosen_position_ids"),
+            batch.get("chosen_attention_mask"),
+        )
+        rejected = SequenceBatch.of(
+            batch["rejected"],
+            batch["rejected_labels"],
+            batch["rejected_lengths"],
+            batch.get("rejected_position_ids"),
+            batch.get("rejected_attention_mask"),
+        )
+        reference_logps_B = None
+        if "ref_policy_log_probs_chosen" in batch:
+            reference_logps_B = torch.cat([batch["ref_policy_log_probs_chosen"], batch["ref_policy_log_probs_rejected"]])
+        return cls(
+            answers=SequenceBatch.answers_to_one_prompt(chosen, rejected),
+            reference_logps_B=reference_logps_B,
+            reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
+        )
 
 
-class MegatronGPTDPOModel(MegatronGPTModel):
+class MegatronGPTDPOModel(MegatronGPTModel[DPOBatch]):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
 
     Both answers of a pair go through the same micro-batch.
     """
 
-    def __init__(
-        self,
-        *,
-        preference_loss: str,
-        ref_policy_kl_penalty: float,
-        loss_options: Mapping[str, float],
-        **base: Any,
-    ) -> None:
-        """
-        Args:
-            preference_loss: a key of :data:`nemo_kto.losses.preference.LOSSES`.
-            ref_policy_kl_penalty: beta.
-            loss_options: options of the loss; those left out have the default of its function.
-            **base: keyword arguments of :class:`MegatronGPTModel`; no reference where the loss has none.
-        """
-        loss = find_loss(preference_loss, LOSSES)
-        base["average_log_probs"] |= loss.average_log_probs
-        super().__init__(**base)
-        self.beta = ref_policy_kl_penalty
-        self._losses = partial(loss.function, beta=self.beta, **loss_options)
-        self._uses_rewards = loss.needs_rewards
+    @staticmethod
+    def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
+        """What the reference evaluates."""
+        return (PairTensors.unpack(batch).answers,)
 
-    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Reference log-prob of each answer: [2B], fp32, CPU; the chosen ones first, then the rejected ones."""
-        return self.reference_logprobs(rows_of(batch, *_SIDES))
+    def get_ref_policy_logprobs(self, batch: DPOBatch) -> torch.Tensor:
+        """Reference log-prob of each answer: [2P], fp32, CPU; the chosen ones first, then the rejected ones."""
+        return self.reference_logprobs(*self.sequences(batch))
 
-    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
+    def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """One step's loss over the global batch, the same on every rank.
 
         Args:
-            batch: this rank's pairs, with ``ref_policy_log_probs_chosen`` [B] and ``ref_policy_log_probs_rejected`` [B]
+            batch: this rank's pairs, with ``ref_policy_log_probs_chosen`` [P] and ``ref_policy_log_probs_rejected`` [P]
                 attached where the loss has a reference.
-            forward_only: leave the gradients alone.
+            forward_only: leave the gradients as they are.
 
         Returns:
             The loss and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
-        pairs = rows_of(batch, *_SIDES)
-        sums_of = partial(self._pair_sums, batch)
+        pairs = PairTensors.unpack(batch)
+        loss = partial(self._micro_batch_loss, pairs)
         with self.phase("forward_backward"):
-            parts = self.forward_backward(pairs, sums_of, forward_only=forward_only)
-        zeros = sums_of(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-        batch_sums = {name: float(value) for name, value in sum_over_data_parallel(self.token_sums(pairs)).items()}
-        return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=preference_metrics)
+            parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
+        nothing = torch.zeros(0, device=device.current_device())
+        work = self.engine.work_sums(pairs.answers, passes=self.passes(forward_only=forward_only))
+        return self.global_metrics(
+            parts,
+            zeros=loss(torch.zeros(0, dtype=torch.int64), nothing).sums,
+            batch_sums={name: float(value) for name, value in sum_over_data_parallel(work).items()},
+            derive=preference_metrics,
+        )
 
-    def _pair_sums(self, batch: Batch, logps_b: torch.Tensor, rows_b: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Sums of one micro-batch: log-probs [b] of its chosen and then its rejected answers, and the rows' numbers [b]."""
-        chosen_logps_p, rejected_logps_p = logps_b.tensor_split(2)
-        pairs_p = rows_b.tensor_split(2)[0]  # a pair has the number of its chosen row
+    def _micro_batch_loss(self, pairs: PairTensors, sequence_index_b: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+        """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers."""
+        objective = self.objective
+        pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
 
-        def pick(name: str) -> torch.Tensor:
-            return batch[name][pairs_p].to(logps_b.device)
+        def pick(values_N: torch.Tensor, index_n: torch.Tensor) -> torch.Tensor:
+            return values_N[index_n].to(logps_b.device)
 
-        chosen_p, rejected_p = chosen_logps_p, rejected_logps_p
+        values_b = logps_b  # what the loss compares: log-ratios, or log-probs where there is no reference
         if self.uses_reference:
-            chosen_p = chosen_logps_p - pick("ref_policy_log_probs_chosen")
-            rejected_p = rejected_logps_p - pick("ref_policy_log_probs_rejected")
-        rewards = {"reward_delta_P": pick("chosen_rewards") - pick("rejected_rewards")} if self._uses_rewards else {}
-        preference_p = self._losses(chosen_p, rejected_p, **rewards)
-        sft_p = self.sft_losses(chosen_logps_p, batch["chosen_labels"][pairs_p])
-        return preference_metric_sums(
-            self.preference_loss_weight * preference_p + self.sft_loss_weight * sft_p,
-            preference_losses_P=preference_p,
-            sft_losses_P=sft_p,
-            chosen_logratios_P=chosen_p,
-            rejected_logratios_P=rejected_p,
-            chosen_logps_P=chosen_logps_p,
-            rejected_logps_P=rejected_logps_p,
-            valid_P=valid_rows(pick("chosen_labels")) & valid_rows(pick("rejected_labels")),
-            beta=self.beta,
+            assert pairs.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+            values_b = logps_b - pick(pairs.reference_logps_B, sequence_index_b)
+        (chosen_p, rejected_p), (chosen_logps_p, rejected_logps_p) = values_b.tensor_split(2), logps_b.tensor_split(2)
+        rewards = {"reward_delta_P": pick(pairs.reward_delta_P, pair_index_p)} if objective.loss.needs_rewards else {}
+        preference_p = objective.loss.function(chosen_p, rejected_p, beta=objective.beta, **rewards, **objective.options)
+        sft_p = self.sft_losses(chosen_logps_p, pairs.answers.response_counts_B[pair_index_p])
+        chosen_valid_p, rejected_valid_p = pick(pairs.answers.valid_B, sequence_index_b).tensor_split(2)
+        return MicroBatchLoss.of(
+            preference_metric_sums(
+                objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p,
+                preference_losses_P=preference_p,
+                sft_losses_P=sft_p,
+                chosen_logratios_P=chosen_p,
+                rejected_logratios_P=rejected_p,
+                chosen_logps_P=chosen_logps_p,
+                rejected_logps_P=rejected_logps_p,
+                valid_P=chosen_valid_p & rejected_valid_p,
+                beta=objective.beta,
+            )
         )

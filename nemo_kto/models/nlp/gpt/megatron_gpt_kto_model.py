@@ -1,132 +1,184 @@
-"""KTO: a batch of judged answers becomes rows, and rows become a loss."""
+"""KTO: a batch of answers with binary feedback in, a loss and metrics out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from nemo_kto.losses.kto import (
-    LOSSES,
-    kl_reference_point,
-    kl_sums,
-    kto_metric_sums,
-    kto_metrics,
-)
-from nemo_kto.losses.loss import find_loss
+from nemo_kto.data.batch import KTOBatch
+from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.losses.sequence import valid_rows
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_kto.models.rows import Batch, rows_of
-from nemo_kto.parallel import cpu
+from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
 
 
-class MegatronGPTKTOModel(MegatronGPTModel):
+@dataclass(frozen=True, kw_only=True)
+class UnpairedTensors:
+    """A batch of B answers with binary feedback, unpacked; None for what the batch does not have.
+
+    Attributes:
+        samples: the answers.
+        desirable_B: 1 or True for a desirable answer.
+        kl_samples: the prompts with the response to another prompt.
+        same_prompt_B: 1 where that prompt is the same.
+        reference_logps_B: of the samples.
+        kl_reference_logps_B: of the KL examples.
+    """
+
+    samples: SequenceBatch
+    desirable_B: torch.Tensor
+    kl_samples: SequenceBatch | None
+    same_prompt_B: torch.Tensor | None
+    reference_logps_B: torch.Tensor | None
+    kl_reference_logps_B: torch.Tensor | None
+
+    @classmethod
+    def unpack(cls, batch: KTOBatch) -> UnpairedTensors:
+        """From the batch of a loader, with or without the reference log-probs attached."""
+        samples = SequenceBatch.of(
+            batch["samples"],
+            batch["sample_labels"],
+            batch["sample_lengths"],
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+        )
+        kl_samples = None
+        if "kl_samples" in batch:
+            kl_samples = SequenceBatch.of(
+                batch["kl_samples"],
+                batch["kl_sample_labels"],
+                batch["kl_sample_lengths"],
+                batch.get("kl_position_ids"),
+                batch.get("kl_attention_mask"),
+            )
+        return cls(
+            samples=samples,
+            desirable_B=batch["preference"],
+            kl_samples=kl_samples,
+            same_prompt_B=batch.get("kl_same_prompt"),
+            reference_logps_B=batch.get("ref_policy_log_probs_samples"),
+            kl_reference_logps_B=batch.get("ref_policy_log_probs_kl_samples"),
+        )
+
+
+class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
-    The step, over one global batch: the reference point z0 comes from the KL rows, forward only; then the samples go
-    forward and backward with that z0. KL rows never see a backward pass.
+    The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go
+    forward and backward with that z0. KL examples never see a backward pass.
     """
 
     def __init__(
-        self,
-        *,
-        preference_loss: str,
-        ref_policy_kl_penalty: float,
-        desirable_loss_weight: float,
-        undesirable_loss_weight: float,
-        **base: Any,
+        self, *, desirable_loss_weight: float, undesirable_loss_weight: float, **arguments: Unpack[ModelArguments]
     ) -> None:
         """
         Args:
-            preference_loss: 'kto' or 'apo_zero_unpaired' (which has no z0 and no KL rows).
-            ref_policy_kl_penalty: beta, how strongly the policy is held to the reference.
-            desirable_loss_weight: weight of desirable rows.
-            undesirable_loss_weight: weight of undesirable rows.
-            **base: keyword arguments of :class:`MegatronGPTModel`.
+            desirable_loss_weight: weight of desirable answers.
+            undesirable_loss_weight: weight of undesirable answers.
+            **arguments: see :class:`MegatronGPTModel`.
         """
-        super().__init__(**base)
-        self.loss = find_loss(preference_loss, LOSSES)
-        self.beta = ref_policy_kl_penalty
+        super().__init__(**arguments)
         self.weights = {"desirable_weight": desirable_loss_weight, "undesirable_weight": undesirable_loss_weight}
 
-    @property
-    def uses_kl_rows(self) -> bool:
-        """Whether the loss needs z0, and so the KL rows."""
-        return self.loss.needs_z0
+    @staticmethod
+    def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
+        """What the reference evaluates: the samples, then the KL examples if there are any."""
+        unpaired = UnpairedTensors.unpack(batch)
+        return (unpaired.samples,) if unpaired.kl_samples is None else (unpaired.samples, unpaired.kl_samples)
 
-    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Reference log-prob of each row's response: [2B], fp32, CPU; the samples first, then the KL rows.
+    def get_ref_policy_logprobs(self, batch: KTOBatch) -> torch.Tensor:
+        """Reference log-prob of each response: [2B], fp32, CPU; the samples first, then the KL examples.
 
-        [B] where the loss needs no KL rows.
+        [B] where the batch has no KL examples.
         """
-        names = ("samples", "kl_samples") if self.uses_kl_rows else ("samples",)
-        return self.reference_logprobs(*(rows_of(batch, name) for name in names))
+        return self.reference_logprobs(*self.sequences(batch))
 
-    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
+    def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """One KTO step's loss over the global batch, the same on every rank.
 
         Args:
-            batch: this rank's rows, with ``ref_policy_log_probs_samples`` [B] and, for KTO,
+            batch: this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
                 ``ref_policy_log_probs_kl_samples`` [B] attached.
-            forward_only: leave the gradients alone.
+            forward_only: leave the gradients as they are.
 
         Returns:
             The loss and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
-        z0, batch_sums = self._reference_point(batch)
-        # the SFT loss is a mean over desirable rows, the loss as a whole one over all rows
-        sft_weight = self.sft_loss_weight * batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
-        sums_of = partial(self._sample_sums, batch, sft_weight)
+        unpaired = UnpairedTensors.unpack(batch)
+        z0, batch_sums = self._reference_point(unpaired, forward_only=forward_only)
+        # the SFT loss is a mean over desirable examples, the loss as a whole one over all examples
+        sft_weight = self.objective.sft_loss_weight * batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
+        loss = partial(self._micro_batch_loss, unpaired, z0, sft_weight)
         with self.phase("forward_backward"):
-            parts = self.forward_backward(rows_of(batch, "samples"), partial(sums_of, z0), forward_only=forward_only)
-        zeros = sums_of(z0.cpu(), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+            parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
+        nothing = torch.zeros(0, device=device.current_device())
+        zeros = loss(torch.zeros(0, dtype=torch.int64), nothing).sums
         return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
-    def _reference_point(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def _reference_point(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[torch.Tensor, dict[str, float]]:
         """z0 over the global batch (0-d), and sums over the batch that every pipeline stage knows.
 
-        The policy is asked forward only.
+        The policy is evaluated forward only.
         """
-        sums = self.token_sums(rows_of(batch, "samples"))
-        valid_B = valid_rows(batch["sample_labels"])
-        if self.uses_kl_rows:
+        sums = self.engine.work_sums(unpaired.samples, passes=self.passes(forward_only=forward_only))
+        valid_B = unpaired.samples.valid_B
+        if self.objective.loss.needs_z0:
+            kl_samples, reference_logps_B = unpaired.kl_samples, unpaired.kl_reference_logps_B
+            assert kl_samples is not None, "the loader makes KL examples for a loss with z0"
+            assert reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
             with self.phase("kl"):
-                kl_rows = rows_of(batch, "kl_samples")
-                log_ratios_B = self.row_logprobs(kl_rows) - batch["ref_policy_log_probs_kl_samples"]
-            sums = {name: count + self.token_sums(kl_rows)[name] for name, count in sums.items()}
-            sums |= kl_sums(log_ratios_B, valid_rows(kl_rows.labels_BS))
-            if "kl_same_prompt" in batch:
-                sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
-        sums |= {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
+                log_ratios_B = self.engine.logprobs(kl_samples) - reference_logps_B
+            work = self.engine.work_sums(kl_samples, passes=self.passes(forward_only=True))
+            sums = {name: sums[name] + count for name, count in work.items()}
+            sums |= kl_sums(log_ratios_B, kl_samples.valid_B)
+            if unpaired.same_prompt_B is not None:
+                sums["same_prompt_pairs"] = unpaired.same_prompt_B.sum()
+        sums |= {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
         total = sum_over_data_parallel(sums)
         named = {name: float(value) for name, value in total.items()}
-        if not self.uses_kl_rows:
-            return torch.zeros((), device=cpu.device()), named
+        if not self.objective.loss.needs_z0:
+            return torch.zeros((), device=device.current_device()), named
         return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
-    def _sample_sums(
-        self, batch: Batch, sft_weight: float, z0: torch.Tensor, logps_b: torch.Tensor, rows_b: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Sums of one micro-batch: its rows' log-probs [b] and their numbers in the batch [b]."""
+    def _micro_batch_loss(
+        self,
+        unpaired: UnpairedTensors,
+        z0: torch.Tensor,
+        sft_weight: float,
+        sequence_index_b: torch.Tensor,
+        logps_b: torch.Tensor,
+    ) -> MicroBatchLoss:
+        """Loss of a micro-batch: the log-probs [b] of its sequences."""
+        objective = self.objective
 
         def pick(values_B: torch.Tensor) -> torch.Tensor:
-            return values_B[rows_b].to(logps_b.device)
+            return values_B[sequence_index_b].to(logps_b.device)
 
-        log_ratios_b = logps_b - pick(batch["ref_policy_log_probs_samples"])
-        desirable_b = pick(batch["preference"])
-        anchor = {"z0": z0} if self.uses_kl_rows else {}
-        kto_b = self.loss.function(log_ratios_b, desirable_b, beta=self.beta, **anchor, **self.weights)
-        sft_b = self.sft_losses(logps_b, batch["sample_labels"][rows_b])
-        return kto_metric_sums(
-            self.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0),
-            preference_losses_N=kto_b,
-            sft_losses_N=sft_b,
-            log_ratios_N=log_ratios_b,
-            logps_N=logps_b,
-            desirable_N=desirable_b,
-            valid_N=pick(valid_rows(batch["sample_labels"])),
-            beta=self.beta,
+        log_ratios_b = logps_b  # of a loss without a reference: the log-probs themselves
+        if self.uses_reference:
+            assert unpaired.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+            log_ratios_b = logps_b - pick(unpaired.reference_logps_B)
+        desirable_b = pick(unpaired.desirable_B)
+        anchor = {"z0": z0} if objective.loss.needs_z0 else {}
+        kto_b = objective.loss.function(
+            log_ratios_b, desirable_b, beta=objective.beta, **anchor, **self.weights, **objective.options
+        )
+        sft_b = self.sft_losses(logps_b, unpaired.samples.response_counts_B[sequence_index_b])
+        return MicroBatchLoss.of(
+            kto_metric_sums(
+                objective.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0),
+                preference_losses_N=kto_b,
+                sft_losses_N=sft_b,
+                log_ratios_N=log_ratios_b,
+                logps_N=logps_b,
+                desirable_N=desirable_b,
+                valid_N=pick(unpaired.samples.valid_B),
+                beta=objective.beta,
+            )
         )

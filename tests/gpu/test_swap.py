@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import cpu
+from nemo_kto.parallel import device
 
-pytestmark = pytest.mark.skipif(not cpu.on_gpu(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
-def test_an_exchange_there_and_back_is_exact() -> None:
+def test_a_swap_there_and_back_is_exact() -> None:
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(size, device=cpu.device())) for size in (7, 1000, 123_457, 1)]
+    parameters = [torch.nn.Parameter(torch.randn(size, device=device.current_device())) for size in (7, 1000, 123_457, 1)]
     reference = [parameter.detach().clone() for parameter in parameters]
     held = SwappedWeights(parameters=parameters)
     assert all(host.is_pinned() for host in held.host)
@@ -26,9 +26,9 @@ def test_an_exchange_there_and_back_is_exact() -> None:
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
 
-def test_an_exchange_needs_room_for_two_tensors() -> None:
+def test_a_swap_needs_room_for_two_tensors() -> None:
     size, count = 4 * 2**20, 16  # 16 MiB each
-    parameters = [torch.nn.Parameter(torch.ones(size, device=cpu.device())) for _ in range(count)]
+    parameters = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for _ in range(count)]
     held = SwappedWeights(parameters=parameters)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,117 @@
+"""What hangs on the training loop: the callback protocol, and the callbacks that every run has.
+
+A run's callbacks are called in order: those of the package, the user's own (``trainer.callbacks``), then checkpoints and
+loggers, so that what a callback adds to an event's report is logged. Every rank calls them; only rank 0 should write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, ReferenceWeights, Trainer
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.throughput import ThroughputMeter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something the loop has just done.
+
+    Attributes:
+        step: optimizer steps done so far.
+        metrics: of the global batch, or over the validation examples; ``metrics.sums`` are what they are made of.
+        seconds: wall-clock time it took.
+        report: what will be logged, under its full names (train/loss, timing/step_time, ...); add to it.
+    """
+
+    step: int
+    metrics: Metrics
+    seconds: float
+    report: dict[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """Does nothing; override what you need. The names are those of Lightning's callbacks."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Before the first step, or the first after a resume."""
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        """After an optimizer step."""
+
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
+        """After a validation."""
+
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
+        """A checkpoint is due. What is added to ``report`` is logged."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last step, its validation and its checkpoint."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """The run failed or was interrupted; the error is raised afterwards."""
+
+
+class LoggerCallback(Callback):
+    """Hands every report to a logger."""
+
+    def __init__(self, *, logger: MetricsLogger) -> None:
+        self._logger = logger
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        self._logger.log_metrics(event.report, event.step)
+
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
+        self._logger.log_metrics(event.report, event.step)
+
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
+        self._logger.log_metrics(report, trainer.step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._logger.finalize("success")
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._logger.finalize("failed")
+
+
+class CheckpointCallback(Callback):
+    """Writes a checkpoint when one is due."""
+
+    def __init__(self, *, writer: CheckpointWriter) -> None:
+        self._writer = writer
+
+    def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
+        with trainer.timers.phase("checkpoint"):
+            self._writer.save(trainer.state_dict(), trainer.monitored)
+        report["timing/checkpoint"] = trainer.timers.report_and_reset()["checkpoint"]
+
+
+class ThroughputCallback(Callback):
+    """Adds perf/...: tokens a second, padding, memory, and the model FLOPs utilisation where the device's peak is known."""
+
+    def __init__(self, *, meter: ThroughputMeter) -> None:
+        self._meter = meter
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        sums = event.metrics.sums
+        figures = self._meter.figures(
+            seconds=event.seconds,
+            tokens=int(sums["tokens"]),
+            padded_tokens=int(sums["padded_tokens"]),
+            flops=sums["flops"],
+        )
+        event.report.update({f"perf/{name}": value for name, value in figures.items()})
+
+
+class ReferenceSync(Callback):
+    """Moves the reference towards the policy every few steps (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
+
+    def __init__(self, *, weights: ReferenceWeights, interval: int, mixup_alpha: float) -> None:
+        """Args: weights: the reference's; interval: optimizer steps between moves; mixup_alpha: share of the policy."""
+        self._weights = weights
+        self._interval = interval
+        self._mixup_alpha = mixup_alpha
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        if event.step % self._interval == 0:
+            self._weights.mix(self._mixup_alpha)

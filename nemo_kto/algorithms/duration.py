@@ -1,0 +1,91 @@
+"""How long a run is, how often it validates and saves, and which batches it will use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from nemo_kto.algorithms.protocols import Loader
+
+Raw = TypeVar("Raw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long to train and how often to validate and save.
+
+    Attributes:
+        max_epochs: passes over the training examples.
+        max_steps: optimizer steps after which the run ends; -1 for as many as ``max_epochs`` gives.
+        val_check_interval: steps between validations; a float is a fraction of an epoch, 0 is never.
+        save_interval: steps between checkpoints; a float is a fraction of an epoch, 0 is only one at the end.
+        limit_train_batches: global batches of an epoch to use; a float is a fraction of them.
+        limit_val_batches: global batches of the validation examples to use, in the same way; 0 switches validation off.
+        global_batch_size: examples of one step over all ranks.
+        val_before_training: validate before the first step too.
+    """
+
+    max_epochs: int
+    max_steps: int
+    val_check_interval: int | float
+    save_interval: int | float
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    global_batch_size: int
+    val_before_training: bool = False
+
+    def steps_per_epoch(self, batches: int) -> int:
+        """Optimizer steps of an epoch of ``batches`` global batches."""
+        return limit_batches(batches, self.limit_train_batches)
+
+    def total_steps(self, batches: int) -> int:
+        """Optimizer steps of the whole run over ``batches`` global batches an epoch."""
+        steps = self.steps_per_epoch(batches) * self.max_epochs
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+
+def limit_batches(batches: int, limit: int | float) -> int:
+    """How many of ``batches`` a limit lets through: a float is a fraction of them, never less than one unless it is 0."""
+    if isinstance(limit, float):
+        return min(batches, max(1, fraction_of(batches, limit))) if limit > 0 else 0
+    return min(batches, limit)
+
+
+def interval_steps(interval: int | float, steps_per_epoch: int) -> int:
+    """Steps between two events; a float is a fraction of an epoch, never less than one step; 0 is never."""
+    if isinstance(interval, float):
+        return max(1, fraction_of(steps_per_epoch, interval)) if interval > 0 else 0
+    return interval
+
+
+def fraction_of(total: int, fraction: float) -> int:
+    """Rounded down."""
+    return int(total * fraction + 1e-9)  # 0.29 of 100 is 28.999999999999996 in floating point
+
+
+def batches_of_run(cfg: TrainerConfig, train: Loader[Raw], validation: Loader[Raw] | None) -> Iterator[Raw]:
+    """What the loaders will yield during a whole run from its first step on: every epoch, then the validation batches once.
+
+    Args:
+        cfg: how long the run is.
+        train: as the trainer takes it; its position is left anywhere.
+        validation: None for no validation.
+    """
+    batches = len(train.batch_sampler)
+    steps, left = cfg.steps_per_epoch(batches), cfg.total_steps(batches)
+    epoch = 0
+    while left > 0:
+        train.batch_sampler.set_position(epoch, 0)
+        yield from islice(train, min(steps, left))
+        left -= steps
+        epoch += 1
+    if validation is not None:
+        yield from islice(validation, limit_batches(len(validation.batch_sampler), cfg.limit_val_batches))
+
+
+def number_of_batches(cfg: TrainerConfig, train: Loader[Raw], validation: Loader[Raw] | None) -> int:
+    """How many :func:`batches_of_run` yields."""
+    training = cfg.total_steps(len(train.batch_sampler))
+    return training if validation is None else training + limit_batches(len(validation.batch_sampler), cfg.limit_val_batches)

@@ -1,0 +1,61 @@
+"""A reference policy whose log-probs were computed before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from nemo_kto.checkpoint.reference_cache import ReferenceCache, sequence_keys
+from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.sequences import SequenceBatch
+
+_FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
+
+
+class CachedReference:
+    """Looks log-probs up; the model need not be the reference any more."""
+
+    forward_passes = 0
+
+    def __init__(self, *, cache: ReferenceCache) -> None:
+        self.cache = cache
+
+    def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
+        """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`.
+
+        Raises:
+            RuntimeError: a sequence is not in the cache.
+        """
+        return torch.cat([self._logprobs(sequences) for sequences in parts])
+
+    def precompute(self, batches: Iterable[Sequence[SequenceBatch]], engine: LogProbEngine) -> None:
+        """Compute what the cache does not have; collective. The model must be the reference, and every rank gives as many.
+
+        Args:
+            batches: the sequences of each batch of the run.
+            engine: runs the model.
+        """
+        for number, parts in enumerate(batches, start=1):
+            for sequences in parts:
+                self._complete(sequences, engine)
+            if number % _FLUSH_EVERY == 0:
+                self.cache.flush()
+        self.cache.flush()
+
+    def _complete(self, sequences: SequenceBatch, engine: LogProbEngine) -> None:
+        keys_B2 = sequence_keys(sequences)
+        missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
+        if len(missing):
+            unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
+            self.cache.add(keys_B2[missing], engine.logprobs(unknown).numpy())
+
+    def _logprobs(self, sequences: SequenceBatch) -> torch.Tensor:
+        logps_B, found_B = self.cache.look_up(sequence_keys(sequences))
+        if missing := int((~found_B).sum()):
+            raise RuntimeError(
+                f"reference log-probs of every sequence must be in {self.cache.folder}, but {missing} of {len(sequences)} "
+                "sequences of this batch are not; the data may have been changed during the run: start it again"
+            )
+        return torch.from_numpy(logps_B)

@@ -1,0 +1,77 @@
+"""Files and folders that appear under their names complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
+
+
+@contextlib.contextmanager
+def publish_file(target: Path) -> Iterator[Path]:
+    """Give a path to write to. At the end of the block the file there gets the name ``target``.
+
+    Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once.
+    """
+    writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    try:
+        yield writing
+        if writing.exists():
+            writing.replace(target)
+    finally:
+        writing.unlink(missing_ok=True)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where a folder is written before it gets its name."""
+    return target.with_name(WRITING + target.name)
+
+
+def start_folder(target: Path) -> Path:
+    """Make :func:`partial_folder`, empty, in the place of one whose writer was interrupted."""
+    partial = partial_folder(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish_folder(target: Path, *, durable: bool = False) -> None:
+    """Give :func:`partial_folder` its name, in the place of an earlier folder.
+
+    Args:
+        target: the name.
+        durable: the content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
+    """
+    partial = partial_folder(target)
+    for path in partial.rglob("*") if durable else ():
+        _flush(path)
+    replaced = _without_name(target) if target.exists() else None
+    partial.rename(target)
+    if durable:
+        _flush(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder. It loses its name first, so that an interrupted removal leaves no incomplete folder."""
+    shutil.rmtree(_without_name(folder))
+
+
+def _without_name(folder: Path) -> Path:
+    removing = folder.with_name(REMOVING + folder.name)
+    shutil.rmtree(removing, ignore_errors=True)
+    return folder.rename(removing)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,209 @@
+"""Log-probs of sequences under a GPT policy, over tensor- and pipeline-parallel ranks: forward, or forward and backward.
+
+Sequences are cut into micro-batches, sent through megatron-core's pipeline schedule, and come back as one log-prob each. The
+loss is a function that the caller gives; the engine knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config, unwrap_model
+
+from nemo_kto.losses.sequence import sequence_sums
+from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.sequences import MicroBatch, SequenceBatch
+from nemo_kto.parallel import device
+from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
+from nemo_kto.parallel.reduce import from_last_stage
+
+
+class MicroBatchLoss(NamedTuple):
+    """The loss of one micro-batch, in the form that megatron-core's schedule takes.
+
+    Attributes:
+        loss_sum: sum over the examples; differentiated.
+        num_examples: what it is the sum over; 0-d int.
+        sums: what the metrics are made of, without gradient; the same names in every micro-batch.
+    """
+
+    loss_sum: torch.Tensor
+    num_examples: torch.Tensor
+    sums: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, sums: Mapping[str, torch.Tensor]) -> MicroBatchLoss:
+        """From sums with ``loss_sum`` and ``rows`` (its number of examples) among them."""
+        return cls(sums["loss_sum"], sums["rows"].detach().int(), {name: value.detach() for name, value in sums.items()})
+
+
+SequenceLoss = Callable[[torch.Tensor, torch.Tensor], MicroBatchLoss]
+"""(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage."""
+
+
+class LogProbEngine:
+    """Runs the model chunks of this rank through the schedule. All methods are collective."""
+
+    def __init__(
+        self,
+        *,
+        chunks: Sequence[DistributedDataParallel],
+        vocab_size: int,
+        micro_batch_size: int,
+        forward_micro_batch_size: int,
+        average_log_probs: bool,
+        logprob_chunk_size: int,
+        forward_flops: ForwardFlops,
+    ) -> None:
+        """
+        Args:
+            chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
+            vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
+            micro_batch_size: prompts of one forward and backward pass.
+            forward_micro_batch_size: sequences of one pass without gradient.
+            average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
+            logprob_chunk_size: tokens whose logits exist at the same time.
+            forward_flops: operations of one forward pass, to be counted.
+        """
+        self.chunks = list(chunks)
+        self.vocab_size = vocab_size
+        self.micro_batch_size = micro_batch_size
+        self.forward_micro_batch_size = forward_micro_batch_size
+        self.average_log_probs = average_log_probs
+        self.logprob_chunk_size = logprob_chunk_size
+        self._forward_flops = forward_flops
+        self._config = get_model_config(self.chunks[0])
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
+        self._width_multiple = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+
+    @torch.no_grad()
+    def logprobs(self, sequences: SequenceBatch) -> torch.Tensor:
+        """Log-prob of each sequence's response under the present weights: [B], fp32, on the CPU, on every pipeline stage.
+
+        Evaluation mode, no gradient.
+        """
+        logps_B = torch.zeros(len(sequences), device=device.current_device())
+        if not len(sequences):
+            return logps_B.cpu()
+        prompts = max(1, self.forward_micro_batch_size // sequences.answers)
+
+        def collect(sequence_index_b: torch.Tensor, logps_b: torch.Tensor, *, non_loss_data: bool) -> None:
+            logps_B[sequence_index_b.to(logps_B.device)] = logps_b
+
+        schedule = self._schedule(sequences, prompts, collect, forward_only=True)
+        with self._evaluation_mode():
+            schedule(collect_non_loss_data=True)
+        return from_last_stage(logps_B).cpu()
+
+    def forward_backward(
+        self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Send ``sequences`` through the pipeline and, unless ``forward_only``, their loss back.
+
+        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, whatever the
+        layout and the micro-batch size.
+
+        Returns:
+            The sums of each micro-batch on the last pipeline stage, nothing on the others.
+        """
+        if forward_only and not len(sequences):
+            return []
+        schedule = self._schedule(sequences, self.micro_batch_size, loss, forward_only=forward_only)
+        if forward_only:
+            with torch.no_grad(), self._evaluation_mode():
+                return schedule()
+        for chunk in self.chunks:
+            chunk.train()
+        return schedule()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
+
+    @property
+    def training_passes(self) -> int:
+        """Forward and backward in units of a forward pass; frozen weights get no gradient, which is a third of the work."""
+        return 2 if unwrap_model(self.chunks[0]).adapters is not None else 3
+
+    def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, torch.Tensor]:
+        """The work that sequences are, to be summed over ranks.
+
+        Args:
+            passes: forward passes of the model that a step makes over them, a backward pass counted as two.
+
+        Returns:
+            0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, padding included) and ``flops``.
+        """
+        padded = sequences.padded_tokens(self.micro_batch_size, multiple=self._width_multiple)
+        return {
+            "tokens": sequences.lengths_B.sum(),
+            "padded_tokens": torch.tensor(padded),
+            "flops": passes * self._forward_flops.of(sequences),
+        }
+
+    def _schedule(
+        self, sequences: SequenceBatch, size: int, loss: Callable[..., object], *, forward_only: bool
+    ) -> Callable[..., list[Mapping[str, torch.Tensor]]]:
+        """megatron-core's schedule with its arguments bound: micro-batches of ``size`` prompts, each given to ``loss``."""
+        micro_batches = sequences.micro_batches(size, multiple=self._width_multiple)
+
+        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
+            micro_batch = next(left)
+            output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
+            if unwrap_model(chunk).post_process:
+                output = self._sequence_logps(micro_batch, output)
+            return output, partial(loss, micro_batch.sequence_index_b)
+
+        return partial(
+            get_forward_backward_func(),
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            # the schedule exchanges the true shapes: variable_seq_lengths
+            seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
+            micro_batch_size=len(micro_batches[0].sequence_index_b),
+            forward_only=forward_only,
+        )
+
+    def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""
+        hidden_sbh = hidden_bsh.transpose(0, 1)
+        if self._config.sequence_parallel:
+            hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
+        logps_T = vocab_parallel_logprobs(
+            hidden_sbh.flatten(0, 1)[micro_batch.hidden_index_T],
+            self._last_gpt.output_weight(),
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_size=self.logprob_chunk_size,
+            reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
+        )
+        return sequence_sums(
+            logps_T, micro_batch.sequence_T, len(micro_batch.sequence_index_b), average=self.average_log_probs
+        )
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        was_training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk, training in zip(self.chunks, was_training, strict=True):
+                chunk.train(training)

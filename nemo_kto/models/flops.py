@@ -1,0 +1,44 @@
+"""Floating-point operations of a forward pass, from the architecture: what a model FLOPs utilisation (MFU) counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.sequences import SequenceBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFlops:
+    """Operations of the matrix products of the unpadded model (Narayanan et al. 2021, arXiv 2104.04473, appendix).
+
+    Attributes:
+        per_token: linear layers; two operations a weight.
+        per_token_pair: attention scores and values, for each token and each token that it may see.
+        per_response_token: the output layer, which only response tokens meet.
+    """
+
+    per_token: int
+    per_token_pair: int
+    per_response_token: int
+
+    @classmethod
+    def of_model(cls, architecture: Architecture) -> ForwardFlops:
+        """For one layout-independent copy of the model."""
+        hidden, heads, groups = architecture.hidden_size, architecture.num_attention_heads, architecture.num_query_groups
+        attention = hidden * architecture.head_dim * (2 * heads + 2 * groups)  # query and output, key and value
+        mlp = 3 * hidden * architecture.ffn_hidden_size  # gate, up, down
+        return cls(
+            per_token=2 * architecture.num_layers * (attention + mlp),
+            per_token_pair=4 * architecture.num_layers * heads * architecture.head_dim,
+            per_response_token=2 * hidden * architecture.vocab_size,
+        )
+
+    def of(self, sequences: SequenceBatch) -> torch.Tensor:
+        """Of one forward pass over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
+        lengths_B = sequences.lengths_B.double()
+        pairs = (lengths_B * (lengths_B + 1) / 2).sum()
+        responses = sequences.response_counts_B.sum()
+        return self.per_token * lengths_B.sum() + self.per_token_pair * pairs + self.per_response_token * responses

@@ -1,0 +1,154 @@
+"""Sequences of token ids, and how they are cut into micro-batches.
+
+Shape suffixes: B sequences, S tokens; b, s of a micro-batch; T response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from nemo_kto.losses.sequence import response_counts, response_positions
+from nemo_kto.parallel import device
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatch:
+    """Prompts with an answer each, padded on the right.
+
+    Attributes:
+        tokens_BS: token ids.
+        labels_BS: the token itself where it belongs to the response, -100 elsewhere.
+        lengths_B: tokens before the padding.
+        positions_BS: position ids.
+        mask_B1SS: True where attention is forbidden; None for plain causal attention.
+        answers: sequences that belong together: k, k + B / answers, ... are answers to one prompt, and share a micro-batch.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    positions_BS: torch.Tensor
+    mask_B1SS: torch.Tensor | None = None
+    answers: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> SequenceBatch:
+        """From the tensors of a collated batch; a mask [B, S] only says where the padding is."""
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        return cls(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            lengths_B=lengths_B,
+            positions_BS=positions_BS,
+            mask_B1SS=mask if mask is not None and mask.dim() == 4 else None,
+        )
+
+    @classmethod
+    def answers_to_one_prompt(cls, *parts: SequenceBatch) -> SequenceBatch:
+        """The sequences of all parts, one part after the other; all have the same shape, and prompts in the same order."""
+        masks = [part.mask_B1SS for part in parts if part.mask_B1SS is not None]
+        return cls(
+            tokens_BS=torch.cat([part.tokens_BS for part in parts]),
+            labels_BS=torch.cat([part.labels_BS for part in parts]),
+            lengths_B=torch.cat([part.lengths_B for part in parts]),
+            positions_BS=torch.cat([part.positions_BS for part in parts]),
+            mask_B1SS=torch.cat(masks) if masks else None,
+            answers=len(parts),
+        )
+
+    def __len__(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    @cached_property
+    def valid_B(self) -> torch.Tensor:
+        """[B] bool: sequences with at least one response token to learn from."""
+        return self.response_counts_B > 0
+
+    @cached_property
+    def response_counts_B(self) -> torch.Tensor:
+        """[B] int64: response tokens of each sequence."""
+        return response_counts(self.labels_BS)
+
+    def take(self, sequence_index_b: torch.Tensor) -> SequenceBatch:
+        """The sequences of these numbers, each by itself."""
+        mask = self.mask_B1SS
+        return SequenceBatch(
+            tokens_BS=self.tokens_BS[sequence_index_b],
+            labels_BS=self.labels_BS[sequence_index_b],
+            lengths_B=self.lengths_B[sequence_index_b],
+            positions_BS=self.positions_BS[sequence_index_b],
+            mask_B1SS=None if mask is None else mask[sequence_index_b],
+        )
+
+    def micro_batches(self, size: int, *, multiple: int) -> list[MicroBatch]:
+        """Cut into micro-batches of at most ``size`` prompts of like length, each no wider than its longest sequence needs.
+
+        A sum over sequences does not depend on their order, and padding costs time. Widths are multiples of ``multiple``
+        (sequence parallelism shards them). A micro-batch has first the first answers to its prompts, then the second ones,
+        if there are any.
+        """
+        return [self._micro_batch(sequence_index_b, multiple) for sequence_index_b in self._by_length(size)]
+
+    def padded_tokens(self, size: int, *, multiple: int) -> int:
+        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
+        return sum(len(index_b) * self._width(index_b, multiple) for index_b in self._by_length(size))
+
+    def _by_length(self, size: int) -> Sequence[torch.Tensor]:
+        if not len(self):
+            return []
+        prompts = len(self) // self.answers
+        longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
+        order = torch.argsort(longest_of_prompt, descending=True, stable=True)
+        return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in order.split(size)]
+
+    def _width(self, sequence_index_b: torch.Tensor, multiple: int) -> int:
+        return -(-int(self.lengths_B[sequence_index_b].max()) // multiple) * multiple
+
+    def _micro_batch(self, sequence_index_b: torch.Tensor, multiple: int) -> MicroBatch:
+        width, there, mask = self._width(sequence_index_b, multiple), device.current_device(), self.mask_B1SS
+        sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
+        return MicroBatch(
+            sequence_index_b=sequence_index_b,
+            tokens_bs=self.tokens_BS[sequence_index_b, :width].to(there, non_blocking=True),
+            positions_bs=self.positions_BS[sequence_index_b, :width].to(there, non_blocking=True),
+            mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width].to(there),
+            hidden_index_T=(position_T * len(sequence_index_b) + sequence_T).to(there, non_blocking=True),
+            target_T=target_T.to(there, non_blocking=True),
+            sequence_T=sequence_T.to(there, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one pass through the pipeline carries.
+
+    The last stage reads only the indices, so it is the same however sequences lie in ``tokens_bs``: a row each, several
+    packed into one, or a part of each on this rank.
+
+    Attributes:
+        sequence_index_b: which sequences of the batch these are.
+        tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
+        hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
+        target_T: that token.
+        sequence_T: whose token it is, as an index into ``sequence_index_b``.
+    """
+
+    sequence_index_b: torch.Tensor
+    tokens_bs: torch.Tensor
+    positions_bs: torch.Tensor
+    mask_b1ss: torch.Tensor | None
+    hidden_index_T: torch.Tensor
+    target_T: torch.Tensor
+    sequence_T: torch.Tensor

@@ -1,0 +1,98 @@
+"""Where this rank computes: its GPU or the CPU. The one module of the package that names ``torch.cuda`` to use it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+
+def on_gpu() -> bool:
+    """True where CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
+    return torch.cuda.is_available() and os.environ.get("NEMO_KTO_FORCE_CPU") != "1"
+
+
+def current_device() -> torch.device:
+    """The device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
+    if not on_gpu():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def device_count() -> int:
+    """Number of GPUs of this machine; 0 means the ranks run on the CPU."""
+    return torch.cuda.device_count() if on_gpu() else 0
+
+
+def select() -> None:
+    """Make this rank's GPU the one that torch uses; nothing on the CPU."""
+    if on_gpu():
+        torch.cuda.set_device(current_device())
+
+
+def communication_backend() -> str:
+    """The torch.distributed backend that fits the device: nccl or gloo."""
+    return "nccl" if on_gpu() else "gloo"
+
+
+def gpu_has_bf16() -> bool:
+    """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def synchronize() -> None:
+    """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
+    """Swap the contents of tensors on the device with those of tensors on the host, pair by pair.
+
+    On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
+    tensors are on the device twice. Work queued on the device afterwards waits for the swap.
+    """
+    if not on_gpu():
+        for here, there in zip(on_device, on_host, strict=True):
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
+        return
+    now, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    up.wait_stream(now)
+    in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+    for here, there in zip(on_device, on_host, strict=True):
+        if len(in_flight) == 2:
+            in_flight.popleft()[1].synchronize()
+        with torch.cuda.stream(up):
+            kept = here.clone()
+            here.copy_(there, non_blocking=True)
+        down.wait_stream(up)  # the host's values must have left before they are written over
+        with torch.cuda.stream(down):
+            there.copy_(kept, non_blocking=True)
+            in_flight.append((kept, down.record_event()))
+    down.synchronize()  # the host tensors are read by whoever comes next, on the host too
+    now.wait_stream(up)
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this rank has held: allocated device memory, or the resident set of the process on the CPU."""
+    if on_gpu():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def get_rng_state() -> torch.Tensor:
+    """State of the generator that draws on the device."""
+    return torch.cuda.get_rng_state() if on_gpu() else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Put back what :func:`get_rng_state` gave."""
+    if on_gpu():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

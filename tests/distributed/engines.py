@@ -1,0 +1,45 @@
+"""The engine and the KTO model of a test, on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 2, logprob_chunk_size: int = 16) -> Any:
+    """What runs the chunks."""
+    from nemo_kto.models.engine import LogProbEngine
+    from nemo_kto.models.flops import ForwardFlops
+
+    return LogProbEngine(
+        chunks=chunks,
+        vocab_size=architecture.vocab_size,
+        micro_batch_size=micro_batch_size,
+        forward_micro_batch_size=3,
+        average_log_probs=False,
+        logprob_chunk_size=logprob_chunk_size,
+        forward_flops=ForwardFlops.of_model(architecture),
+    )
+
+
+def kto_model(
+    runs: Any, active: Any, *, loss: str = "kto", beta: float, weights: tuple[float, float], **objective: Any
+) -> Any:
+    """A KTO model over an engine, with the model itself as the reference while ``active``.
+
+    Args:
+        weights: of desirable and of undesirable answers.
+        **objective: further attributes of Objective.
+    """
+    from nemo_kto.losses.kto import LOSSES
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+    from nemo_kto.models.reference import LiveReference
+
+    return MegatronGPTKTOModel(
+        engine=runs,
+        reference=LiveReference(engine=runs, active=active),
+        objective=Objective(loss=LOSSES[loss], beta=beta, **objective),
+        desirable_loss_weight=weights[0],
+        undesirable_loss_weight=weights[1],
+    )

@@ -1,0 +1,44 @@
+"""A failure of one rank is a failure of all, with that rank's message."""
+
+from __future__ import annotations
+
+from tests.distributed.ranks import RankPool
+
+
+def fail_on_rank(culprit: int) -> list[str | None]:
+    """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(), seed=0)
+
+    def break_here() -> None:
+        raise OSError(f"disk of rank {state.rank()} is full")
+
+    def raise_together() -> None:
+        state.raise_together(state.attempt(break_here) if state.rank() == culprit else None, "not written: {}")
+
+    def main_process_first() -> None:
+        with state.main_process_first():
+            break_here()
+
+    return [
+        state.attempt(action)
+        for action in (
+            raise_together,
+            lambda: state.on_rank_zero(break_here, "no folder: {}"),
+            lambda: state.on_rank_zero(lambda: None, "no folder: {}"),
+            main_process_first,
+        )
+    ]
+
+
+def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
+    first, second = ranks.run(2, fail_on_rank, 1)
+    together = [
+        "RuntimeError: not written: OSError: disk of rank 1 is full",
+        "RuntimeError: no folder: OSError: disk of rank 0 is full",
+        None,
+    ]
+    assert first == [*together, "OSError: disk of rank 0 is full"]
+    waited = "RuntimeError: the first process of a machine failed while the others waited for it: "
+    assert second == [*together, f"{waited}OSError: disk of rank 0 is full"]

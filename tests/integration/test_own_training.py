@@ -1,0 +1,105 @@
+"""Losses and a callback in files of the user's own, trained with from the command line; the numbers are checked by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.integration.test_own_loss import FILES
+from tests.tiny import make_pairs, make_rows, write_rows
+
+# Notes what it is told, and adds a figure to what is logged.
+CALLBACK = """
+from pathlib import Path
+
+from nemo_kto.algorithms.callbacks import Callback
+
+
+class Notes(Callback):
+    def __init__(self, *, factor=1.0):
+        self.factor = factor
+
+    def note(self, text):
+        with Path("notes.txt").open("a") as file:
+            file.write(text + "\\n")
+
+    def on_fit_start(self, trainer):
+        self.note(f"start {trainer.step} of {trainer.max_steps}")
+
+    def on_train_step_end(self, trainer, event):
+        self.note(f"step {event.step}")
+        event.report["mine/loss"] = self.factor * event.metrics["loss"]
+
+    def on_validation_end(self, trainer, event):
+        self.note(f"validation after {event.step}")
+
+    def on_save(self, trainer, report):
+        self.note(f"save {trainer.step}")
+
+    def on_fit_end(self, trainer):
+        self.note("end")
+"""
+
+
+def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[dict[str, Any]], str]:
+    """What two steps logged, and what was said."""
+    rows = write_rows(folder / "rows.jsonl", make_rows(16) if name == "kto" else make_pairs(16))
+    words = [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix={{train: {rows}, validation: {rows}}}",
+        f"model.data.cache_dir={folder / 'cache'}",
+        "hardware=cpu",
+        f"trainer.{name}.max_steps=2",
+        "model.global_batch_size=8",
+        "model.micro_batch_size=4",
+        "model.data.seq_length=64",
+        "model.optim.lr=1e-3",
+        "exp_manager.create_tensorboard_logger=false",
+        "export.enabled=false",
+        *given,
+    ]
+    done = run([*CLI, name, *words], cwd=folder, env=environment(), preload=TRAINING, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / f"results/gpt_{name}/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if "train/loss" in line], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tau", [None, 0.25])
+def test_a_kto_like_loss_with_z0_and_an_option(tiny_llama: Path, tmp_path: Path, tau: float | None) -> None:
+    (tmp_path / "own.py").write_text(FILES["kto"])
+    given = [] if tau is None else [f"+model.kto.tau={tau}"]
+    first, second = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS", *given)[0]
+    assert first["train/loss"] == pytest.approx(0.0, abs=1e-6), "tanh of no log-ratio"
+    assert first["train/kl"] == 0.0
+    assert second["train/kl"] >= 0.0
+    # The slope of tanh is that of KTO's sigmoid, a quarter, times 4 / tau: so is the gradient of the first step.
+    (tmp_path / "results").rename(tmp_path / "own")
+    kto, _ = train(tmp_path, tiny_llama, "kto")[0]
+    ratio = first["train/grad_norm"] / kto["train/grad_norm"]
+    assert ratio == pytest.approx(4 / (0.5 if tau is None else tau), rel=1e-4)
+
+
+def test_a_pair_loss_with_an_option(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FILES["dpo"])
+    first, second = train(tmp_path, tiny_llama, "dpo", "model.dpo.preference_loss=own.LOSS", "+model.dpo.tau=0.75")[0]
+    assert first["train/loss"] == pytest.approx(0.75, abs=1e-6), "tau, where no answer is preferred yet"
+    # Within the hinge the loss of each pair is tau minus its margin, and no pair is beyond it after one small step.
+    assert second["train/loss"] == pytest.approx(0.75 - second["train/rewards_margin"], abs=1e-5)
+    (tmp_path / "results").rename(tmp_path / "own")
+    dpo, _ = train(tmp_path, tiny_llama, "dpo")[0]
+    assert dpo["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["train/grad_norm"] / dpo["train/grad_norm"] == pytest.approx(2.0, rel=1e-4)  # slopes 1 and a half
+
+
+def test_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text(CALLBACK)
+    callbacks = "trainer.callbacks=[{_target_: watch.Notes, factor: 2.0}]"
+    steps, _ = train(tmp_path, tiny_llama, "kto", callbacks)
+    assert [step["mine/loss"] for step in steps] == [2 * step["train/loss"] for step in steps]
+    notes = (tmp_path / "notes.txt").read_text().splitlines()
+    assert notes == ["start 0 of 2", "step 1", "validation after 1", "step 2", "validation after 2", "save 2", "end"]

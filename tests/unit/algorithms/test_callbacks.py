@@ -1,0 +1,115 @@
+"""The callback protocol: which method is called when, in which order, and what is logged of what a callback adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, ThroughputCallback
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.throughput import ThroughputMeter
+from tests.unit.algorithms.parts import Run
+
+
+class Diary(Callback):
+    """Writes down every call."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.entries.append(("fit_start", trainer.step))
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self.entries.append(("step", trainer.step, event.step, event.metrics["rows"]))
+        event.report["mine/twice"] = 2.0 * event.step
+
+    def on_validation_end(self, trainer: Any, event: Event) -> None:
+        self.entries.append(("validation", event.step, event.metrics["loss"]))
+        event.report["mine/validations"] = 1.0
+
+    def on_save(self, trainer: Any, report: dict[str, float]) -> None:
+        self.entries.append(("save", trainer.step, len(trainer.callbacks)))
+        report["mine/saved"] = 1.0
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self.entries.append(("fit_end", trainer.step))
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        self.entries.append(("exception", type(error).__name__))
+
+
+def test_every_method_in_its_place() -> None:
+    diary = Diary()
+    run = Run(max_steps=3, save_interval=2, val_check_interval=2, val_rows=4, callbacks=[diary]).fit()
+    validation = sum(row**2 / 2 for row in range(4)) / 4
+    losses = dict(run.notes.series("val/loss"))
+    assert losses[2] != validation, "after steps"
+    assert diary.entries == [
+        ("fit_start", 0),
+        ("step", 1, 1, 2),
+        ("step", 2, 2, 2),
+        ("validation", 2, losses[2]),
+        ("save", 2, 3),
+        ("step", 3, 3, 2),
+        ("validation", 3, losses[3]),
+        ("save", 3, 3),
+        ("fit_end", 3),
+    ]
+
+
+def test_what_a_callback_adds_is_logged() -> None:
+    run = Run(max_steps=2, callbacks=[Diary()]).fit()
+    assert run.notes.series("mine/twice") == [(1, 2.0), (2, 4.0)]
+    assert run.notes.series("mine/validations") == run.notes.series("mine/saved") == [(2, 1.0)]
+    assert [step for step, report in run.notes.logged if "mine/saved" in report and "timing/checkpoint" in report] == [2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), FloatingPointError("nan")])
+def test_an_error_is_told_and_raised(error: BaseException) -> None:
+    class Raises(Callback):
+        def on_train_step_end(self, trainer: Any, event: Event) -> None:
+            raise error
+
+    diary = Diary()
+    run = Run(callbacks=[diary, Raises()])
+    with pytest.raises(type(error)):
+        run.fit()
+    assert diary.entries == [("fit_start", 0), ("step", 1, 1, 2), ("exception", type(error).__name__)]
+    assert run.notes.ended == ["failed"]
+    assert run.notes.saved == []
+
+
+def test_a_callback_that_overrides_nothing_changes_nothing() -> None:
+    plain, with_one = Run(save_interval=3).fit().notes, Run(save_interval=3, callbacks=[Callback()]).fit().notes
+    assert plain.series("train/loss") == with_one.series("train/loss")
+    assert plain.saved_steps == with_one.saved_steps
+
+
+def test_throughput_is_reported_from_the_sums_of_the_step() -> None:
+    meter = ThroughputMeter(world_size=2, peak_memory=lambda: 3_000_000_000, peak_flops=50.0)
+    sums = {"tokens": 30.0, "padded_tokens": 40.0, "flops": 400.0}
+    event = Event(step=1, metrics=Metrics(sums, lambda sums: {}), seconds=2.0)
+    ThroughputCallback(meter=meter).on_train_step_end(Run().trainer, event)
+    assert event.report == {
+        "perf/tokens_per_sec": 15.0,
+        "perf/tokens_per_sec_per_rank": 7.5,
+        "perf/padding_fraction": 0.25,
+        "perf/peak_memory_gb": 3.0,
+        "perf/mfu": 2.0,
+    }
+
+
+def test_the_reference_is_synced_before_a_checkpoint_is_written() -> None:
+    class Weights:
+        def __init__(self) -> None:
+            self.mixed: list[tuple[int, float]] = []
+
+        def mix(self, mixup_alpha: float) -> None:
+            self.mixed.append((len(run.notes.saved), mixup_alpha))
+
+    weights = Weights()
+    run = Run(max_steps=6, save_interval=2, callbacks=[ReferenceSync(weights=weights, interval=2, mixup_alpha=0.6)])
+    run.fit()
+    assert weights.mixed == [(0, 0.6), (1, 0.6), (2, 0.6)], "one more checkpoint is written after each"
