@@ -103,9 +103,7 @@ def test_the_command_lines_of_the_readme_compose() -> None:
 
 def test_files_named_in_the_design_exist() -> None:
     packages = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
-    assert {package for package, _ in packages} == {
-        path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")
-    }
+    assert {name for name, _ in packages} == {path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")}
     missing = [
         f"{package}/{name}"
         for package, content in packages

@@ -7,11 +7,11 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from typing_extensions import NotRequired, TypedDict
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
 from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
@@ -26,8 +26,29 @@ __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
 Item = TypeVar("Item")
 
 
-class TrainerArguments(TypedDict):
-    """Keyword arguments of :class:`DPOTrainer`, without ``collate_fn``."""
+@dataclass(kw_only=True, eq=False)
+class DPOTrainer:
+    """Fits a policy to preferences: steps, validation, checkpoints, timers. Knows nothing of any one loss.
+
+    Attributes:
+        cfg: how long to train and how often to validate and save.
+        model: the policy.
+        optimizer: megatron-core's; it clips the gradient itself.
+        scheduler: megatron-core's OptimizerParamScheduler.
+        train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches of an epoch) and
+            ``set_position(epoch, consumed_in_epoch)``.
+        val_dataloader: yields the validation batches, the incomplete last one too; None for no validation.
+        test_dataloader: kept for the caller; may be None.
+        collate_fn: applied to what the loaders yield.
+        logger: gets every report.
+        ckpt_callback: writes the checkpoints.
+        run_timer: says when the time of the run is up.
+        timers: measure the phases of a step; share them with the model.
+        callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
+
+    Raises:
+        ValueError: there is no step to take.
+    """
 
     cfg: TrainerConfig
     model: PolicyModel[Any]
@@ -36,69 +57,19 @@ class TrainerArguments(TypedDict):
     train_dataloader: Loader[Any]
     val_dataloader: Loader[Any] | None
     test_dataloader: Loader[Any] | None
+    collate_fn: Callable[[Any], Any]
     logger: MetricsLogger
     ckpt_callback: CheckpointWriter
     run_timer: RunTimer
-    timers: NotRequired[PhaseTimers]
-    callbacks: NotRequired[Sequence[Callback]]
+    timers: PhaseTimers = field(default_factory=PhaseTimers)
+    callbacks: Sequence[Callback] = ()
 
-
-class DPOTrainer:
-    """Fits a policy to preferences: steps, validation, checkpoints, timers. Knows nothing of any one loss."""
-
-    def __init__(
-        self,
-        *,
-        cfg: TrainerConfig,
-        model: PolicyModel[Any],
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader: Loader[Any],
-        val_dataloader: Loader[Any] | None,
-        test_dataloader: Loader[Any] | None,
-        collate_fn: Callable[[Any], Any],
-        logger: MetricsLogger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
-        timers: PhaseTimers | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        """
-        Args:
-            cfg: how long to train and how often to validate and save.
-            model: the policy.
-            optimizer: megatron-core's; it clips the gradient itself.
-            scheduler: megatron-core's OptimizerParamScheduler.
-            train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches of an epoch) and
-                ``set_position(epoch, consumed_in_epoch)``.
-            val_dataloader: yields the validation batches, the incomplete last one too; None for no validation.
-            test_dataloader: kept for the caller; may be None.
-            collate_fn: applied to what the loaders yield.
-            logger: gets every report.
-            ckpt_callback: writes the checkpoints.
-            run_timer: says when the time of the run is up.
-            timers: measure the phases of a step; share them with the model.
-            callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
-
-        Raises:
-            ValueError: there is no step to take.
-        """
-        self.cfg = cfg
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.train_dataloader = train_dataloader
-        self.val_dataloader = val_dataloader
-        self.test_dataloader = test_dataloader
-        self.collate_fn = collate_fn
-        self.logger = logger
-        self.run_timer = run_timer
-        self.timers = timers if timers is not None else PhaseTimers()
-        self.callbacks = [*callbacks, CheckpointCallback(writer=ckpt_callback), LoggerCallback(logger=logger)]
+    def __post_init__(self) -> None:
+        self.callbacks = [*self.callbacks, CheckpointCallback(writer=self.ckpt_callback), LoggerCallback(logger=self.logger)]
         self.step = 0
         self.skipped_steps = 0
         self.monitored: dict[str, float] = {}
-        self._set_lengths(len(train_dataloader.batch_sampler))
+        self._set_lengths(len(self.train_dataloader.batch_sampler))
 
     def _set_lengths(self, batches: int) -> None:
         self.steps_per_epoch = self.cfg.steps_per_epoch(batches)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from typing_extensions import Unpack
-
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.data.batch import KTOBatch
 from nemo_kto.data.collate import kto_custom_collate
 
@@ -18,15 +17,14 @@ def identity(batch: KTOBatch) -> KTOBatch:
     return batch
 
 
+@dataclass(kw_only=True, eq=False)
 class KTOTrainer(DPOTrainer):
     """Fits a policy to answers with binary feedback.
 
     Its loaders yield collated batches (KL examples are formed over the global batch, before a rank takes its share).
     """
 
-    def __init__(self, **arguments: Unpack[TrainerArguments]) -> None:
-        """Args: **arguments: see :class:`DPOTrainer`; there is no ``collate_fn``."""
-        super().__init__(collate_fn=identity, **arguments)
+    collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default=identity)
 
     def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
         """Batches with the reference log-probs attached, one number a sequence.

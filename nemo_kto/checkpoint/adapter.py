@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.checkpoint.folders import start_partial, write_together
-from nemo_kto.checkpoint.mapping import rank_adapters, unwrap
+from nemo_kto.checkpoint.mapping import differences, rank_adapters, unwrap
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
@@ -135,13 +135,7 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     problems = []
     if not math.isclose(settings.scale, saved.scale):
         problems.append(f"alpha / rank: expected {settings.scale:g}, got {saved.alpha:g} / {saved.rank}")
-    problems += [f"missing: {name}" for name in wanted if name not in shapes]
-    problems += [f"unexpected: {name}" for name in shapes if name not in wanted]
-    problems += [
-        f"{name}: expected shape {list(shape)}, got {list(shapes[name])}"
-        for name, shape in wanted.items()
-        if name in shapes and shapes[name] != shape
-    ]
+    problems += differences(wanted, shapes)
     if problems:
         listed = "\n  ".join(problems)
         raise ValueError(

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import megatron.core
 import numpy as np
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
@@ -57,33 +58,17 @@ _NAME = re.compile(r"step_(\d+)")
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
 
-class _InfoOfAll(TypedDict):
-    """What every trainer.json holds."""
+class _Info(TypedDict, total=False):
+    """The content of a trainer.json; those of earlier versions lack the reference, those of plain models the adapters."""
 
     trainer: dict[str, int]
     metrics: dict[str, float]
     dtype: str
     layout: dict[str, int]
-    versions: dict[str, str]
     distributed_optimizer: bool
     files: dict[str, int]
-
-
-class _Info(_InfoOfAll, total=False):
-    """The content of a trainer.json; those of earlier versions lack the reference, those of plain models the adapters."""
-
     adapters: dict[str, object]
     moving_reference: bool
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule that can be saved."""
-
-    def state_dict(self) -> dict[str, object]:
-        """What is to be saved."""
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Put it back."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +149,7 @@ class CheckpointManager:
         folder: Path,
         chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer,
-        scheduler: Scheduler,
+        scheduler: OptimizerParamScheduler,
         monitor: str,
         mode: str,
         save_top_k: int,
@@ -176,7 +161,7 @@ class CheckpointManager:
         Args:
             folder: where the checkpoints go.
             chunks: this rank's model chunks.
-            optimizer: megatron-core's.
+            optimizer: of these chunks.
             scheduler: of the learning rate.
             monitor: name of the metric that ranks checkpoints.
             mode: 'min' or 'max', whether small or large is good.

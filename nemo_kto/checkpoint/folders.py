@@ -52,12 +52,7 @@ def start_partial(target: Path, *, is_ours: Callable[[Path], bool]) -> str | Non
     Args:
         is_ours: an existing folder may be replaced.
     """
-    if target.exists() and not (is_empty(target) or is_ours(target)):
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not (is_empty or is_ours(target)):
         return f"{target} exists and is no earlier export; remove it or export to another folder"
-
     return state.attempt(lambda: start_folder(target))
-
-
-def is_empty(folder: Path) -> bool:
-    """True for a folder without anything in it."""
-    return folder.is_dir() and not any(folder.iterdir())

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from nemo_kto.checkpoint.folders import start_partial, write_together
-from nemo_kto.checkpoint.mapping import rank_weights, wanted_weights
+from nemo_kto.checkpoint.mapping import differences, rank_weights, wanted_weights
 from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.files import partial_folder, publish_folder
@@ -48,7 +48,7 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
         ValueError: weights are missing, unexpected or of another shape; lists all of them, on every rank alike.
     """
     found = find_weights(Path(folder))
-    _check_weights(found, architecture, Path(folder))
+    _check_weights({name: shape for name, (_, shape) in found.items()}, architecture, Path(folder))
     read_weights(rank_weights(chunks, architecture), architecture, {name: file for name, (file, _) in found.items()})
 
 
@@ -88,20 +88,12 @@ def export(
     )
 
 
-def _check_weights(found: Mapping[str, tuple[Path, tuple[int, ...]]], architecture: Architecture, folder: Path) -> None:
-    wanted = wanted_weights(architecture)
+def _check_weights(found: Mapping[str, tuple[int, ...]], architecture: Architecture, folder: Path) -> None:
     # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
     ignored = {
         name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
     }
-    problems = [f"missing: {name}" for name in wanted if name not in found]
-    problems += [f"unexpected: {name}" for name in found if name not in wanted and name not in ignored]
-    problems += [
-        f"{name}: expected shape {list(shape)}, got {list(found[name][1])}"
-        for name, shape in wanted.items()
-        if name in found and found[name][1] != shape
-    ]
-    if problems:
+    if problems := differences(wanted_weights(architecture), found, ignored):
         listed = "\n  ".join(problems)
         raise ValueError(
             f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "

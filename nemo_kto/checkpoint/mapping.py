@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -54,6 +54,21 @@ def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
                 wanted[name.format(layer=layer)] = shape
     return wanted
+
+
+def differences(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], ignored: Collection[str] = ()
+) -> list[str]:
+    """What is wrong with weights of these names and shapes, one line each; ``ignored`` may be there or not."""
+    return [
+        *(f"missing: {name}" for name in wanted if name not in found),
+        *(f"unexpected: {name}" for name in found if name not in wanted and name not in ignored),
+        *(
+            f"{name}: expected shape {list(shape)}, got {list(found[name])}"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
+        ),
+    ]
 
 
 def unwrap(chunk: nn.Module) -> HiddenStateGPT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -85,17 +84,9 @@ def kto_custom_collate(
     """
     kept = range(len(batch)) if kept is None else kept
     samples: Texts = [(batch[k].prompt_ids, batch[k].response_ids) for k in kept]
-    _check_lengths(samples, seq_length)
     kl_samples, same_prompt = _kl_examples(batch, kept, seq_length) if with_kl else ([], [])
-    pad = partial(
-        _padded,
-        width=_common_width(samples, kl_samples, multiple=pad_to_multiple),
-        eos_id=eos_id,
-        reset_positions=reset_position_ids,
-        reset_attention=reset_attention_mask,
-        mask_eod=eod_mask_loss,
-    )
-    own = pad(samples)
+    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
+    own, kl = _padded(samples, kl_samples, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks)
     tensors: KTOBatch = {
         "samples": own.tokens,
         "sample_labels": own.labels,
@@ -105,7 +96,6 @@ def kto_custom_collate(
         "preference": torch.tensor([int(batch[k].desirable) for k in kept], dtype=torch.int64),
     }
     if with_kl:
-        kl = pad(kl_samples)
         tensors["kl_samples"] = kl.tokens
         tensors["kl_sample_labels"] = kl.labels
         tensors["kl_sample_lengths"] = kl.lengths
@@ -152,16 +142,10 @@ def dpo_custom_collate(
     """
     chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in batch]
     rejected_texts: Texts = [(pair.prompt_ids, pair.rejected_ids) for pair in batch]
-    _check_lengths([*chosen_texts, *rejected_texts], seq_length)
-    pad = partial(
-        _padded,
-        width=_common_width(chosen_texts, rejected_texts, multiple=pad_to_multiple),
-        eos_id=eos_id,
-        reset_positions=reset_position_ids,
-        reset_attention=reset_attention_mask,
-        mask_eod=eod_mask_loss,
+    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
+    chosen, rejected = _padded(
+        chosen_texts, rejected_texts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks
     )
-    chosen, rejected = pad(chosen_texts), pad(rejected_texts)
     return {
         "chosen": chosen.tokens,
         "chosen_labels": chosen.labels,
@@ -188,14 +172,21 @@ class _Padded(NamedTuple):
     attention_mask: torch.Tensor
 
 
-def _common_width(*parts: Texts, multiple: int) -> int:
-    width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
-    return -(-width // multiple) * multiple
-
-
 def _padded(
-    texts: Texts, *, width: int, eos_id: int, reset_positions: bool, reset_attention: bool, mask_eod: bool
-) -> _Padded:
+    *parts: Texts, eos_id: int, seq_length: int | None, multiple: int, positions: bool, attention: bool, loss: bool
+) -> list[_Padded]:
+    """All parts, padded to the width of the longest sequence; the last three say what documents within it reset or mask."""
+    width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
+    if seq_length is not None and width > seq_length:
+        raise ValueError(
+            f"sequences must have at most seq_length={seq_length} tokens, got {width}; "
+            "build the dataset and the collate function with the same seq_length"
+        )
+    width = -(-width // multiple) * multiple
+    return [_pad(part, width, eos_id, positions, attention, loss) for part in parts]
+
+
+def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_attention: bool, mask_eod: bool) -> _Padded:
     tokens, labels, lengths = _filled(texts, width, eos_id)
     is_token = np.arange(width) < lengths[:, None]
     # [B, S]: the number of documents that ended before a token; padding ends none.
@@ -206,15 +197,6 @@ def _padded(
     positions = _positions(documents, reset=reset_positions)
     mask = _masked(documents) if reset_attention else is_token
     return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))
-
-
-def _check_lengths(texts: Texts, seq_length: int | None) -> None:
-    longest = max((len(prompt) + len(response) for prompt, response in texts), default=0)
-    if seq_length is not None and longest > seq_length:
-        raise ValueError(
-            f"sequences must have at most seq_length={seq_length} tokens, got {longest}; "
-            "build the dataset and the collate function with the same seq_length"
-        )
 
 
 def _filled(texts: Texts, width: int, eos_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

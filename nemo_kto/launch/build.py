@@ -67,15 +67,8 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     trainer_cfg = TrainerConfig(global_batch_size=cfg.model.global_batch_size, **cfg.loop.duration())
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
-    model = cfg.recipe.build_model(
-        cfg.loss,
-        data.examples,
-        lr=cfg.model.optim.lr,
-        engine=engine,
-        reference=reference.policy,
-        objective=build_objective(cfg),
-        phase=timers.phase,
-    )
+    make_model = cfg.recipe.model(cfg.loss, data.examples, lr=cfg.model.optim.lr)
+    model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
     checkpoints = build_checkpoint_manager(cfg, policy, reference, optimizer, scheduler)
@@ -83,8 +76,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
     resumed_step = None if resumed is None else resumed["step"]
-    trainer = cfg.recipe.build_trainer(
-        data.collate_fn,
+    trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=trainer_cfg,
         model=model,
         optimizer=optimizer,
@@ -106,7 +98,7 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
 def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
     """What runs the policy."""
     return LogProbEngine(
-        chunks=policy.chunks,
+        chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
         micro_batch_size=cfg.model.micro_batch_size,
         forward_micro_batch_size=cfg.loss.log_prob_forward_micro_batch_size,

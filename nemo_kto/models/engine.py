@@ -7,7 +7,8 @@ loss is a function that the caller gives; the engine knows no algorithm.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,37 +51,29 @@ SequenceLoss = Callable[[torch.Tensor, torch.Tensor], MicroBatchLoss]
 """(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LogProbEngine:
-    """Runs the model chunks of this rank through the schedule. All methods are collective."""
+    """Runs the model chunks of this rank through the schedule. All methods are collective.
 
-    def __init__(
-        self,
-        *,
-        chunks: Sequence[DistributedDataParallel],
-        vocab_size: int,
-        micro_batch_size: int,
-        forward_micro_batch_size: int,
-        average_log_probs: bool,
-        logprob_chunk_size: int,
-        forward_flops: ForwardFlops,
-    ) -> None:
-        """
-        Args:
-            chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
-            vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
-            micro_batch_size: prompts of one forward and backward pass.
-            forward_micro_batch_size: sequences of one pass without gradient.
-            average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
-            logprob_chunk_size: tokens whose logits exist at the same time.
-            forward_flops: operations of one forward pass, to be counted.
-        """
-        self.chunks = list(chunks)
-        self.vocab_size = vocab_size
-        self.micro_batch_size = micro_batch_size
-        self.forward_micro_batch_size = forward_micro_batch_size
-        self.average_log_probs = average_log_probs
-        self.logprob_chunk_size = logprob_chunk_size
-        self._forward_flops = forward_flops
+    Attributes:
+        chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
+        vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
+        micro_batch_size: prompts of one forward and backward pass.
+        forward_micro_batch_size: sequences of one pass without gradient.
+        average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
+        logprob_chunk_size: tokens whose logits exist at the same time.
+        forward_flops: operations of one forward pass, to be counted.
+    """
+
+    chunks: list[DistributedDataParallel]
+    vocab_size: int
+    micro_batch_size: int
+    forward_micro_batch_size: int
+    average_log_probs: bool
+    logprob_chunk_size: int
+    forward_flops: ForwardFlops
+
+    def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
         self._config.finalize_model_grads_func = finalize_model_grads
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
@@ -151,7 +144,7 @@ class LogProbEngine:
         return {
             "tokens": sequences.lengths_B.sum(),
             "padded_tokens": torch.tensor(padded),
-            "flops": passes * self._forward_flops.of(sequences),
+            "flops": passes * self.forward_flops.of(sequences),
         }
 
     def _schedule(

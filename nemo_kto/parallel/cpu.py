@@ -88,14 +88,10 @@ class _Stream:
     def record_event(self, event: object = None) -> _Event:
         return _Event()
 
-    def synchronize(self) -> None:
+    def _is_done(self, *args: object) -> None:
         pass
 
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
+    synchronize = wait_stream = wait_event = record = wait = __exit__ = _is_done
 
     def query(self) -> bool:
         return True
@@ -103,18 +99,9 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *args: object) -> None:
-        pass
-
 
 class _Event(_Stream):
     """An event that has always happened."""
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def wait(self, stream: object = None) -> None:
-        pass
 
     def elapsed_time(self, other: object) -> float:
         return 0.0
@@ -207,30 +194,21 @@ def _map_cuda_literals() -> None:
     # builds its models on "meta", and would be left with values that nobody has set.
     _device_constructors()
 
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(factory)
-        def create(*args: object, **kwargs: object) -> torch.Tensor:
+    def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> torch.Tensor:
+            args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
             if "device" in kwargs and _is_cuda(kwargs["device"]):
                 kwargs["device"] = "cpu"
-            return factory(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        return create
+        return call
 
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[assignment, method-assign]
-
-    original_to: Callable[..., torch.Tensor] = torch.Tensor.to
-
-    @functools.wraps(original_to)
-    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        args = tuple("cpu" if _is_cuda(a) else a for a in args)
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = "cpu"
-        return original_to(self, *args, **kwargs)
-
-    torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+    torch.Tensor.to = on_cpu(torch.Tensor.to)  # type: ignore[assignment, method-assign]
 
 
 def _answer_tensor_types() -> None:

@@ -92,7 +92,4 @@ def get_rng_state() -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor) -> None:
     """Put back what :func:`get_rng_state` gave."""
-    if on_gpu():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    (torch.cuda.set_rng_state if on_gpu() else torch.set_rng_state)(state)

@@ -11,13 +11,10 @@ from nemo_kto.losses.preference import LOSSES
 from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+    from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batch import DPOBatch
     from nemo_kto.data.dataset import DPODataset, Splits
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import ModelArguments
     from nemo_kto.models.sequences import SequenceBatch
 
 
@@ -44,17 +41,15 @@ class DPORecipe(Recipe):
 
         return MegatronGPTDPOModel.sequences(batch)
 
-    def build_model(
-        self, section: LossConfig, examples: DPODataset, *, lr: float, **arguments: Unpack[ModelArguments]
-    ) -> MegatronGPTDPOModel:
+    def model(self, section: LossConfig, examples: DPODataset, *, lr: float) -> type[MegatronGPTDPOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
-        return MegatronGPTDPOModel(**arguments)
+        return MegatronGPTDPOModel
 
-    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> DPOTrainer:
+    def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         from nemo_kto.algorithms.dpo import DPOTrainer
 
-        return DPOTrainer(collate_fn=collate_fn, **arguments)
+        return partial(DPOTrainer, collate_fn=collate_fn)
 
 
 DPO = DPORecipe(

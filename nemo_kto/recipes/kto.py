@@ -13,14 +13,10 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Recipe, Weight
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from nemo_kto.algorithms.dpo import TrainerArguments
     from nemo_kto.algorithms.kto import KTOTrainer
     from nemo_kto.data.batch import KTOBatch
     from nemo_kto.data.dataset import KTODataset, Splits
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import ModelArguments
     from nemo_kto.models.sequences import SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -62,18 +58,16 @@ class KTORecipe(Recipe):
 
         return MegatronGPTKTOModel.sequences(batch)
 
-    def build_model(
-        self, section: KTOLossConfig, examples: KTODataset, *, lr: float, **arguments: Unpack[ModelArguments]
-    ) -> MegatronGPTKTOModel:
+    def model(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> Callable[..., MegatronGPTKTOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 
         desirable, undesirable = loss_weights(section, examples, lr=lr)
-        return MegatronGPTKTOModel(desirable_loss_weight=desirable, undesirable_loss_weight=undesirable, **arguments)
+        return partial(MegatronGPTKTOModel, desirable_loss_weight=desirable, undesirable_loss_weight=undesirable)
 
-    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> KTOTrainer:
+    def trainer(self, collate_fn: Callable[[Any], Any]) -> type[KTOTrainer]:
         from nemo_kto.algorithms.kto import KTOTrainer
 
-        return KTOTrainer(**arguments)
+        return KTOTrainer
 
 
 def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> tuple[float, float]:

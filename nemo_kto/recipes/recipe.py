@@ -15,11 +15,9 @@ from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.recipes.section import Name, Remedy, Section
 
 if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
-    from typing_extensions import Unpack
-
-    from nemo_kto.algorithms.dpo import DPOTrainer, TrainerArguments
+    from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.dataset import Splits
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from nemo_kto.models.sequences import SequenceBatch
 
 Weight = Annotated[float, Ge(0)]
@@ -105,14 +103,18 @@ class Recipe(ABC):
         """What the reference evaluates of a batch."""
 
     @abstractmethod
-    def build_model(
-        self, section: Any, examples: Any, *, lr: float, **arguments: Unpack[ModelArguments]
-    ) -> MegatronGPTModel[Any]:
-        """The policy with its loss; ``section`` is model.NAME, ``examples`` are those of the training."""
+    def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel[Any]]:
+        """What makes the model of engine, reference, objective and phase.
+
+        Args:
+            section: model.NAME.
+            examples: those of the training.
+            lr: learning rate.
+        """
 
     @abstractmethod
-    def build_trainer(self, collate_fn: Callable[[Any], Any], **arguments: Unpack[TrainerArguments]) -> DPOTrainer:
-        """The training loop."""
+    def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
+        """What makes the trainer of the other arguments of DPOTrainer."""
 
     def find_loss(self, name: str) -> Loss:
         """The loss of a name or a path.

@@ -9,94 +9,41 @@ _HF = "model.layers.{layer}."
 _ATTENTION = _HF + "self_attn."
 _MLP = _HF + "mlp."
 
-DENSE_MAPPINGS = (
-    ParamMapping(
-        mcore_name="embedding.word_embeddings.weight",
-        hf_names={"model.embed_tokens.weight": ("vocabulary", "hidden")},
-        split=Split.VOCABULARY,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "input_layernorm.weight",
-        hf_names={_HF + "input_layernorm.weight": ("hidden",)},
-        split=Split.REPLICATED,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "self_attention.linear_qkv.weight",
-        hf_names={
-            _ATTENTION + "q_proj.weight": ("query", "hidden"),
-            _ATTENTION + "k_proj.weight": ("key_value", "hidden"),
-            _ATTENTION + "v_proj.weight": ("key_value", "hidden"),
-        },
-        split=Split.QKV,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "self_attention.linear_qkv.bias",
-        hf_names={
-            _ATTENTION + "q_proj.bias": ("query",),
-            _ATTENTION + "k_proj.bias": ("key_value",),
-            _ATTENTION + "v_proj.bias": ("key_value",),
-        },
-        split=Split.QKV,
-        required_flag="qkv_bias",
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "self_attention.linear_proj.weight",
-        hf_names={_ATTENTION + "o_proj.weight": ("hidden", "query")},
-        split=Split.HEADS,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "self_attention.linear_proj.bias",
-        hf_names={_ATTENTION + "o_proj.bias": ("hidden",)},
-        split=Split.REPLICATED,
-        required_flag="output_bias",
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "pre_mlp_layernorm.weight",
-        hf_names={_HF + "post_attention_layernorm.weight": ("hidden",)},
-        split=Split.REPLICATED,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "mlp.linear_fc1.weight",
-        hf_names={_MLP + "gate_proj.weight": ("ffn", "hidden"), _MLP + "up_proj.weight": ("ffn", "hidden")},
-        split=Split.GATED,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "mlp.linear_fc1.bias",
-        hf_names={_MLP + "gate_proj.bias": ("ffn",), _MLP + "up_proj.bias": ("ffn",)},
-        split=Split.GATED,
-        required_flag="mlp_bias",
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "mlp.linear_fc2.weight",
-        hf_names={_MLP + "down_proj.weight": ("hidden", "ffn")},
-        split=Split.ROW_PARALLEL,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "mlp.linear_fc2.bias",
-        hf_names={_MLP + "down_proj.bias": ("hidden",)},
-        split=Split.REPLICATED,
-        required_flag="mlp_bias",
-    ),
-    ParamMapping(
-        mcore_name="decoder.final_layernorm.weight", hf_names={"model.norm.weight": ("hidden",)}, split=Split.REPLICATED
-    ),
-    ParamMapping(
-        mcore_name="output_layer.weight",
-        hf_names={"lm_head.weight": ("vocabulary", "hidden")},
-        split=Split.VOCABULARY,
-        required_flag="untied",
-    ),
-)
 
-QK_NORM_MAPPINGS = (
+def _qkv(kind: str, *sizes: str) -> dict[str, tuple[str, ...]]:
+    widths = {"q": "query", "k": "key_value", "v": "key_value"}
+    return {f"{_ATTENTION}{part}_proj.{kind}": (width, *sizes) for part, width in widths.items()}
+
+
+def _gate_and_up(kind: str, *sizes: str) -> dict[str, tuple[str, ...]]:
+    return {f"{_MLP}{part}_proj.{kind}": ("ffn", *sizes) for part in ("gate", "up")}
+
+
+# mcore_name, hf_names, split, required_flag
+_DENSE: tuple[tuple[str, dict[str, tuple[str, ...]], Split, str], ...] = (
+    ("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocabulary", "hidden")}, Split.VOCABULARY, ""),
+    (_MCORE + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, Split.REPLICATED, ""),
+    (_MCORE + "self_attention.linear_qkv.weight", _qkv("weight", "hidden"), Split.QKV, ""),
+    (_MCORE + "self_attention.linear_qkv.bias", _qkv("bias"), Split.QKV, "qkv_bias"),
+    (_MCORE + "self_attention.linear_proj.weight", {_ATTENTION + "o_proj.weight": ("hidden", "query")}, Split.HEADS, ""),
+    (_MCORE + "self_attention.linear_proj.bias", {_ATTENTION + "o_proj.bias": ("hidden",)}, Split.REPLICATED, "output_bias"),
+    (_MCORE + "pre_mlp_layernorm.weight", {_HF + "post_attention_layernorm.weight": ("hidden",)}, Split.REPLICATED, ""),
+    (_MCORE + "mlp.linear_fc1.weight", _gate_and_up("weight", "hidden"), Split.GATED, ""),
+    (_MCORE + "mlp.linear_fc1.bias", _gate_and_up("bias"), Split.GATED, "mlp_bias"),
+    (_MCORE + "mlp.linear_fc2.weight", {_MLP + "down_proj.weight": ("hidden", "ffn")}, Split.ROW_PARALLEL, ""),
+    (_MCORE + "mlp.linear_fc2.bias", {_MLP + "down_proj.bias": ("hidden",)}, Split.REPLICATED, "mlp_bias"),
+    ("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, Split.REPLICATED, ""),
+    ("output_layer.weight", {"lm_head.weight": ("vocabulary", "hidden")}, Split.VOCABULARY, "untied"),
+)
+DENSE_MAPPINGS = tuple(
+    ParamMapping(mcore_name=mcore_name, hf_names=hf_names, split=split, required_flag=flag)
+    for mcore_name, hf_names, split, flag in _DENSE
+)
+QK_NORM_MAPPINGS = tuple(
     ParamMapping(
-        mcore_name=_MCORE + "self_attention.q_layernorm.weight",
-        hf_names={_ATTENTION + "q_norm.weight": ("head",)},
+        mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
+        hf_names={f"{_ATTENTION}{part}_norm.weight": ("head",)},
         split=Split.REPLICATED,
-    ),
-    ParamMapping(
-        mcore_name=_MCORE + "self_attention.k_layernorm.weight",
-        hf_names={_ATTENTION + "k_norm.weight": ("head",)},
-        split=Split.REPLICATED,
-    ),
+    )
+    for part in "qk"
 )

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from typing_extensions import Unpack
 
 from nemo_kto.data.batch import KTOBatch
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.models.engine import MicroBatchLoss
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, ModelArguments
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.reduce import sum_over_data_parallel
@@ -67,24 +66,19 @@ class UnpairedTensors:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go
     forward and backward with that z0. KL examples never see a backward pass.
+
+    Attributes:
+        desirable_loss_weight, undesirable_loss_weight: weights of the two kinds of answers.
     """
 
-    def __init__(
-        self, *, desirable_loss_weight: float, undesirable_loss_weight: float, **arguments: Unpack[ModelArguments]
-    ) -> None:
-        """
-        Args:
-            desirable_loss_weight: weight of desirable answers.
-            undesirable_loss_weight: weight of undesirable answers.
-            **arguments: see :class:`MegatronGPTModel`.
-        """
-        super().__init__(**arguments)
-        self.weights = {"desirable_weight": desirable_loss_weight, "undesirable_weight": undesirable_loss_weight}
+    desirable_loss_weight: float
+    undesirable_loss_weight: float
 
     @staticmethod
     def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
@@ -167,7 +161,13 @@ class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
         desirable_b = pick(unpaired.desirable_B)
         anchor = {"z0": z0} if objective.loss.needs_z0 else {}
         kto_b = objective.loss.function(
-            log_ratios_b, desirable_b, beta=objective.beta, **anchor, **self.weights, **objective.options
+            log_ratios_b,
+            desirable_b,
+            beta=objective.beta,
+            desirable_weight=self.desirable_loss_weight,
+            undesirable_weight=self.undesirable_loss_weight,
+            **anchor,
+            **objective.options,
         )
         sft_b = self.sft_losses(logps_b, unpaired.samples.response_counts_B[sequence_index_b])
         return MicroBatchLoss.of(

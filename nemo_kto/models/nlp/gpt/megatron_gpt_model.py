@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
-from typing_extensions import NotRequired, TypedDict
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics
@@ -41,37 +40,21 @@ class Objective:
     sft_average_log_probs: bool = False
 
 
-class ModelArguments(TypedDict):
-    """Keyword arguments of :class:`MegatronGPTModel`."""
+@dataclass(kw_only=True, eq=False)
+class MegatronGPTModel(ABC, Generic[Batch]):
+    """A policy with its objective and its reference; the passes are the engine's.
+
+    Attributes:
+        engine: runs the model.
+        reference: gives the reference policy; None for losses that need none.
+        objective: what is minimised.
+        phase: names the phases of a step to a timer.
+    """
 
     engine: LogProbEngine
     reference: ReferencePolicy | None
     objective: Objective
-    phase: NotRequired[Phase]
-
-
-class MegatronGPTModel(ABC, Generic[Batch]):
-    """A policy with its objective and its reference; the passes are the engine's."""
-
-    def __init__(
-        self,
-        *,
-        engine: LogProbEngine,
-        reference: ReferencePolicy | None,
-        objective: Objective,
-        phase: Phase = no_phase,
-    ) -> None:
-        """
-        Args:
-            engine: runs the model.
-            reference: gives the reference policy; None for losses that need none.
-            objective: what is minimised.
-            phase: names the phases of a step to a timer.
-        """
-        self.engine = engine
-        self.reference = reference
-        self.objective = objective
-        self.phase = phase
+    phase: Phase = no_phase
 
     @abstractmethod
     def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
