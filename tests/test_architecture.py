@@ -77,6 +77,7 @@ PACKAGES = {
             "torch numpy hydra omegaconf yaml pydantic pydantic_core annotated_types transformers megatron.core "
             "pytorch_lightning lightning_fabric psutil"
         ),
+        never=names("hydra._internal"),
     ),
 }
 # Modules of the top level; they import only the standard library.
@@ -272,6 +273,7 @@ OFFENCES = {
         ("data/g.py", "from . import chat\n", "relative import"),
         ("models/h.py", "import hydra\n", "models must not import hydra"),
         ("parallel/i.py", "from nemo_kto import losses\n", "parallel must not import nemo_kto.losses"),
+        ("launch/l.py", "from hydra._internal.utils import get_args_parser\n", "launch must not import hydra._internal"),
         ("garage/j.py", "", "there is no package garage"),
         ("files.py", "import torch\n", "files.py:1: a module of every package must not import torch"),
     ],

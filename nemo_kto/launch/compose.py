@@ -58,7 +58,21 @@ class Source(NamedTuple):
 
 
 DEFAULT_SOURCE = Source()
-Compose = Callable[[Sequence[str]], DictConfig]
+
+
+class _Compose(NamedTuple):
+    """Composes overrides, with files found where hydra.main finds them."""
+
+    config_name: str
+    search: list[str]
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        return compose(self.config_name, overrides=[*self.search, *overrides])
+
+    def choices(self, key: str) -> list[str]:
+        """The files that a key such as ``hardware`` chooses from."""
+        loader = GlobalHydra.instance().config_loader()
+        return loader.get_group_options(key.split("@")[0], config_name=self.config_name, overrides=self.search)
 
 
 def has_defaults(source: Source) -> bool:
@@ -69,8 +83,7 @@ def has_defaults(source: Source) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[Compose]:
-    """What composes overrides, with files found where hydra.main finds them."""
+def _opened(source: Source) -> Iterator[_Compose]:
     register()
     place, search = source.config_path or config_path(), []
     if source.config_dir is not None:
@@ -83,7 +96,7 @@ def _opened(source: Source) -> Iterator[Compose]:
         if package == place
         else initialize_config_module(package, version_base="1.3")
     ):
-        yield lambda overrides: compose(source.config_name, overrides=[*search, *overrides])
+        yield _Compose(source.config_name, search)
 
 
 def recipe_of(config: DictConfig) -> Recipe:
@@ -231,7 +244,7 @@ def find_mistakes(
         errors: list[ConfigError] = []
         good: list[list[str]] = []
         for text in overrides:
-            values = _read(text, basis, recipe, sweep)
+            values = _read(text, basis, composed, recipe, sweep)
             if isinstance(values, ConfigError):
                 errors.append(values)
             else:
@@ -253,7 +266,7 @@ def find_mistakes(
     return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
 
 
-def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
+def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
     """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
     try:
@@ -265,7 +278,7 @@ def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> ConfigEr
     key = override.key_or_group
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
-    if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or _group(key)):
+    if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or composed.choices(key)):
         return _unknown(key, text, known, recipe)
     if override.is_delete():
         return ConfigError(key, f"cannot be deleted, got {text}; set it to another value")
@@ -277,18 +290,13 @@ def _read(text: str, basis: DictConfig, recipe: Recipe, sweep: bool) -> ConfigEr
     return [f"{name}={value}" for value in override.sweep_string_iterator()]
 
 
-def _group(key: str) -> list[str]:
-    """The files that a key such as ``hardware`` chooses from."""
-    return GlobalHydra.instance().config_loader().get_group_options(key.split("@")[0])
-
-
-def _fault(text: str, composed: Compose, recipe: Recipe) -> ConfigError | None:
+def _fault(text: str, composed: _Compose, recipe: Recipe) -> ConfigError | None:
     """Why Hydra cannot apply an override."""
     key, _, value = text.lstrip("+").partition("=")
     try:
         composed([text])
     except MissingConfigException:
-        return ConfigError(key, f"must be one of {', '.join(_group(key))}, got {value}")
+        return ConfigError(key, f"must be one of {', '.join(composed.choices(key))}, got {value}")
     except WRONG as error:
         field = names(config_type(recipe)).get(key)
         if field is not None and field.section is not None:

@@ -69,10 +69,10 @@ _INTRODUCTION = """\
 
 Written by `python -m nemo_kto.launch.keys` from the comments in `conf/` and the types in the code; edit those.
 
-Every key can be given on the command line (`nemo-kto kto model.optim.lr=1e-6 ...`), in a YAML file of your own
-(`nemo-kto kto --config-dir . --config-name mine`, where mine.yaml begins with `defaults: [gpt_kto, _self_]`), or swept
+Every key can be given on the command line (`nemo-kto {name} model.optim.lr=1e-6 ...`), in a YAML file of your own
+(`nemo-kto {name} --config-dir . --config-name mine`, where mine.yaml begins with `defaults: [gpt_{name}, _self_]`), or swept
 over (`--multirun model.optim.lr=1e-6,3e-6`). `???` must be given. `hardware=cpu` and `hardware=gpu_node` set several keys
-at once. `nemo-kto kto --cfg job ...` prints the configuration of a command line. All mistakes are listed before
+at once. `nemo-kto {name} --cfg job ...` prints the configuration of a command line. All mistakes are listed before
 anything starts.
 """
 
@@ -82,7 +82,7 @@ def as_markdown() -> str:
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
-    lines, section = [_INTRODUCTION.rstrip()], ""
+    lines, section = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()], ""
     for key in shared:
         top = key.name.split(".")[0]
         if top != section:

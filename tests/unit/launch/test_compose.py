@@ -351,10 +351,11 @@ def test_a_configuration_of_ones_own(recipe: Recipe, tmp_path: Path) -> None:
     config = compose.load(["model.micro_batch_size=2"], source=source)
     assert config.model.seed == 7
     assert compose.recipe_of(config) is recipe
-    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x"], sweep=False)
-    assert [str(mistake) for mistake in found][:1] == [
+    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x", "hardware=tpu"], sweep=False)
+    assert [str(mistake) for mistake in found][:2] == [
         "trainer.max_steps is not a key of the configuration, got trainer.max_steps=x; "
-        f"did you mean trainer.{recipe.name}.max_steps?"
+        f"did you mean trainer.{recipe.name}.max_steps?",
+        "hardware must be one of cpu, gpu_node, got tpu",
     ]
 
 
