@@ -80,11 +80,11 @@ def what_stops(*arguments: object) -> str:
             "model.optim.use_distributed_optimizer=false",
             "ValueError: use_distributed_optimizer must stay True in a resumed run, got",
         ),
-        ("model.global_batch_size=8", "ValueError: global_batch_size must stay 16 in a run that goes on, got 8"),
-        ("trainer.kto.limit_train_batches=2", "ValueError: an epoch must stay 6 steps long in a run that goes on, got 2"),
+        ("model.global_batch_size=8", "ValueError: global_batch_size must stay 16 in a resumed run, got 8"),
+        ("trainer.kto.limit_train_batches=2", "ValueError: an epoch must stay 6 steps long in a resumed run, got 2"),
     ],
 )
-def test_what_a_run_cannot_go_on_with(
+def test_what_a_run_cannot_be_resumed_with(
     override: str, message: str, run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)

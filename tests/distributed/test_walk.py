@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:
     seen: list[list[tuple[str, str]]] = []
     original = LOSSES["kto"]
 
+    @functools.wraps(original.function)  # its parameters say what the loss takes
     def loss(*values: Any, **settings: Any) -> Any:
         names = []
         for frame in inspect.stack()[1:]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.distributed.engines import engine, kto_model
+from tests.distributed.engines import InOrder, engine, kto_model
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_rows
 
@@ -129,6 +128,7 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
 
 def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_parallel: int) -> list[dict[str, float]]:
     """What our trainer reports at each step, on one rank."""
+    from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.algorithms.dpo import TrainerConfig
     from nemo_kto.algorithms.kto import KTOTrainer
     from nemo_kto.parallel import state
@@ -151,14 +151,22 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_dataloader=SimpleNamespace(batch_sampler=batches),
+        train_dataloader=InOrder(batches),
         val_dataloader=None,
         test_dataloader=None,
         logger=None,
         ckpt_callback=None,
         run_timer=RunTimer(max_time=None),
     )
-    return [trainer.train_single_step(batch) for batch in trainer.augment_dataloader(batches)]
+    steps: list[dict[str, float]] = []
+
+    class Collect(Callback):
+        def on_train_step_end(self, trainer: Any, event: Event) -> None:
+            steps.append({name.removeprefix("train/"): value for name, value in event.report.items()})
+
+    trainer.callbacks = [Collect()]  # no logger and no checkpoints
+    trainer.fit()
+    return steps
 
 
 @pytest.mark.parametrize(
