@@ -6,9 +6,10 @@ loggers, so that what a callback adds to an event's report is logged. Every rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, ReferenceWeights, Trainer
+from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 
@@ -106,12 +107,12 @@ class ThroughputCallback(Callback):
 class ReferenceSync(Callback):
     """Moves the reference towards the policy every few steps (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
 
-    def __init__(self, *, weights: ReferenceWeights, interval: int, mixup_alpha: float) -> None:
-        """Args: weights: the reference's; interval: optimizer steps between moves; mixup_alpha: share of the policy."""
-        self._weights = weights
+    def __init__(self, *, mix: Callable[[float], None], interval: int, mixup_alpha: float) -> None:
+        """Args: mix: reference = alpha * policy + (1 - alpha) * reference; interval: optimizer steps; mixup_alpha: alpha."""
+        self._mix = mix
         self._interval = interval
         self._mixup_alpha = mixup_alpha
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         if event.step % self._interval == 0:
-            self._weights.mix(self._mixup_alpha)
+            self._mix(self._mixup_alpha)

@@ -109,10 +109,3 @@ class Trainer(Protocol):
 
     def state_dict(self) -> dict[str, int]:
         """Where the run stands."""
-
-
-class ReferenceWeights(Protocol):
-    """Weights of a reference that can be mixed with the policy's."""
-
-    def mix(self, mixup_alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference."""

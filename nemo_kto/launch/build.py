@@ -182,8 +182,8 @@ def build_callbacks(
     callbacks: list[Callback] = []
     if reference.synced_weights is not None:
         settings = cfg.model.reference
-        weights = reference.synced_weights
-        callbacks.append(ReferenceSync(weights=weights, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
+        mix = reference.synced_weights.mix
+        callbacks.append(ReferenceSync(mix=mix, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
     meter = ThroughputMeter(
         world_size=state.world_size(),
         peak_memory=device.peak_memory_bytes,

@@ -1,4 +1,4 @@
-"""Norms on torch that megatron-core's layers accept where Transformer Engine is absent, sequence parallelism included."""
+"""The norm on torch that megatron-core's layers accept where Transformer Engine is absent, sequence parallelism included."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ class _RMSNorm(torch.nn.RMSNorm):
     returns_residual = False  # read by megatron-core >= 0.18 of every norm
 
 
-class _LayerNorm(torch.nn.LayerNorm):
-    returns_residual = False
-
-
-_NORMS: dict[str, type[_RMSNorm] | type[_LayerNorm]] = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
-
-
 class TorchNorm:
-    """Builds the norm that ``config.normalization`` names; called as megatron-core calls its own norm builder.
+    """Builds an RMS norm; called as megatron-core calls its own norm builder.
 
     Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
     of the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the
@@ -28,29 +21,24 @@ class TorchNorm:
     """
 
     def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
-        cls,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        **_: object,
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
         """Build the norm.
 
         Args:
-            config: gives the kind of norm, the dtype of its parameters and sequence parallelism.
+            config: gives the dtype of the parameters and sequence parallelism.
             hidden_size: size of the last dimension, over which the norm is taken.
             eps: added to the variance.
 
         Raises:
-            ValueError: the kind of norm is unknown, or asks for what torch's norms do not have.
+            ValueError: another norm is configured, or what torch's norm does not have.
         """
-        if config.normalization not in _NORMS:
-            raise ValueError(f"normalization must be one of {sorted(_NORMS)}, got {config.normalization!r}")
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError(
                 "layernorm_zero_centered_gamma must be False without Transformer Engine; torch's norms scale by the weight"
             )
-        norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        norm = _RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
+        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

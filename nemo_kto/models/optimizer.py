@@ -17,7 +17,7 @@ SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealing": "linear", "constant
 def wrap_data_parallel(chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool) -> list[MegatronModule]:
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
-    Gradients are summed in fp32 over the data-parallel group; dividing by the number of rows of the global batch is left
+    Gradients are summed in fp32 over the data-parallel group; dividing by the number of examples of the global batch is left
     to ``finalize_model_grads``, which knows that number. A gradient that is not finite stops the rank that has it.
     """
     ddp_config = DistributedDataParallelConfig(

@@ -1,11 +1,8 @@
-"""One table a model family. A new family is a new table, and its name in ``FAMILIES``."""
+"""One table for each model family. A new family is a new table, and its name in ``FAMILIES``."""
 
 from __future__ import annotations
 
-from nemo_kto.models.families.llama import LLAMA
-from nemo_kto.models.families.mistral import MISTRAL
-from nemo_kto.models.families.qwen2 import QWEN2
-from nemo_kto.models.families.qwen3 import QWEN3
+from nemo_kto.models.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from nemo_kto.models.families.table import Family, ParamMapping, Split
 
 __all__ = ["FAMILIES", "Family", "ParamMapping", "Split", "find_family"]

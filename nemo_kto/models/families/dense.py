@@ -1,8 +1,8 @@
-"""The weights that the dense families share, under the names that Hugging Face gives them."""
+"""The dense families: the weights they share, under the names that Hugging Face gives them, and what differs."""
 
 from __future__ import annotations
 
-from nemo_kto.models.families.table import ParamMapping, Split
+from nemo_kto.models.families.table import Family, ParamMapping, Split, window_by_layer_type, window_everywhere
 
 _MCORE = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
@@ -35,15 +35,41 @@ _DENSE: tuple[tuple[str, dict[str, tuple[str, ...]], Split, str], ...] = (
     ("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, Split.REPLICATED, ""),
     ("output_layer.weight", {"lm_head.weight": ("vocabulary", "hidden")}, Split.VOCABULARY, "untied"),
 )
-DENSE_MAPPINGS = tuple(
+_DENSE_MAPPINGS = tuple(
     ParamMapping(mcore_name=mcore_name, hf_names=hf_names, split=split, required_flag=flag)
     for mcore_name, hf_names, split, flag in _DENSE
 )
-QK_NORM_MAPPINGS = tuple(
+_QK_NORM_MAPPINGS = tuple(
     ParamMapping(
         mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
         hf_names={f"{_ATTENTION}{part}_norm.weight": ("head",)},
         split=Split.REPLICATED,
     )
     for part in "qk"
+)
+
+# Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
+LLAMA = Family(
+    name="llama",
+    hf_architecture="LlamaForCausalLM",
+    mappings=_DENSE_MAPPINGS,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+)
+# Llama with a window of attention in every layer where ``sliding_window`` is set.
+MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=_DENSE_MAPPINGS, windows=window_everywhere)
+# Qwen 2 and 2.5: biases on query, key and value, and on nothing else.
+QWEN2 = Family(
+    name="qwen2",
+    hf_architecture="Qwen2ForCausalLM",
+    mappings=_DENSE_MAPPINGS,
+    flags={"qkv_bias": True},
+    windows=window_by_layer_type,
+)
+# Qwen 3: a norm on every query and key head, and a head size of its own.
+QWEN3 = Family(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    mappings=_DENSE_MAPPINGS + _QK_NORM_MAPPINGS,
+    flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
+    windows=window_by_layer_type,
 )

@@ -110,6 +110,6 @@ def test_the_reference_is_synced_before_a_checkpoint_is_written() -> None:
             self.mixed.append((len(run.notes.saved), mixup_alpha))
 
     weights = Weights()
-    run = Run(max_steps=6, save_interval=2, callbacks=[ReferenceSync(weights=weights, interval=2, mixup_alpha=0.6)])
+    run = Run(max_steps=6, save_interval=2, callbacks=[ReferenceSync(mix=weights.mix, interval=2, mixup_alpha=0.6)])
     run.fit()
     assert weights.mixed == [(0, 0.6), (1, 0.6), (2, 0.6)], "one more checkpoint is written after each"

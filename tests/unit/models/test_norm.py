@@ -24,18 +24,9 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
-def test_layer_norm() -> None:
-    values = torch.randn(3, 8)
-    centred = values - values.mean(-1, keepdim=True)
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(TorchNorm(config(normalization="LayerNorm"), hidden_size=8)(values), expected)
-
-
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_tell_of_sequence_parallelism(kind: str, sequence_parallel: bool) -> None:
+def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> None:
     settings = config(
-        normalization=kind,
         tensor_model_parallel_size=2,
         sequence_parallel=sequence_parallel,
         params_dtype=torch.bfloat16,
@@ -46,9 +37,9 @@ def test_parameters_tell_of_sequence_parallelism(kind: str, sequence_parallel: b
         assert parameter.dtype == torch.bfloat16
 
 
-def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match=r"normalization must be one of \['LayerNorm', 'RMSNorm'\], got 'L2Norm'"):
-        TorchNorm(config(normalization="L2Norm"), hidden_size=8)
+def test_another_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"normalization must be RMSNorm, got 'LayerNorm'"):
+        TorchNorm(config(normalization="LayerNorm"), hidden_size=8)
 
 
 def test_zero_centred_weights_are_refused() -> None:
