@@ -34,7 +34,7 @@ class Check:
 
     Attributes:
         holds: of a value of the right type.
-        text: the constraint, as it goes on after "must".
+        text: the constraint, as it follows "must".
         remedy: what to do; {key} stands for the key.
     """
 
