@@ -35,6 +35,8 @@ setup(
         "datasets>=3",
         "numpy",
         "pydantic>=2.10",
+        "annotated-types",
+        "typing-extensions",
         "psutil",  # megatron-core's dist_checkpointing imports it and does not declare it
         "tensorboard",
         "tqdm",
