@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers
@@ -15,79 +15,58 @@ Raw = TypeVar("Raw", covariant=True)
 
 
 class PolicyModel(Protocol[Batch]):
-    """All results are over the global batch and the same on every rank."""
+    """Gives the loss and its gradient. Results are over the global batch and the same on every rank; without a reference
+    (``uses_reference``) there are no reference log-probs to attach.
+    """
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether the loss needs reference log-probs."""
-
-    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
-        """Loss and metrics; gradients too, unless ``forward_only``."""
-
-    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Reference log-probs, one of each sequence."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+    def uses_reference(self) -> bool: ...
+    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]: ...
+    def get_ref_policy_logprobs(self, batch: Batch) -> Tensor: ...
+    def zero_grad(self) -> None: ...
 
 
 class Optimizer(Protocol):
-    """megatron-core's optimizer."""
+    """megatron-core's optimizer; ``step`` says whether the gradient was applied, its norm, and the number of zeros in it."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Its groups of parameters, each with its learning rate ``lr``."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-
-    def step(self) -> tuple[bool, float | torch.Tensor | None, object]:
-        """Clip and apply the gradient: whether it was applied, its norm, and the number of zeros in it."""
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def zero_grad(self) -> None: ...
+    def step(self) -> tuple[bool, float | Tensor | None, object]: ...
 
 
 class Scheduler(Protocol):
-    """megatron-core's OptimizerParamScheduler."""
+    """megatron-core's OptimizerParamScheduler; ``step`` advances by so many optimizer steps."""
 
-    def step(self, increment: int) -> None:
-        """Advance by so many optimizer steps."""
+    def step(self, increment: int) -> None: ...
 
 
 class Position(Protocol):
-    """The order of the global batches of an epoch."""
+    """The order of an epoch's global batches, of which there are ``len``; the next iteration starts at the position."""
 
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-
-    def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
-        """Where the next iteration starts."""
+    def __len__(self) -> int: ...
+    def set_position(self, epoch: int, consumed_in_epoch: int) -> None: ...
 
 
 class Loader(Protocol[Raw]):
-    """This rank's share of every global batch of an epoch."""
+    """This rank's share of every global batch of an epoch, from the position of ``batch_sampler`` on."""
 
     @property
-    def batch_sampler(self) -> Position:
-        """The order."""
-
-    def __iter__(self) -> Iterator[Raw]:
-        """The batches from the position on."""
+    def batch_sampler(self) -> Position: ...
+    def __iter__(self) -> Iterator[Raw]: ...
 
 
 class MetricsLogger(Protocol):
     """Where metrics go; Lightning's loggers have this form."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step."""
-
-    def finalize(self, status: str) -> None:
-        """Flush and close."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def finalize(self, status: str) -> None: ...
 
 
 class CheckpointWriter(Protocol):
-    """What writes a checkpoint."""
+    """What writes a checkpoint; collective."""
 
-    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
-        """Write one; collective."""
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None: ...
 
 
 class Trainer(Protocol):
@@ -107,5 +86,4 @@ class Trainer(Protocol):
     monitored: dict[str, float]
     timers: PhaseTimers
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the run stands."""
+    def state_dict(self) -> dict[str, int]: ...

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
 
 from nemo_kto.losses.sequence import sequence_sums
 from nemo_kto.models.flops import ForwardFlops
@@ -37,17 +38,17 @@ class MicroBatchLoss(NamedTuple):
         sums: what the metrics are made of, without gradient; the same names in every micro-batch.
     """
 
-    loss_sum: torch.Tensor
-    num_examples: torch.Tensor
-    sums: Mapping[str, torch.Tensor]
+    loss_sum: Tensor
+    num_examples: Tensor
+    sums: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, sums: Mapping[str, torch.Tensor]) -> MicroBatchLoss:
+    def of(cls, sums: Mapping[str, Tensor]) -> MicroBatchLoss:
         """From sums with ``loss_sum`` and ``rows`` (its number of examples) among them."""
         return cls(sums["loss_sum"], sums["rows"].detach().int(), {name: value.detach() for name, value in sums.items()})
 
 
-SequenceLoss = Callable[[torch.Tensor, torch.Tensor], MicroBatchLoss]
+SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
 """(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage."""
 
 
@@ -80,7 +81,7 @@ class LogProbEngine:
         self._width_multiple = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
 
     @torch.no_grad()
-    def logprobs(self, sequences: SequenceBatch) -> torch.Tensor:
+    def logprobs(self, sequences: SequenceBatch) -> Tensor:
         """Log-prob of each sequence's response under the present weights: [B], fp32, on the CPU, on every pipeline stage.
 
         Evaluation mode, no gradient.
@@ -90,7 +91,7 @@ class LogProbEngine:
             return logps_B.cpu()
         prompts = max(1, self.forward_micro_batch_size // sequences.answers)
 
-        def collect(sequence_index_b: torch.Tensor, logps_b: torch.Tensor, *, non_loss_data: bool) -> None:
+        def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
             logps_B[sequence_index_b.to(logps_B.device)] = logps_b
 
         schedule = self._schedule(sequences, prompts, collect, forward_only=True)
@@ -100,7 +101,7 @@ class LogProbEngine:
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
-    ) -> list[Mapping[str, torch.Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """Send ``sequences`` through the pipeline and, unless ``forward_only``, their loss back.
 
         Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, whatever the
@@ -131,7 +132,7 @@ class LogProbEngine:
         """Forward and backward in units of a forward pass; frozen weights get no gradient, which is a third of the work."""
         return 2 if unwrap_model(self.chunks[0]).adapters is not None else 3
 
-    def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, torch.Tensor]:
+    def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, Tensor]:
         """The work that sequences are, to be summed over ranks.
 
         Args:
@@ -149,11 +150,11 @@ class LogProbEngine:
 
     def _schedule(
         self, sequences: SequenceBatch, size: int, loss: Callable[..., object], *, forward_only: bool
-    ) -> Callable[..., list[Mapping[str, torch.Tensor]]]:
+    ) -> Callable[..., list[Mapping[str, Tensor]]]:
         """megatron-core's schedule with its arguments bound: micro-batches of ``size`` prompts, each given to ``loss``."""
         micro_batches = sequences.micro_batches(size, multiple=self._width_multiple)
 
-        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
+        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
             output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
             if unwrap_model(chunk).post_process:
@@ -172,7 +173,7 @@ class LogProbEngine:
             forward_only=forward_only,
         )
 
-    def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: torch.Tensor) -> torch.Tensor:
+    def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""
         hidden_sbh = hidden_bsh.transpose(0, 1)
         if self._config.sequence_parallel:

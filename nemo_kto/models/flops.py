@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.sequences import SequenceBatch
@@ -36,7 +36,7 @@ class ForwardFlops:
             per_response_token=2 * hidden * architecture.vocab_size,
         )
 
-    def of(self, sequences: SequenceBatch) -> torch.Tensor:
+    def of(self, sequences: SequenceBatch) -> Tensor:
         """Of one forward pass over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
         lengths_B = sequences.lengths_B.double()
         pairs = (lengths_B * (lengths_B + 1) / 2).sum()

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.sequences import SequenceBatch
@@ -29,7 +30,7 @@ class ReferencePolicy(Protocol):
     def forward_passes(self) -> int:
         """Passes of the model that it takes to evaluate a sequence."""
 
-    def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
+    def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """Log-prob of each response under the reference, part after part: fp32, on the CPU."""
 
 
@@ -43,7 +44,7 @@ class LiveReference:
         self._engine = engine
         self._active = active
 
-    def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
+    def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""
         with self._active():
             return torch.cat([self._engine.logprobs(sequences) for sequences in parts])
@@ -93,6 +94,6 @@ class SwappedWeights:
             host.copy_(torch.lerp(host.float(), parameter.detach().to("cpu", torch.float32), mixup_alpha))
 
 
-def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
+def _host_copy(parameter: Tensor) -> Tensor:
     copy = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
     return copy.copy_(parameter.detach())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
 from nemo_kto.parallel import device
@@ -28,21 +29,21 @@ class SequenceBatch:
         answers: sequences that belong together: k, k + B / answers, ... are answers to one prompt, and share a micro-batch.
     """
 
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    lengths_B: torch.Tensor
-    positions_BS: torch.Tensor
-    mask_B1SS: torch.Tensor | None = None
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    lengths_B: Tensor
+    positions_BS: Tensor
+    mask_B1SS: Tensor | None = None
     answers: int = 1
 
     @classmethod
     def of(
         cls,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        positions_BS: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        lengths_B: Tensor,
+        positions_BS: Tensor | None,
+        mask: Tensor | None,
     ) -> SequenceBatch:
         """From the tensors of a collated batch; a mask [B, S] only says where the padding is."""
         if positions_BS is None:
@@ -72,16 +73,16 @@ class SequenceBatch:
         return self.tokens_BS.shape[0]
 
     @cached_property
-    def valid_B(self) -> torch.Tensor:
+    def valid_B(self) -> Tensor:
         """[B] bool: sequences with at least one response token to learn from."""
         return self.response_counts_B > 0
 
     @cached_property
-    def response_counts_B(self) -> torch.Tensor:
+    def response_counts_B(self) -> Tensor:
         """[B] int64: response tokens of each sequence."""
         return response_counts(self.labels_BS)
 
-    def take(self, sequence_index_b: torch.Tensor) -> SequenceBatch:
+    def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """The sequences of these numbers, each by itself."""
         mask = self.mask_B1SS
         return SequenceBatch(
@@ -105,7 +106,7 @@ class SequenceBatch:
         """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
         return sum(len(index_b) * self._width(index_b, multiple) for index_b in self._by_length(size))
 
-    def _by_length(self, size: int) -> Sequence[torch.Tensor]:
+    def _by_length(self, size: int) -> Sequence[Tensor]:
         if not len(self):
             return []
         prompts = len(self) // self.answers
@@ -113,10 +114,10 @@ class SequenceBatch:
         order = torch.argsort(longest_of_prompt, descending=True, stable=True)
         return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in order.split(size)]
 
-    def _width(self, sequence_index_b: torch.Tensor, multiple: int) -> int:
+    def _width(self, sequence_index_b: Tensor, multiple: int) -> int:
         return -(-int(self.lengths_B[sequence_index_b].max()) // multiple) * multiple
 
-    def _micro_batch(self, sequence_index_b: torch.Tensor, multiple: int) -> MicroBatch:
+    def _micro_batch(self, sequence_index_b: Tensor, multiple: int) -> MicroBatch:
         width, there, mask = self._width(sequence_index_b, multiple), device.current_device(), self.mask_B1SS
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
         return MicroBatch(
@@ -145,10 +146,10 @@ class MicroBatch:
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
     """
 
-    sequence_index_b: torch.Tensor
-    tokens_bs: torch.Tensor
-    positions_bs: torch.Tensor
-    mask_b1ss: torch.Tensor | None
-    hidden_index_T: torch.Tensor
-    target_T: torch.Tensor
-    sequence_T: torch.Tensor
+    sequence_index_b: Tensor
+    tokens_bs: Tensor
+    positions_bs: Tensor
+    mask_b1ss: Tensor | None
+    hidden_index_T: Tensor
+    target_T: Tensor
+    sequence_T: Tensor

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.losses.metrics import Metrics
@@ -28,8 +29,8 @@ class PairTensors:
     """
 
     answers: SequenceBatch
-    reference_logps_B: torch.Tensor | None
-    reward_delta_P: torch.Tensor
+    reference_logps_B: Tensor | None
+    reward_delta_P: Tensor
 
     @classmethod
     def unpack(cls, batch: DPOBatch) -> PairTensors:
@@ -69,7 +70,7 @@ class MegatronGPTDPOModel(MegatronGPTModel[DPOBatch]):
         """What the reference evaluates."""
         return (PairTensors.unpack(batch).answers,)
 
-    def get_ref_policy_logprobs(self, batch: DPOBatch) -> torch.Tensor:
+    def get_ref_policy_logprobs(self, batch: DPOBatch) -> Tensor:
         """Reference log-prob of each answer: [2P], fp32, CPU; the chosen ones first, then the rejected ones."""
         return self.reference_logprobs(*self.sequences(batch))
 
@@ -97,12 +98,12 @@ class MegatronGPTDPOModel(MegatronGPTModel[DPOBatch]):
             derive=preference_metrics,
         )
 
-    def _micro_batch_loss(self, pairs: PairTensors, sequence_index_b: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+    def _micro_batch_loss(self, pairs: PairTensors, sequence_index_b: Tensor, logps_b: Tensor) -> MicroBatchLoss:
         """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers."""
         objective = self.objective
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
 
-        def pick(values_N: torch.Tensor, index_n: torch.Tensor) -> torch.Tensor:
+        def pick(values_N: Tensor, index_n: Tensor) -> Tensor:
             return values_N[index_n].to(logps_b.device)
 
         values_b = logps_b  # what the loss compares: log-ratios, or log-probs where there is no reference

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from nemo_kto.data.batch import KTOBatch
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
@@ -31,11 +32,11 @@ class UnpairedTensors:
     """
 
     samples: SequenceBatch
-    desirable_B: torch.Tensor
+    desirable_B: Tensor
     kl_samples: SequenceBatch | None
-    same_prompt_B: torch.Tensor | None
-    reference_logps_B: torch.Tensor | None
-    kl_reference_logps_B: torch.Tensor | None
+    same_prompt_B: Tensor | None
+    reference_logps_B: Tensor | None
+    kl_reference_logps_B: Tensor | None
 
     @classmethod
     def unpack(cls, batch: KTOBatch) -> UnpairedTensors:
@@ -86,7 +87,7 @@ class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
         unpaired = UnpairedTensors.unpack(batch)
         return (unpaired.samples,) if unpaired.kl_samples is None else (unpaired.samples, unpaired.kl_samples)
 
-    def get_ref_policy_logprobs(self, batch: KTOBatch) -> torch.Tensor:
+    def get_ref_policy_logprobs(self, batch: KTOBatch) -> Tensor:
         """Reference log-prob of each response: [2B], fp32, CPU; the samples first, then the KL examples.
 
         [B] where the batch has no KL examples.
@@ -115,7 +116,7 @@ class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
         zeros = loss(torch.zeros(0, dtype=torch.int64), nothing).sums
         return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
-    def _reference_point(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[torch.Tensor, dict[str, float]]:
+    def _reference_point(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[Tensor, dict[str, float]]:
         """z0 over the global batch (0-d), and sums over the batch that every pipeline stage knows.
 
         The policy is evaluated forward only.
@@ -143,15 +144,15 @@ class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
     def _micro_batch_loss(
         self,
         unpaired: UnpairedTensors,
-        z0: torch.Tensor,
+        z0: Tensor,
         sft_weight: float,
-        sequence_index_b: torch.Tensor,
-        logps_b: torch.Tensor,
+        sequence_index_b: Tensor,
+        logps_b: Tensor,
     ) -> MicroBatchLoss:
         """Loss of a micro-batch: the log-probs [b] of its sequences."""
         objective = self.objective
 
-        def pick(values_B: torch.Tensor) -> torch.Tensor:
+        def pick(values_B: Tensor) -> Tensor:
             return values_B[sequence_index_b].to(logps_b.device)
 
         log_ratios_b = logps_b  # of a loss without a reference: the log-probs themselves

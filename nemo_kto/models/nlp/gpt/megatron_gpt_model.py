@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
+from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics
@@ -61,7 +61,7 @@ class MegatronGPTModel(ABC, Generic[Batch]):
         """Loss and metrics over the global batch; gradients too, unless ``forward_only``."""
 
     @abstractmethod
-    def get_ref_policy_logprobs(self, batch: Batch) -> torch.Tensor:
+    def get_ref_policy_logprobs(self, batch: Batch) -> Tensor:
         """Reference log-probs of the batch's sequences, on the CPU."""
 
     @property
@@ -78,7 +78,7 @@ class MegatronGPTModel(ABC, Generic[Batch]):
         """Forget the gradients of the step before."""
         self.engine.zero_grad()
 
-    def reference_logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
+    def reference_logprobs(self, *parts: SequenceBatch) -> Tensor:
         """Reference log-prob of each response, part after part: fp32, on the CPU.
 
         Raises:
@@ -89,7 +89,7 @@ class MegatronGPTModel(ABC, Generic[Batch]):
         with self.phase("reference"):
             return self.reference.logprobs(*parts)
 
-    def sft_losses(self, logps_b: torch.Tensor, response_counts_b: torch.Tensor) -> torch.Tensor:
+    def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor) -> Tensor:
         """Negative log-prob of each answer, as the SFT loss counts it: [b].
 
         Args:
@@ -104,9 +104,9 @@ class MegatronGPTModel(ABC, Generic[Batch]):
 
     def global_metrics(
         self,
-        parts: Sequence[Mapping[str, torch.Tensor]],
+        parts: Sequence[Mapping[str, Tensor]],
         *,
-        zeros: Mapping[str, torch.Tensor],
+        zeros: Mapping[str, Tensor],
         batch_sums: Mapping[str, float],
         derive: Derive,
     ) -> tuple[float, Metrics]:
