@@ -40,7 +40,7 @@ class ExampleKind:
 
     name: str
     features: Features
-    read: Callable[..., Iterator[Any]]
+    read: Callable[[Path, RowErrors], Iterator[Any]]
     tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]
 
 
@@ -146,7 +146,7 @@ class TokenCache:
         return True
 
     def _examples(self, path: Path, broken: RowErrors) -> Iterator[Columns]:
-        records = self.kind.read(path, broken=broken)
+        records = self.kind.read(path, broken)
         while batch := list(islice(records, _BATCH)):
             examples = self.kind.tokenise(batch, self.encoder, self.truncation)
             for record, example in zip(batch, examples, strict=True):

@@ -79,10 +79,9 @@ class RecordEncoder:
         tokenizer = self._tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            # truncation and padding are left behind by whoever called the tokenizer last
-            content = {
-                name: part for name, part in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
-            }
+            content = json.loads(backend.to_str())
+            for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
+                content.pop(setting, None)
         else:
             content = sorted(tokenizer.get_vocab().items())
         parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
@@ -137,9 +136,7 @@ class RecordEncoder:
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer by itself puts a BOS in front of a string."""
-    if tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

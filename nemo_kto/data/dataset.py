@@ -81,18 +81,17 @@ class KTODataset(_TokenDataset[KTOExample]):
 class DPODataset(_TokenDataset[DPOExample]):
     """Pairs of answers."""
 
-    def __init__(
-        self, *, table: datasets.Dataset, index: np.ndarray, default_chosen_reward: float, default_rejected_reward: float
-    ) -> None:
-        """Args: default_chosen_reward, default_rejected_reward: of the answers of an example without rewards of its own."""
+    def __init__(self, *, table: datasets.Dataset, index: np.ndarray, default_rewards: tuple[float, float]) -> None:
+        """Args: default_rewards: of the chosen and of the rejected answer, where an example has none of its own."""
         super().__init__(table=table, index=index)
-        self._default_rewards = {"chosen_reward": default_chosen_reward, "rejected_reward": default_rejected_reward}
+        self._default_rewards = default_rewards
 
     def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
         columns: dict[str, list] = {
             name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
         }
-        columns |= {name: table.column(name).fill_null(value).to_pylist() for name, value in self._default_rewards.items()}
+        for name, default in zip(("chosen_reward", "rejected_reward"), self._default_rewards, strict=True):
+            columns[name] = table.column(name).fill_null(default).to_pylist()
         return [DPOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
 

@@ -25,7 +25,8 @@ class DPORecipe(Recipe):
         from nemo_kto.data.cache import DPO_EXAMPLES
         from nemo_kto.data.dataset import DPODataset, build_splits
 
-        return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, **options), **source)
+        rewards = options["default_chosen_reward"], options["default_rejected_reward"]
+        return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
 
     def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
         from nemo_kto.data.loader import share

@@ -21,7 +21,7 @@ from nemo_kto.data.balance import (
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.data.dataset import DPODataset, KTODataset, build_splits
-from nemo_kto.data.records import DataError, DPOExample, RowError, pair_of_row, read_dpo_records
+from nemo_kto.data.records import DataError, DPOExample, RowError, RowErrors, pair_of_row, read_dpo_records
 from nemo_kto.data.truncation import Truncation
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
@@ -63,8 +63,10 @@ def test_a_broken_pair_says_why(row: dict, text: str) -> None:
 
 def test_a_broken_pair_says_where(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
+    broken = RowErrors()
+    assert len(list(read_dpo_records(file, broken))) == 1
     with pytest.raises(DataError, match=r"1 broken row:\n  .*rows\.jsonl:2: a pair must have"):
-        list(read_dpo_records(file))
+        broken.raise_if_any()
 
 
 def test_the_prompt_is_cut_once_so_that_the_longer_answer_fits() -> None:
@@ -98,8 +100,7 @@ def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: P
     shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}
     shared |= {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": tmp_path / "cache", "seed": 1}
     for defaults in ((1.0, 0.0), (9.0, 8.0)):
-        make = partial(DPODataset, default_chosen_reward=defaults[0], default_rejected_reward=defaults[1])
-        splits = build_splits(kind=DPO_EXAMPLES, make=make, **shared)
+        splits = build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=defaults), **shared)
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
