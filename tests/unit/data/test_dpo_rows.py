@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -93,7 +94,10 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
     assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
 
 
-def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
+def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     rows = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
@@ -104,9 +108,11 @@ def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: P
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
+    assert caplog.messages.count("train: 4 rows") == 2
     judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
     assert judged is not None
     assert len(judged) == 8
+    assert "train: 8 rows, 4 of them desirable" in caplog.messages
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
 
 
