@@ -26,10 +26,9 @@ def loss_balance(desirable: int, undesirable: int, desirable_weight: float, unde
 def balanced_weights(
     desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float
 ) -> tuple[float, float]:
-    """Weights with which the balance is in its range: the weight of the side that is too light is raised just so far.
+    """w_D and w_U with which the balance is in its range: the weight of the side that is too light is raised just so far.
 
-    Returns:
-        w_D and w_U; as they were where the balance is fine or cannot be.
+    They are as they were where the balance is fine or cannot be.
 
     Examples:
         >>> balanced_weights(30, 60, 1.0, 1.0)

@@ -33,8 +33,7 @@ def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[in
         while 0 < cut < num_rows and joined(cut):
             cut += 1
         cuts.append(cut)
-    cuts.append(num_rows)
-    return list(pairwise(cuts))
+    return list(pairwise([*cuts, num_rows]))
 
 
 def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:

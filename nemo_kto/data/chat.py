@@ -44,11 +44,7 @@ class RecordEncoder:
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Args: tokenizer: must have an EOS token.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Args: tokenizer: must have an EOS token; ValueError if it has none."""
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
@@ -70,24 +66,13 @@ class RecordEncoder:
         usable = [text for text in texts if isinstance(text, _RenderedText)]
         prompts = self._ids([text.prompt for text in usable])
         wholes = self._ids([text.prompt + text.answer for text in usable])
-        separate = self._ids(
-            [
-                text.answer
-                for text, prompt, whole in zip(usable, prompts, wholes, strict=True)
-                if whole[: len(prompt)] != prompt
-            ]
+        continued = [whole[: len(prompt)] == prompt for prompt, whole in zip(prompts, wholes, strict=True)]
+        separate = iter(self._ids([text.answer for text, joined in zip(usable, continued, strict=True) if not joined]))
+        examples = (
+            self._finish(text, prompt, whole[len(prompt) :] if joined else next(separate))
+            for text, prompt, whole, joined in zip(usable, prompts, wholes, continued, strict=True)
         )
-        pieces = iter(zip(prompts, wholes, strict=True))
-        answers = iter(separate)
-        results: list[EncodedExample | RowError] = []
-        for text in texts:
-            if isinstance(text, RowError):
-                results.append(text)
-                continue
-            prompt, whole = next(pieces)
-            answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else next(answers)
-            results.append(self._finish(text, prompt, answer))
-        return results
+        return [text if isinstance(text, RowError) else next(examples) for text in texts]
 
     def fingerprint(self) -> str:
         """Hash of everything in the tokenizer that decides the ids of an example."""
@@ -151,9 +136,7 @@ class RecordEncoder:
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer by itself puts a BOS in front of a string."""
-    if tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -38,18 +38,12 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(number)
     order = [number for group in groups.values() for number in group]
-    shift = max(map(len, groups.values()), default=0)
-    if len(groups) == 1:
-        shift = 1  # a shift by the whole batch would give every example its own response
+    # A single group: a shift by the whole batch would give every example its own response.
+    shift = 1 if len(groups) == 1 else max(map(len, groups.values()), default=0)
     partners = [0] * len(order)
     for place, number in enumerate(order):
         partners[number] = order[(place + shift) % len(order)]
     return partners
-
-
-def same_prompt_pairs(prompts: Sequence[Hashable], partners: Sequence[int]) -> list[bool]:
-    """For each example, whether its KL response was given to its own prompt; their number is logged."""
-    return [prompts[number] == prompts[partner] for number, partner in enumerate(partners)]
 
 
 def kto_custom_collate(
@@ -93,7 +87,7 @@ def kto_custom_collate(
         "sample_lengths": own.lengths,
         "position_ids": own.position_ids,
         "attention_mask": own.attention_mask,
-        "preference": torch.tensor([int(batch[k].desirable) for k in kept], dtype=torch.int64),
+        "preference": torch.tensor([batch[k].desirable for k in kept], dtype=torch.int64),
     }
     if with_kl:
         tensors["kl_samples"] = kl.tokens
@@ -101,7 +95,7 @@ def kto_custom_collate(
         tensors["kl_sample_lengths"] = kl.lengths
         tensors["kl_position_ids"] = kl.position_ids
         tensors["kl_attention_mask"] = kl.attention_mask
-        tensors["kl_same_prompt"] = torch.tensor(list(map(int, same_prompt)), dtype=torch.int64)
+        tensors["kl_same_prompt"] = torch.tensor(same_prompt, dtype=torch.int64)
     return tensors
 
 
@@ -111,10 +105,9 @@ def _kl_examples(
     """For each kept example its prompt with another's response, cut at its end, and whether that has the same prompt."""
     prompts = [np.asarray(example.prompt_ids, dtype=np.int64).tobytes() for example in batch]
     partners = kl_partners(prompts)
-    same = same_prompt_pairs(prompts, partners)
     room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
     texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
-    return texts, [same[k] for k in kept]
+    return texts, [prompts[k] == prompts[partners[k]] for k in kept]
 
 
 def dpo_custom_collate(
@@ -187,7 +180,14 @@ def _padded(
 
 
 def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_attention: bool, mask_eod: bool) -> _Padded:
-    tokens, labels, lengths = _filled(texts, width, eos_id)
+    tokens = np.full((len(texts), width), eos_id, dtype=np.int64)
+    labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
+    for k, (prompt, response) in enumerate(texts):
+        start, end = len(prompt), len(prompt) + len(response)
+        tokens[k, :start] = prompt
+        tokens[k, start:end] = response
+        labels[k, start:end] = response
+    lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
     is_token = np.arange(width) < lengths[:, None]
     # [B, S]: the number of documents that ended before a token; padding ends none.
     ends = (tokens == eos_id) & is_token
@@ -197,20 +197,6 @@ def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_att
     positions = _positions(documents, reset=reset_positions)
     mask = _masked(documents) if reset_attention else is_token
     return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))
-
-
-def _filled(texts: Texts, width: int, eos_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens and labels [B, width], and lengths [B]."""
-    tokens = np.full((len(texts), width), eos_id, dtype=np.int64)
-    labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
-    lengths = np.zeros(len(texts), dtype=np.int64)
-    for k, (prompt, response) in enumerate(texts):
-        start, end = len(prompt), len(prompt) + len(response)
-        tokens[k, :start] = prompt
-        tokens[k, start:end] = response
-        labels[k, start:end] = response
-        lengths[k] = end
-    return tokens, labels, lengths
 
 
 def _positions(documents: np.ndarray, *, reset: bool) -> np.ndarray:

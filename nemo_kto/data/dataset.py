@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import datasets
 import numpy as np
@@ -18,10 +17,11 @@ import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.blend import blend, split_ranges
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.cache import ExampleKind, TokenCache
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
 from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
+from nemo_kto.data.truncation import Truncation
 
 if TYPE_CHECKING:
     import pyarrow
@@ -49,6 +49,10 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         """Many examples in one look-up (torch's DataLoader calls it by this name)."""
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
 
+    def log_counts(self, split: str) -> None:
+        """Say how many examples the split has, and warn of what looks wrong."""
+        logger.info("%s: %d rows", split, len(self))
+
     @abstractmethod
     def _examples(self, table: pyarrow.Table) -> list[Example]:
         """The examples of a piece of the table."""
@@ -66,6 +70,13 @@ class KTODataset(_TokenDataset[KTOExample]):
         """Number of desirable examples."""
         return int(self._table.data.column("desirable").to_numpy()[self._index].sum())
 
+    def log_counts(self, split: str) -> None:
+        desirable = self.desirable_count()
+        logger.info("%s: %d rows, %d of them desirable", split, len(self), desirable)
+        if desirable in (0, len(self)):
+            label = "desirable" if desirable else "undesirable"
+            logger.warning("%s: all %d rows are %s; is the file sorted by label?", split, len(self), label)
+
 
 class DPODataset(_TokenDataset[DPOExample]):
     """Pairs of answers."""
@@ -76,12 +87,11 @@ class DPODataset(_TokenDataset[DPOExample]):
         self._default_rewards = default_rewards
 
     def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
-        columns: dict[str, list[Any]] = {
+        columns: dict[str, list] = {
             name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
         }
-        for side, default in zip(("chosen", "rejected"), self._default_rewards, strict=True):
-            rewards = table.column(f"{side}_reward").to_pylist()
-            columns[f"{side}_reward"] = [default if reward is None else reward for reward in rewards]
+        for name, default in zip(("chosen_reward", "rejected_reward"), self._default_rewards, strict=True):
+            columns[name] = table.column(name).fill_null(default).to_pylist()
         return [DPOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
 
@@ -97,8 +107,10 @@ class Splits(Generic[AnyDataset]):
     test: AnyDataset | None
 
 
-def build_kto_splits(
+def build_splits(
     *,
+    kind: ExampleKind,
+    make: Callable[..., AnyDataset],
     data_prefix: object,
     splits_string: str | None,
     tokenizer: PreTrainedTokenizerBase,
@@ -106,91 +118,36 @@ def build_kto_splits(
     truncation_mode: str,
     cache_dir: str | Path,
     seed: int,
-) -> Splits[KTODataset]:
+) -> Splits[AnyDataset]:
     """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
     Args:
+        kind: ``cache.KTO_EXAMPLES`` or ``cache.DPO_EXAMPLES``.
+        make: (table, index) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with its defaults bound.
         data_prefix: see ``prefix.read_data_prefix``.
         splits_string: such as "98,1,1": shares of each file (or folder) in the order of its rows. None: all is for
             training. It is not needed, and not looked at, where ``data_prefix`` itself names the splits.
         tokenizer: the model's.
-        seq_length: tokens in an example, at least 2; longer ones are cut.
-        truncation_mode: ``keep_end`` or ``keep_start`` of the prompt.
+        seq_length, truncation_mode: see ``truncation.Truncation``.
         cache_dir: folder of the tokenised examples.
         seed: order of the examples within a blend.
 
     Raises:
         DataError: files are missing or rows are broken; all broken rows of all files are counted.
     """
-    cache = TokenCache(
-        kind=KTO_EXAMPLES,
-        folder=cache_dir,
-        encoder=RecordEncoder(tokenizer=tokenizer),
-        seq_length=seq_length,
-        truncation_mode=truncation_mode,
-    )
-    splits = _build_splits(KTODataset, data_prefix, splits_string, cache, seed)
-    for split in SPLITS:
-        _warn_of_one_class(split, getattr(splits, split))
-    return splits
-
-
-def build_dpo_splits(
-    *,
-    data_prefix: object,
-    splits_string: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    truncation_mode: str,
-    cache_dir: str | Path,
-    seed: int,
-    default_chosen_reward: float,
-    default_rejected_reward: float,
-) -> Splits[DPODataset]:
-    """Training, validation and test pairs.
-
-    Args:
-        data_prefix, splits_string, tokenizer, seq_length, truncation_mode, cache_dir, seed: see :func:`build_kto_splits`.
-        default_chosen_reward: of the chosen answers of examples without rewards.
-        default_rejected_reward: of their rejected answers.
-
-    Raises:
-        DataError: files are missing or rows are broken; all broken rows of all files are counted.
-    """
-    cache = TokenCache(
-        kind=DPO_EXAMPLES,
-        folder=cache_dir,
-        encoder=RecordEncoder(tokenizer=tokenizer),
-        seq_length=seq_length,
-        truncation_mode=truncation_mode,
-    )
-    make = partial(DPODataset, default_rewards=(default_chosen_reward, default_rejected_reward))
-    return _build_splits(make, data_prefix, splits_string, cache, seed)
-
-
-def _build_splits(
-    make: Callable[..., AnyDataset], data_prefix: object, splits_string: str | None, cache: TokenCache, seed: int
-) -> Splits[AnyDataset]:
+    encoder = RecordEncoder(tokenizer=tokenizer)
+    truncation = Truncation(seq_length, truncation_mode, encoder.bos_id)
     sources = read_data_prefix(data_prefix)
-    shares = _shares(splits_string) if WHOLE in sources else {}
-    tables = _open_all(sources, cache)
+    given = "1" if splits_string is None else splits_string
+    shares = dict(zip(SPLITS, read_splits_string(given), strict=True)) if WHOLE in sources else {}
+    tables = _open_all(sources, TokenCache(kind=kind, folder=Path(cache_dir), encoder=encoder, truncation=truncation))
     built: dict[str, AnyDataset | None] = dict.fromkeys(SPLITS)
     for split in SPLITS:
-        if shares.get(split, 0) > 0:
-            built[split] = _assemble(make, sources[WHOLE], tables, seed=seed, shares=shares, split=split)
-        elif split in sources:
-            built[split] = _assemble(make, sources[split], tables, seed=seed)
-        else:
-            continue
-        if built[split] is None:
-            logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
+        if split in sources:
+            built[split] = _assemble(make, sources[split], tables, {split: Fraction(1)}, split, seed)
+        elif shares.get(split):
+            built[split] = _assemble(make, sources[WHOLE], tables, shares, split, seed)
     return Splits(**built)
-
-
-def _shares(splits_string: str | None) -> dict[str, Fraction]:
-    if splits_string is None:
-        return {"train": Fraction(1)}
-    return dict(zip(SPLITS, read_splits_string(splits_string), strict=True))
 
 
 def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict[Path, datasets.Dataset]:
@@ -206,30 +163,30 @@ def _assemble(
     make: Callable[..., AnyDataset],
     sources: tuple[Source, ...],
     tables: dict[Path, datasets.Dataset],
-    *,
+    shares: dict[str, Fraction],
+    split: str,
     seed: int,
-    shares: dict[str, Fraction] | None = None,
-    split: str = "train",
 ) -> AnyDataset | None:
-    """One split out of its sources, or out of its share of each; None if no row is left for it."""
+    """One split out of its share of each source; None if no row is left for it."""
     parts, ranges, weights, start = [], [], [], 0
     for source in sources:
         table = datasets.concatenate_datasets([tables[file] for file in source.files])
-        first, stop = (0, len(table)) if shares is None else _range(table, shares, split)
+        first, stop = _range(table, shares, split)
         if first < stop:
             parts.append(table)
             ranges.append(np.arange(start + first, start + stop))
             weights.append(source.weight)
             start += len(table)
     if not parts:
+        logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
         return None
-    table = datasets.concatenate_datasets(parts)
-    blended = [weight for weight in weights if weight is not None]
-    if not blended:
-        return make(table=table, index=np.concatenate(ranges))
-    chosen, places = blend([len(places) for places in ranges], blended, seed=seed)
-    first_places = np.array([places[0] for places in ranges])
-    return make(table=table, index=first_places[chosen] + places)
+    index = np.concatenate(ranges)
+    if blended := [weight for weight in weights if weight is not None]:
+        chosen, places = blend([len(places) for places in ranges], blended, seed=seed)
+        index = np.array([places[0] for places in ranges])[chosen] + places
+    dataset = make(table=datasets.concatenate_datasets(parts), index=index)
+    dataset.log_counts(split)
+    return dataset
 
 
 def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> tuple[int, int]:
@@ -238,20 +195,6 @@ def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> 
 
     ranges = split_ranges(len(table), list(shares.values()), is_second_of_pair)
     return ranges[list(shares).index(split)]
-
-
-def _warn_of_one_class(split: str, dataset: KTODataset | None) -> None:
-    if dataset is None:
-        return
-    desirable = dataset.desirable_count()
-    logger.info("%s: %d rows, %d of them desirable", split, len(dataset), desirable)
-    if desirable in (0, len(dataset)):
-        logger.warning(
-            "%s: all %d rows are %s; is the file sorted by label?",
-            split,
-            len(dataset),
-            "desirable" if desirable else "undesirable",
-        )
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

@@ -38,8 +38,7 @@ def build_dataloader(
     Args:
         dataset: examples, by number.
         sampler: the order, the same on every rank.
-        rank: of this process in the data-parallel group.
-        size: of the data-parallel group.
+        rank, size: of this process in the data-parallel group, and of that group.
         take: (global batch, kept=numbers of this rank) -> what is yielded: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
         num_workers: processes that read ahead; the batches are the same for any number.

@@ -47,10 +47,8 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
         return {str(split): _sources(value) for split, value in data_prefix.items() if value}
     if isinstance(data_prefix, Sequence) and len(data_prefix) == 1 and not isinstance(data_prefix, str):
         data_prefix = data_prefix[0]
-    if isinstance(data_prefix, str | Path) and Path(data_prefix).is_dir():
-        named = _named_splits(Path(data_prefix))
-        if named:
-            return named
+    if isinstance(data_prefix, str | Path) and (named := _named_splits(Path(data_prefix))):
+        return named
     return {WHOLE: _sources(data_prefix)}
 
 
@@ -73,7 +71,8 @@ def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction
 
 
 def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
-    files = _files(folder)
+    """Sources of a folder whose files are named after splits; none for another folder, or for a file."""
+    files = _files(folder) if folder.is_dir() else ()
     named: dict[str, tuple[Source, ...]] = {file.stem: (Source((file,), None),) for file in files if file.stem in SPLITS}
     others = [file.name for file in files if file.stem not in SPLITS]
     if named and others:
@@ -90,8 +89,7 @@ def _sources(value: object) -> tuple[Source, ...]:
     if not isinstance(value, Sequence) or not value:
         raise DataError(f"data_prefix must name a file, a folder or a list of them, got {value!r}")
     if _weight(value[0]) is None:
-        wrong = [item for item in value if not isinstance(item, str | Path)]
-        if wrong:
+        if wrong := [item for item in value if not isinstance(item, str | Path)]:
             raise DataError(f"data_prefix must be a list of files, or of weight, file, weight, file; got {wrong[0]!r}")
         return tuple(Source(_files(Path(item)), None) for item in value)
     if len(value) % 2:

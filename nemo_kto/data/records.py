@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,6 @@ TextOrMessages = str | list[Message]
 Record = TypeVar("Record")
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
-_REWARD_KEYS = ("chosen_reward", "rejected_reward")
 _PREFERENCES = {"chosen": True, "rejected": False}
 _DIALOGUE_ANSWER = "\n\nAssistant:"
 
@@ -43,14 +42,13 @@ class RowError(ValueError):
     """What is wrong with one row; whoever reads the file adds its name and the line."""
 
 
+@dataclass(kw_only=True)
 class RowErrors:
     """Counts broken rows and keeps the first ten messages, however many rows are broken."""
 
-    SHOWN = 10
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.shown: list[str] = []
+    SHOWN: ClassVar = 10
+    total: int = 0
+    shown: list[str] = field(default_factory=list)
 
     def add(self, path: str | Path, line: int, what: str) -> None:
         """Note that line ``line`` (counted from 1) of ``path`` cannot be used."""
@@ -59,17 +57,11 @@ class RowErrors:
             self.shown.append(f"{path}:{line}: {what}")
 
     def raise_if_any(self) -> None:
-        """Raise one error for all of them.
-
-        Raises:
-            DataError: a row was added.
-        """
-        if not self.total:
-            return
-        head = f"{self.total} broken row{'s' if self.total > 1 else ''}"
-        if self.total > self.SHOWN:
-            head += f", the first {self.SHOWN}"
-        raise DataError("\n  ".join([f"{head}:", *self.shown]))
+        """Raise one DataError for all rows that were added."""
+        if self.total:
+            first = f", the first {self.SHOWN}" if self.total > self.SHOWN else ""
+            head = f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"
+            raise DataError("\n  ".join([head, *self.shown]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +102,8 @@ class DPORecord:
 
     Attributes:
         prompt: plain text, or the messages before the answer.
-        chosen: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        rejected: the same.
-        chosen_reward: what the row says the answer is worth; None if it says nothing.
-        rejected_reward: the same; None where the other is.
+        chosen, rejected: plain text, or one assistant message in a list; of the same kind as ``prompt``.
+        chosen_reward, rejected_reward: what the row says the answers are worth; both None if it says nothing.
         line: where it came from, counted from 1.
     """
 
@@ -131,10 +121,8 @@ class DPOExample:
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
-        chosen_ids: [C] int, C >= 1, end-of-turn included where the answer was not cut.
-        rejected_ids: [R] int, R >= 1, the same.
-        chosen_reward: what the answer is worth, in any unit.
-        rejected_reward: the same.
+        chosen_ids, rejected_ids: [C] and [R] int, at least 1, end-of-turn included where the answer was not cut.
+        chosen_reward, rejected_reward: what the answers are worth, in any unit.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -144,26 +132,22 @@ class DPOExample:
     rejected_reward: float
 
 
-def read_kto_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[KTORecord]:
+def read_kto_records(path: str | Path, broken: RowErrors) -> Iterator[KTORecord]:
     """The labelled answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
 
     Args:
         path: the file.
-        broken: collects broken rows for a caller that reads other files next. Without it they are raised at the end.
-
-    Raises:
-        DataError: rows were broken and ``broken`` was not given.
+        broken: collects the rows that are left out, for a caller that reads other files next.
     """
     return _read(path, records_of_row, broken)
 
 
-def read_dpo_records(path: str | Path, *, broken: RowErrors | None = None) -> Iterator[DPORecord]:
+def read_dpo_records(path: str | Path, broken: RowErrors) -> Iterator[DPORecord]:
     """The pairs of one jsonl file; everything else as in :func:`read_kto_records`."""
     return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
 
 
-def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], broken: RowErrors | None) -> Iterator[Record]:
-    found = RowErrors() if broken is None else broken
+def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], broken: RowErrors) -> Iterator[Record]:
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.isspace():
@@ -171,11 +155,9 @@ def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], brok
             try:
                 records = records_of(_parse(raw), line)
             except RowError as error:
-                found.add(path, line, str(error))
+                broken.add(path, line, str(error))
                 continue
             yield from records
-    if broken is None:
-        found.raise_if_any()
 
 
 def records_of_row(row: Row, line: int) -> list[KTORecord]:
@@ -184,10 +166,9 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
     Raises:
         RowError: the row has none of the known forms, or a value that has no meaning there.
     """
-    for good, bad in _PAIR_KEYS:
-        if good in row or bad in row:
-            sides = zip((True, False), _pair(row, good, bad), strict=True)
-            return [_record(side, desirable, line) for desirable, side in sides]
+    if keys := _pair_keys(row):
+        chosen, rejected = _pair(row, *keys)
+        return [_record(chosen, True, line), _record(rejected, False, line)]
     desirable = _label(row)
     if "messages" in row:
         return [_record(_conversation(row["messages"], "messages"), desirable, line)]
@@ -207,29 +188,21 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     Raises:
         RowError: the row is no pair, its sides have different prompts, or a value has no meaning there.
     """
-    for good, bad in _PAIR_KEYS:
-        if good in row or bad in row:
-            break
-    else:
+    keys = _pair_keys(row)
+    if keys is None:
         raise RowError(
             'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
             f"got the keys {sorted(row)}; unpaired feedback is for KTO"
         )
+    good, bad = keys
     chosen, rejected = _pair(row, good, bad)
     if chosen[0] != rejected[0]:
         raise RowError(f'"{good}" and "{bad}" must answer the same prompt; make the messages before the answers equal')
-    rewards = [_reward(row, key) for key in _REWARD_KEYS]
-    if (rewards[0] is None) != (rewards[1] is None):
-        missing = _REWARD_KEYS[rewards.index(None)]
-        raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing}" is missing')
-    return DPORecord(
-        prompt=chosen[0],
-        chosen=chosen[1],
-        rejected=rejected[1],
-        chosen_reward=rewards[0],
-        rejected_reward=rewards[1],
-        line=line,
-    )
+    rewards = {key: _reward(row, key) for key in ("chosen_reward", "rejected_reward")}
+    missing = [key for key, reward in rewards.items() if reward is None]
+    if len(missing) == 1:
+        raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing[0]}" is missing')
+    return DPORecord(prompt=chosen[0], chosen=chosen[1], rejected=rejected[1], line=line, **rewards)
 
 
 def _reward(row: Row, key: str) -> float | None:
@@ -281,6 +254,11 @@ def _label(row: Row) -> bool:
     return _PREFERENCES[value]
 
 
+def _pair_keys(row: Row) -> tuple[str, str] | None:
+    """The keys of the chosen and the rejected side; None where the row has neither."""
+    return next((keys for keys in _PAIR_KEYS if any(key in row for key in keys)), None)
+
+
 def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
     """(prompt, answer) of the chosen and of the rejected side."""
     if good not in row or bad not in row:
@@ -309,10 +287,8 @@ def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
         return mark + len(_DIALOGUE_ANSWER)
     cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
     if cut == 0 or chosen == rejected:
-        raise RowError(
-            f'"{good}" and "{bad}" show no prompt that both share ({_show(chosen)}, {_show(rejected)}); '
-            'give the row a "prompt"'
-        )
+        sides = f"{_show(chosen)}, {_show(rejected)}"
+        raise RowError(f'"{good}" and "{bad}" show no prompt that both share ({sides}); give the row a "prompt"')
     return cut
 
 

@@ -6,7 +6,14 @@ APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization
 Notation. r is the log-ratio of an example, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
 reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of examples.
 
-Everything here is a function of tensors: no communication, no configuration, no state.
+Every loss takes
+
+    log_ratios_N: r; fp32.
+    desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
+    beta: how strongly the policy is held to the reference.
+    desirable_weight, undesirable_weight: w_D and w_U.
+
+and gives [N], one loss for each example, between 0 and its weight. No communication, no configuration, no state.
 """
 
 from __future__ import annotations
@@ -14,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
 
 
-def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
     """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of examples).
 
     The examples are prompts with the response to another prompt. Hand in sums over the WHOLE global batch: clamped once,
@@ -27,8 +35,7 @@ def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torc
     and averaging them would bias it upwards.
 
     Args:
-        log_ratio_sum: sum of r over the valid KL examples; 0-d.
-        count: number of valid KL examples; 0-d, any dtype.
+        log_ratio_sum, count: sum of r over the valid KL examples, and their number; 0-d.
 
     Returns:
         z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 where there is no valid example.
@@ -45,29 +52,15 @@ def kl_reference_point(log_ratio_sum: torch.Tensor, count: torch.Tensor) -> torc
 
 
 def kto_losses(
-    log_ratios_N: torch.Tensor,
-    desirable_N: torch.Tensor,
-    *,
-    z0: torch.Tensor,
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> torch.Tensor:
+    log_ratios_N: Tensor, desirable_N: Tensor, *, z0: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
     """KTO loss of each example (arXiv 2402.01306).
 
         desirable:    w_D (1 - sigmoid(beta (r - z0)))
         undesirable:  w_U (1 - sigmoid(beta (z0 - r)))
 
     Args:
-        log_ratios_N: r; fp32.
-        desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
         z0: :func:`kl_reference_point`; 0-d. No gradient goes through it.
-        beta: how strongly the policy is held to the reference.
-        desirable_weight: w_D.
-        undesirable_weight: w_U.
-
-    Returns:
-        [N], each between 0 and its weight.
 
     Examples:
         Where policy and reference are the same model, each example costs half its weight:
@@ -80,29 +73,14 @@ def kto_losses(
 
 
 def apo_zero_unpaired_losses(
-    log_ratios_N: torch.Tensor,
-    desirable_N: torch.Tensor,
-    *,
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> torch.Tensor:
+    log_ratios_N: Tensor, desirable_N: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
     """APO-zero loss of each example, for unpaired examples (arXiv 2408.06266).
 
         desirable:    w_D (1 - sigmoid(beta r))
         undesirable:  w_U sigmoid(beta r)
 
     That is KTO with its reference point held at zero, so it needs no KL examples.
-
-    Args:
-        log_ratios_N: r; fp32.
-        desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
-        beta: how strongly the policy is held to the reference.
-        desirable_weight: w_D.
-        undesirable_weight: w_U.
-
-    Returns:
-        [N], each between 0 and its weight.
 
     Examples:
         >>> apo_zero_unpaired_losses(torch.tensor([100.0, 100.0]), torch.tensor([1, 0]), beta=1.0,
@@ -113,12 +91,8 @@ def apo_zero_unpaired_losses(
 
 
 def _weighted_losses(
-    gains_N: torch.Tensor,
-    desirable_N: torch.Tensor,
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> torch.Tensor:
+    gains_N: Tensor, desirable_N: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
     desirable_N = desirable_N.bool()
     signed_N = torch.where(desirable_N, gains_N, -gains_N)
     weights_N = torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
@@ -132,15 +106,11 @@ LOSSES = {
 """The values of ``preference_loss`` that have a name."""
 
 
-def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Add up what :func:`kl_reference_point` needs.
+def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
+    """What :func:`kl_reference_point` needs of KL examples: ``kl_sum`` (float64) and ``kl_rows`` (int64), 0-d.
 
     Args:
-        log_ratios_N: r of the KL examples.
-        valid_N: True for examples with a response token.
-
-    Returns:
-        ``kl_sum`` (float64) and ``kl_rows`` (int64), 0-d.
+        log_ratios_N, valid_N: r, and True for examples with a response token.
 
     Examples:
         >>> sums = kl_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]))
@@ -151,34 +121,30 @@ def kl_sums(log_ratios_N: torch.Tensor, valid_N: torch.Tensor) -> dict[str, torc
 
 
 def kto_metric_sums(
-    losses_N: torch.Tensor,
+    losses_N: Tensor,
     *,
-    preference_losses_N: torch.Tensor,
-    sft_losses_N: torch.Tensor,
-    log_ratios_N: torch.Tensor,
-    logps_N: torch.Tensor,
-    desirable_N: torch.Tensor,
-    valid_N: torch.Tensor,
+    preference_losses_N: Tensor,
+    sft_losses_N: Tensor,
+    log_ratios_N: Tensor,
+    logps_N: Tensor,
+    desirable_N: Tensor,
+    valid_N: Tensor,
     beta: float,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_N: loss of each example, all its terms together.
-        preference_losses_N: its KTO loss.
+        losses_N, preference_losses_N: loss of each example, all its terms together, and its KTO loss by itself.
         sft_losses_N: negative log-prob of its response; counts where the example is desirable.
-        log_ratios_N: r.
         logps_N: the policy's log-prob of each response.
-        desirable_N: 1 or True for a desirable response.
+        log_ratios_N, desirable_N, beta: as a loss takes them.
         valid_N: True for examples with a response token; the others are in no sum and no count but ``invalid_rows``.
-        beta: the reward of an example is beta r.
 
     Returns:
         0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_N``), sums in float64 without gradient, and
         counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``, ``rejected_rows``).
     """
-    undesirable_N = valid_N & ~desirable_N.bool()
-    desirable_N = valid_N & desirable_N.bool()
+    desirable_N, undesirable_N = valid_N & desirable_N.bool(), valid_N & ~desirable_N.bool()
     rewards_N = beta * log_ratios_N.detach().double()
     return {
         "loss_sum": torch.where(valid_N, losses_N, 0).sum(),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_type_hints
 
-import torch
+from torch import Tensor
 
 from nemo_kto.errors import UserError, either, import_object
 
@@ -36,7 +36,7 @@ class Loss:
         needs_rewards: it also takes ``reward_delta_P``, from the rewards in the data.
     """
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Tensor]
     needs_reference: bool = True
     needs_z0: bool = False
     average_log_probs: bool = False
@@ -44,11 +44,7 @@ class Loss:
 
     @property
     def options(self) -> dict[str, Option]:
-        """Name -> type and default of each option.
-
-        Raises:
-            NameError: an annotation of ``function`` names what does not exist.
-        """
+        """Name -> type and default of each option; NameError if an annotation of ``function`` names what does not exist."""
         hints = get_type_hints(self.function, include_extras=True)
         return {
             name: Option(hints.get(name, type(parameter.default)), parameter.default)
@@ -83,9 +79,8 @@ def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
     try:
         loss = import_object(name)
     except UserError as error:
-        raise UserError(
-            str(error).replace("must be a path", f"must be {either(list(known))}, or the path of a Loss")
-        ) from error
+        wanted = f"must be {either(list(known))}, or the path of a Loss"
+        raise UserError(str(error).replace("must be a path", wanted)) from error
     if not isinstance(loss, Loss):
         raise UserError(f"must name a Loss (nemo_kto.losses.loss), got {name}, which is a {type(loss).__name__}")
     return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 Derive = Callable[[Mapping[str, float]], dict[str, float]]
 
@@ -13,10 +14,7 @@ class Metrics(dict[str, float]):
     """Named metrics, derived from sums and counts.
 
     ``a + b`` adds the sums and derives the metrics again, so that batches of different size, or with different rows that
-    count, weigh what they should.
-
-    Attributes:
-        sums: the sums and counts.
+    count, weigh what they should. The sums and counts stay readable as ``sums``.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -26,11 +24,7 @@ class Metrics(dict[str, float]):
     """
 
     def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
-        """
-        Args:
-            sums: name -> sum or count over a global batch.
-            derive: turns such sums into metrics.
-        """
+        """Args: sums: name -> sum or count over a global batch; derive: turns such sums into metrics."""
         super().__init__(derive(sums))
         self.sums = dict(sums)
         self._derive = derive
@@ -42,7 +36,7 @@ class Metrics(dict[str, float]):
         return Metrics({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names}, self._derive)
 
 
-def masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
+def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
     """Sum of the values where the mask is True, 0-d float64, without gradient.
 
     Examples:

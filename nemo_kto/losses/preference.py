@@ -4,7 +4,12 @@ Notation. A pair is two answers to one prompt, of which one was chosen. r is the
 log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r its reward; h is r of the chosen answer minus r of the rejected
 one. Losses without a reference take the log-prob of an answer, as a mean over its tokens, in the place of r. P pairs.
 
-Everything here is a function of tensors: no communication, no configuration, no state.
+Every loss takes
+
+    chosen_logratios_P, rejected_logratios_P: r of the chosen and of the rejected answers; fp32.
+    beta: how strongly the policy is held to the reference.
+
+and gives [P], one loss for each pair. No communication, no configuration, no state.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
+from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
@@ -24,12 +30,8 @@ RewardScale = Annotated[float, Gt(0)]
 
 
 def dpo_losses(
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
-    *,
-    beta: float,
-    label_smoothing: LabelSmoothing = 0.0,
-) -> torch.Tensor:
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+) -> Tensor:
     """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
         - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
@@ -37,13 +39,7 @@ def dpo_losses(
     With e above 0 it is the conservative form, for data in which a fraction e of the pairs has the wrong order.
 
     Args:
-        chosen_logratios_P: r of the chosen answers; fp32.
-        rejected_logratios_P: r of the rejected answers.
-        beta: how strongly the policy is held to the reference.
         label_smoothing: e, in [0, 0.5).
-
-    Returns:
-        [P].
 
     Examples:
         >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
@@ -52,17 +48,11 @@ def dpo_losses(
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P), label_smoothing)
 
 
-def ipo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
     """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
-    Args:
-        chosen_logratios_P: r of the chosen answers; fp32. With means over tokens, as TRL takes them, the length of the
-            answers does not decide how far h has to go.
-        rejected_logratios_P: r of the rejected answers.
-        beta: tau in the paper; h is drawn to 1 / (2 beta).
-
-    Returns:
-        [P].
+    beta is tau in the paper. If r is a mean over tokens, as TRL takes it, the length of an answer does not decide how far h
+    has to go.
 
     Examples:
         >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
@@ -71,16 +61,10 @@ def ipo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Ten
     return (chosen_logratios_P - rejected_logratios_P - 1 / (2 * beta)).square()
 
 
-def hinge_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
     """Hinge on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
 
-    Args:
-        chosen_logratios_P: r of the chosen answers; fp32.
-        rejected_logratios_P: r of the rejected answers.
-        beta: reciprocal of the margin.
-
-    Returns:
-        [P].
+    beta is the reciprocal of the margin.
 
     Examples:
         >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
@@ -90,118 +74,92 @@ def hinge_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.T
 
 
 def rpo_sq_losses(
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
     *,
     beta: float,
-    reward_delta_P: torch.Tensor,
+    reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Reward-aware preference optimisation, squared (Sun et al. 2025, arXiv 2502.00203): (beta h - eta d)^2.
 
     Args:
-        chosen_logratios_P: r of the chosen answers; fp32.
-        rejected_logratios_P: r of the rejected answers.
-        beta: how strongly the policy is held to the reference.
         reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the data gives them.
         gt_reward_scale: eta.
-
-    Returns:
-        [P].
     """
     return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
 
 
 def rpo_bwd_kl_losses(
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
     *,
     beta: float,
-    reward_delta_P: torch.Tensor,
+    reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704): KL(Bernoulli(a) || Bernoulli(b)).
 
-    a = sigmoid(eta d) is the preference that the rewards in the data imply, b = sigmoid(beta h) that of the policy.
-
-    Args:
-        chosen_logratios_P, rejected_logratios_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
-
-    Returns:
-        [P], 0 where beta h = eta d.
+    a = sigmoid(eta d) is the preference that the rewards in the data imply, b = sigmoid(beta h) that of the policy. The loss
+    is 0 where beta h = eta d; d and eta as in :func:`rpo_sq_losses`.
     """
     return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_logratios_P - rejected_logratios_P))
 
 
 def rpo_fwd_kl_losses(
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
     *,
     beta: float,
-    reward_delta_P: torch.Tensor,
+    reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
-) -> torch.Tensor:
-    """The same the other way round: KL(Bernoulli(b) || Bernoulli(a)); the names are NeMo-Aligner's.
-
-    Args:
-        chosen_logratios_P, rejected_logratios_P, beta, reward_delta_P, gt_reward_scale: as in :func:`rpo_sq_losses`.
-
-    Returns:
-        [P], 0 where beta h = eta d.
-    """
+) -> Tensor:
+    """:func:`rpo_bwd_kl_losses` the other way round: KL(Bernoulli(b) || Bernoulli(a)); the names are NeMo-Aligner's."""
     return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
 
 
 def simpo_losses(
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
     *,
     beta: float,
     simpo_gamma: Annotated[float, Ge(0)] = 0.5,
     label_smoothing: LabelSmoothing = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """SimPO (Meng et al. 2024, arXiv 2405.14734, equation 6): - log sigmoid(beta (chosen - rejected) - gamma).
 
     Args:
-        chosen_logratios_P: mean log-prob of a token of the chosen answers under the policy; fp32.
-        rejected_logratios_P: the same of the rejected answers.
+        chosen_logratios_P, rejected_logratios_P: the mean log-prob of an answer's tokens under the policy; fp32.
         beta: scale of the reward; the paper takes 2 to 2.5, more than with a reference.
         simpo_gamma: gamma, the margin that the chosen answer must win by.
         label_smoothing: as in :func:`dpo_losses`.
-
-    Returns:
-        [P].
     """
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
 
-def orpo_losses(chosen_logratios_P: torch.Tensor, rejected_logratios_P: torch.Tensor, *, beta: float) -> torch.Tensor:
+def orpo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
     """ORPO (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7): SFT on the chosen answer, and the odds ratio.
 
         - log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
 
     Args:
-        chosen_logratios_P: log p, the mean log-prob of a token of the chosen answers under the policy; fp32.
-        rejected_logratios_P: the same of the rejected answers.
+        chosen_logratios_P, rejected_logratios_P: log p, the mean log-prob of an answer's tokens under the policy; fp32.
         beta: weight of the odds ratio, lambda in the paper.
-
-    Returns:
-        [P].
     """
     return -chosen_logratios_P - beta * F.logsigmoid(_log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P))
 
 
-def _smoothed_logistic(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _smoothed_logistic(logits_P: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)
 
 
-def _bernoulli_kl(logits_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
+def _bernoulli_kl(logits_P: Tensor, other_P: Tensor) -> Tensor:
     """KL(Bernoulli(sigmoid(logits)) || Bernoulli(sigmoid(other)))."""
     yes_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - F.logsigmoid(other_P))
     return yes_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - F.logsigmoid(-other_P))
 
 
-def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
+def _log_odds(logps_P: Tensor) -> Tensor:
     # expm1: 1 - p keeps its digits where p is close to 1; where p is 1 in fp32, the smallest step below it is taken
     below_one_P = logps_P.clamp(max=-torch.finfo(logps_P.dtype).eps)
     return logps_P - torch.log(-torch.expm1(below_one_P))
@@ -221,35 +179,32 @@ LOSSES = {
 
 
 def preference_metric_sums(
-    losses_P: torch.Tensor,
+    losses_P: Tensor,
     *,
-    preference_losses_P: torch.Tensor,
-    sft_losses_P: torch.Tensor,
-    chosen_logratios_P: torch.Tensor,
-    rejected_logratios_P: torch.Tensor,
-    chosen_logps_P: torch.Tensor,
-    rejected_logps_P: torch.Tensor,
-    valid_P: torch.Tensor,
+    preference_losses_P: Tensor,
+    sft_losses_P: Tensor,
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    chosen_logps_P: Tensor,
+    rejected_logps_P: Tensor,
+    valid_P: Tensor,
     beta: float,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_P: loss of each pair, all its terms together.
-        preference_losses_P: its preference loss.
+        losses_P, preference_losses_P: loss of each pair, all its terms together, and its preference loss by itself.
         sft_losses_P: negative log-prob of its chosen answer.
-        chosen_logratios_P, rejected_logratios_P: r of its answers, or their log-probs where there is no reference.
+        chosen_logratios_P, rejected_logratios_P, beta: as a loss takes them.
         chosen_logps_P, rejected_logps_P: the policy's log-probs.
         valid_P: True where both answers have a token; the other pairs are in no sum and no count but ``invalid_rows``.
-        beta: the reward of an answer is beta r.
 
     Returns:
         0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_P``), sums in float64 without gradient, and
         counts in int64 (``rows``, ``invalid_rows``, ``correct``).
     """
-    chosen_rewards_P, rejected_rewards_P = (
-        beta * values_P.detach().double() for values_P in (chosen_logratios_P, rejected_logratios_P)
-    )
+    chosen_rewards_P = beta * chosen_logratios_P.detach().double()
+    rejected_rewards_P = beta * rejected_logratios_P.detach().double()
     margins_P = chosen_rewards_P - rejected_rewards_P
     return {
         "loss_sum": torch.where(valid_P, losses_P, 0).sum(),

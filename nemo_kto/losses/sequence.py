@@ -6,12 +6,13 @@ Shape suffixes: B sequences of a padded batch, S tokens of each, T response toke
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 IGNORED = -100
 """Label of a token that is not part of a response: prompt and padding."""
 
 
-def response_positions(labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the response tokens of a batch and the hidden states that predict them.
 
     The hidden state at position t - 1 predicts the token at position t, so a response token in the first column has
@@ -36,14 +37,8 @@ def response_positions(labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return sequence_T, position_T, targets[is_response]
 
 
-def response_counts(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Number of response tokens of each sequence that count, see :func:`response_positions`.
-
-    Args:
-        labels_BS: as there.
-
-    Returns:
-        [B], int64.
+def response_counts(labels_BS: Tensor) -> Tensor:
+    """[B], int64: number of response tokens of each sequence that count; ``labels_BS`` as in :func:`response_positions`.
 
     Examples:
         >>> response_counts(torch.tensor([[-100, 5, 6], [5, -100, -100]])).tolist()
@@ -52,16 +47,14 @@ def response_counts(labels_BS: torch.Tensor) -> torch.Tensor:
     return (labels_BS[:, 1:] != IGNORED).sum(dim=1)
 
 
-def sequence_sums(
-    token_logps_T: torch.Tensor, sequence_T: torch.Tensor, num_sequences: int, *, average: bool
-) -> torch.Tensor:
+def sequence_sums(token_logps_T: Tensor, sequence_T: Tensor, num_sequences: int, *, average: bool) -> Tensor:
     """Add up the token log-probs of each sequence. Differentiable.
 
     The sum is carried in float64 and rounded once, so it does not depend on the order of the tokens.
 
     Args:
         token_logps_T: log-prob of each response token; fp32.
-        sequence_T: the sequence of each token, in [0, num_sequences); int64.
+        sequence_T: the sequence of each token, in [0, N); int64.
         num_sequences: N.
         average: give the mean over a sequence's tokens instead of the sum.
 

@@ -22,9 +22,11 @@ class DPORecipe(Recipe):
     """Builds what is DPO's own of a run."""
 
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
-        from nemo_kto.data.dataset import build_dpo_splits
+        from nemo_kto.data.cache import DPO_EXAMPLES
+        from nemo_kto.data.dataset import DPODataset, build_splits
 
-        return build_dpo_splits(**{**source, **options})
+        rewards = options["default_chosen_reward"], options["default_rejected_reward"]
+        return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
 
     def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
         from nemo_kto.data.loader import share

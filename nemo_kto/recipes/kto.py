@@ -39,9 +39,10 @@ class KTORecipe(Recipe):
     """Builds what is KTO's own of a run."""
 
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[KTODataset]:
-        from nemo_kto.data.dataset import build_kto_splits
+        from nemo_kto.data.cache import KTO_EXAMPLES
+        from nemo_kto.data.dataset import KTODataset, build_splits
 
-        return build_kto_splits(**source)
+        return build_splits(kind=KTO_EXAMPLES, make=KTODataset, **source)
 
     def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., KTOBatch]:
         from nemo_kto.data.collate import kto_custom_collate

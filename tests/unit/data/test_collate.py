@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.collate import kl_partners, kto_custom_collate, same_prompt_pairs
+from nemo_kto.data.collate import kl_partners, kto_custom_collate
 from nemo_kto.data.records import KTOExample
 
 EOS = 0
@@ -23,6 +24,10 @@ def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTOEx
 THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False), row([7, 8, 9], [EOS])]
 
 
+def same_prompt_pairs(prompts: Sequence[str | int], partners: Sequence[int]) -> int:
+    return sum(prompts[k] == prompts[partner] for k, partner in enumerate(partners))
+
+
 @given(st.integers(2, 40))
 def test_distinct_prompts_pair_with_the_next_row(count: int) -> None:
     assert kl_partners(list(range(count))) == [(k + 1) % count for k in range(count)]
@@ -33,11 +38,8 @@ def test_pairs_against_all_permutations(prompts: list[str]) -> None:
     partners = kl_partners(prompts)
     assert sorted(partners) == list(range(len(prompts)))
     assert all(partner != k for k, partner in enumerate(partners))
-    fewest = min(
-        sum(prompts[k] == prompts[partner] for k, partner in enumerate(candidate))
-        for candidate in permutations(range(len(prompts)))
-    )
-    assert sum(same_prompt_pairs(prompts, partners)) == fewest
+    fewest = min(same_prompt_pairs(prompts, candidate) for candidate in permutations(range(len(prompts))))
+    assert same_prompt_pairs(prompts, partners) == fewest
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=64))
@@ -46,7 +48,7 @@ def test_pairs_of_larger_batches(prompts: list[int]) -> None:
     assert sorted(partners) == list(range(len(prompts)))
     assert all(partner != k for k, partner in enumerate(partners))
     largest = max(map(prompts.count, prompts))
-    assert sum(same_prompt_pairs(prompts, partners)) == max(0, 2 * largest - len(prompts))
+    assert same_prompt_pairs(prompts, partners) == max(0, 2 * largest - len(prompts))
 
 
 def test_pairs_by_hand() -> None:

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.blend import blend, split_ranges
+from nemo_kto.data.cache import KTO_EXAMPLES
 from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.dataset import KTODataset, Splits, build_kto_splits
+from nemo_kto.data.dataset import KTODataset, Splits, build_splits
 from nemo_kto.data.records import DataError
 from tests import forked
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -29,9 +30,10 @@ TOKENIZER = chatml_tokenizer()
 
 
 def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
-    settings: dict = {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
+    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset}
+    settings |= {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
     settings |= {"cache_dir": tmp_path / "cache", **changes}
-    return build_kto_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
 
 
 def prompts(dataset: KTODataset | None) -> list[str]:
@@ -280,8 +282,10 @@ def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
 READ = """
     import sys
     from pathlib import Path
+    from functools import partial
+    from nemo_kto.data.cache import KTO_EXAMPLES
     from nemo_kto.data.chat import RecordEncoder
-    from nemo_kto.data.dataset import build_kto_splits
+    from nemo_kto.data.dataset import KTODataset, build_splits
     from tests.unit.data.toys import chatml_tokenizer
 
     def memory(kind):
@@ -291,12 +295,13 @@ READ = """
     if sys.argv[2] == "must not tokenise":
         RecordEncoder.encode = None
     tokenizer = chatml_tokenizer()
+    build = partial(build_splits, kind=KTO_EXAMPLES, make=KTODataset)
     arguments = dict(tokenizer=tokenizer, seq_length=32, truncation_mode="keep_end", seed=5)
     # A first, small file, so that what is loaded on first use is not counted.
-    build_kto_splits(data_prefix=sys.argv[1] + "/small.jsonl", splits_string=None, cache_dir=sys.argv[1] + "/c", **arguments)
+    build(data_prefix=sys.argv[1] + "/small.jsonl", splits_string=None, cache_dir=sys.argv[1] + "/c", **arguments)
     before, own = memory("VmRSS"), memory("RssAnon")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    built = build_kto_splits(
+    built = build(
         data_prefix=sys.argv[1] + "/a.jsonl", splits_string="9,1", cache_dir=sys.argv[1] + "/cache", **arguments
     )
     print(len(built.train), built.train[len(built.train) // 2].prompt_ids.tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ from nemo_kto.data.balance import (
     loss_balance,
     one_class_warning,
 )
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.collate import dpo_custom_collate
-from nemo_kto.data.dataset import build_dpo_splits, build_kto_splits
-from nemo_kto.data.records import DataError, DPOExample, RowError, pair_of_row, read_dpo_records
-from nemo_kto.data.truncation import truncate_pair
+from nemo_kto.data.dataset import DPODataset, KTODataset, build_splits
+from nemo_kto.data.records import DataError, DPOExample, RowError, RowErrors, pair_of_row, read_dpo_records
+from nemo_kto.data.truncation import Truncation
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
 EOS = 0
@@ -61,15 +64,17 @@ def test_a_broken_pair_says_why(row: dict, text: str) -> None:
 
 def test_a_broken_pair_says_where(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
+    broken = RowErrors()
+    assert len(list(read_dpo_records(file, broken))) == 1
     with pytest.raises(DataError, match=r"1 broken row:\n  .*rows\.jsonl:2: a pair must have"):
-        list(read_dpo_records(file))
+        broken.raise_if_any()
 
 
 def test_the_prompt_is_cut_once_so_that_the_longer_answer_fits() -> None:
-    prompt, answers = truncate_pair([1, 2, 3, 4], ([5], [6, 7, 8]), seq_length=5, mode="keep_end", bos_id=None)
-    assert (prompt, answers) == ([3, 4], ([5], [6, 7, 8]))
-    prompt, answers = truncate_pair([1, 2, 3], ([5] * 9, [6]), seq_length=4, mode="keep_start", bos_id=None)
-    assert (prompt, answers) == ([1], ([5] * 3, [6]))
+    cut = Truncation(5, "keep_end", None)
+    assert cut.truncate_pair([1, 2, 3, 4], [5], [6, 7, 8]) == ([3, 4], [5], [6, 7, 8])
+    cut = Truncation(4, "keep_start", None)
+    assert cut.truncate_pair([1, 2, 3], [5] * 9, [6]) == ([1], [5] * 3, [6])
 
 
 def test_every_tensor_of_a_batch_of_pairs() -> None:
@@ -89,20 +94,25 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
     assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
 
 
-def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
+def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     rows = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
     shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}
     shared |= {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": tmp_path / "cache", "seed": 1}
     for defaults in ((1.0, 0.0), (9.0, 8.0)):
-        splits = build_dpo_splits(**shared, default_chosen_reward=defaults[0], default_rejected_reward=defaults[1])
+        splits = build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=defaults), **shared)
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
-    judged = build_kto_splits(**shared).train
+    assert caplog.messages.count("train: 4 rows") == 2
+    judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
     assert judged is not None
     assert len(judged) == 8
+    assert "train: 8 rows, 4 of them desirable" in caplog.messages
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
 
 

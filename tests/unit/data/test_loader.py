@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from nemo_kto.data.cache import KTO_EXAMPLES
 from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.data.dataset import KTODataset, build_kto_splits
+from nemo_kto.data.dataset import KTODataset, build_splits
 from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
@@ -23,7 +24,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     folder = tmp_path_factory.mktemp("data")
     path = write_rows(folder / "a.jsonl", numbered_rows(26))
     settings = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
-    splits = build_kto_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
+    settings |= {"kind": KTO_EXAMPLES, "make": KTODataset}
+    splits = build_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
     assert splits.train is not None
     return splits.train
 

@@ -96,12 +96,19 @@ def test_a_broken_row_says_key_value_and_remedy(row: dict, words: list[str]) -> 
         assert word in str(error.value)
 
 
+def read(path: Path) -> list[KTORecord]:
+    broken = RowErrors()
+    records = list(read_kto_records(path, broken))
+    broken.raise_if_any()
+    return records
+
+
 def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     row = json.dumps({"prompt": "p", "response": "r", "preference": "chosen"})
     pair = json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"})
     path.write_text("\ufeff" + row + "\n\n  \n" + pair, encoding="utf-8")
-    records = list(read_kto_records(path))
+    records = read(path)
     assert [record.line for record in records] == [1, 4, 4]
     assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
 
@@ -111,7 +118,7 @@ def test_all_broken_rows_are_counted_and_the_first_ten_shown(tmp_path: Path) -> 
     rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(DataError) as error:
-        list(read_kto_records(path))
+        read(path)
     lines = str(error.value).splitlines()
     assert lines[0] == "23 broken rows, the first 10:"
     assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
@@ -121,7 +128,7 @@ def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("[1]\n", encoding="utf-8")
-        assert list(read_kto_records(tmp_path / name, broken=broken)) == []
+        assert list(read_kto_records(tmp_path / name, broken)) == []
     with pytest.raises(DataError, match=r"2 broken rows:\n.*a\.jsonl:1: a row must be a JSON object.*\n.*b\.jsonl:1"):
         broken.raise_if_any()
 
@@ -139,6 +146,6 @@ def test_lines_that_are_no_rows(tmp_path: Path, raw: bytes, words: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(raw)
     with pytest.raises(DataError, match="1 broken row:") as error:
-        list(read_kto_records(path))
+        read(path)
     assert f"{path}:1: " in str(error.value)
     assert words in str(error.value)

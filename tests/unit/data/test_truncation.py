@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.truncation import check_truncation, truncate
+from nemo_kto.data.truncation import Truncation
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from nemo_kto.data.truncation import check_truncation, truncate
     ],
 )
 def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None, expected: tuple) -> None:
-    assert truncate(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id) == expected
+    assert Truncation(seq_length, mode, bos_id).truncate(prompt, response) == expected
 
 
 @given(
@@ -35,7 +35,7 @@ def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: i
 def test_a_row_fits_and_loses_no_answer_token_it_need_not(
     prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None
 ) -> None:
-    short, answer = truncate(prompt, response, seq_length=seq_length, mode=mode, bos_id=bos_id)
+    short, answer = Truncation(seq_length, mode, bos_id).truncate(prompt, response)
     assert len(short) >= 1
     assert answer == response[: seq_length - 1]
     assert len(short) + len(answer) == min(len(prompt) + len(answer), seq_length)
@@ -43,6 +43,6 @@ def test_a_row_fits_and_loses_no_answer_token_it_need_not(
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at least 2 .*, got 1"):
-        check_truncation(seq_length=1, mode="keep_end")
+        Truncation(1, "keep_end", None)
     with pytest.raises(ValueError, match="keep_end, keep_start, got 'middle'"):
-        check_truncation(seq_length=8, mode="middle")
+        Truncation(8, "middle", None)
