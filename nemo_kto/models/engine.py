@@ -133,14 +133,7 @@ class LogProbEngine:
         return 2 if unwrap_model(self.chunks[0]).adapters is not None else 3
 
     def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, Tensor]:
-        """The work that sequences are, to be summed over ranks.
-
-        Args:
-            passes: forward passes of the model that a step makes over them, a backward pass counted as two.
-
-        Returns:
-            0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, padding included) and ``flops``.
-        """
+        """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry) and ``flops`` of so many forward passes."""
         padded = sequences.padded_tokens(self.micro_batch_size, multiple=self._width_multiple)
         return {
             "tokens": sequences.lengths_B.sum(),
@@ -193,11 +186,11 @@ class LogProbEngine:
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        was_training = [chunk.training for chunk in self.chunks]
+        was_training = self.chunks[0].training
         for chunk in self.chunks:
             chunk.eval()
         try:
             yield
         finally:
-            for chunk, training in zip(self.chunks, was_training, strict=True):
-                chunk.train(training)
+            for chunk in self.chunks:
+                chunk.train(was_training)

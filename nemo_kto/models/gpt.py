@@ -110,13 +110,10 @@ def build_gpt(
         architecture: the model; also says the tensor-parallel size.
         params_dtype: dtype of parameters and activations.
         pipeline_parallel: number of pipeline stages.
-        pre_process: this part begins with the embedding.
-        post_process: this part ends with the output layer.
+        pre_process, post_process: this part begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_granularity: None keeps all activations, "selective" forgets those of the core attention, "full" those of
-            whole layers.
-        recompute_method: of "full": uniform or block.
-        recompute_num_layers: of "full": layers a unit (uniform) or layers recomputed (block).
+            whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         adaptable: the model is to get adapters: its linear layers are megatron-core's own even where Transformer Engine is
             installed, whose linear layers have the norm before them inside and keep to themselves what an adapter must see.
@@ -135,21 +132,15 @@ def build_gpt(
         recompute_num_layers=recompute_num_layers,
     )
     engine = uses_transformer_engine() and not adaptable
-    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type)
-    return _assemble(architecture, config, spec, pre_process=pre_process, post_process=post_process)
-
-
-def _assemble(
-    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, **part: bool
-) -> HiddenStateGPT:
     model = HiddenStateGPT(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=_block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type),
         vocab_size=architecture.padded_vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        **part,
+        pre_process=pre_process,
+        post_process=post_process,
     )
     model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(device.current_device())
     return model
@@ -192,11 +183,7 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
 
 
 def _block_spec(
-    architecture: Architecture,
-    config: TransformerConfig,
-    *,
-    engine: bool,
-    attn_mask_type: AttnMaskType,
+    architecture: Architecture, config: TransformerConfig, *, engine: bool, attn_mask_type: AttnMaskType
 ) -> TransformerBlockSubmodules:
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -208,8 +195,7 @@ def _block_spec(
     attention.params["attn_mask_type"] = attn_mask_type
     if architecture.output_bias and not architecture.mlp_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    count = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
 
 
 def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:

@@ -107,7 +107,7 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     Raises:
         RuntimeError: the adapters are merged into the weights.
     """
-    adapters = list(_adapters(chunks))
+    adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("adapters must be disabled before they are merged into the weights, not after")
     was_on = [adapter.adapter_is_on for adapter in adapters]
@@ -127,18 +127,15 @@ def merge_adapters(chunks: Iterable[nn.Module]) -> None:
     Raises:
         RuntimeError: that has been done.
     """
-    adapters = list(_adapters(chunks))
+    adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("the adapters are already merged into the weights")
     for adapter in adapters:
         adapter.merge()
 
 
-def _adapters(chunks: Iterable[nn.Module]) -> Iterator[Adapter]:
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Adapter):
-                yield module
+def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
 def _module(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,16 +85,12 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)")
     if settings.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}")
-    if kind == "llama3":
-        return Rope(
-            theta=float(theta),
-            kind=kind,
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_positions=int(settings["original_max_position_embeddings"]),
-        )
-    return Rope(theta=float(theta), kind=kind, factor=float(settings.get("factor") or 1.0))
+    rope = Rope(theta=float(theta), kind=kind, factor=float(settings.get("factor") or 1.0))
+    if kind != "llama3":
+        return rope
+    low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
+    original = int(settings["original_max_position_embeddings"])
+    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_positions=original)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

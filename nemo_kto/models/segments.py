@@ -115,11 +115,12 @@ def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *,
 def _query_key_value(architecture: Architecture) -> list[Segment]:
     head = architecture.head_dim
     query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
-    parts = []
-    for group in range(architecture.num_query_groups):
-        parts.append(Segment(source=0, start=group * query, length=query))
-        parts.append(Segment(source=1, start=group * head, length=head))
-        parts.append(Segment(source=2, start=group * head, length=head))
+    widths = (query, head, head)  # of query, key and value in a group
+    parts = [
+        Segment(source=source, start=group * width, length=width)
+        for group in range(architecture.num_query_groups)
+        for source, width in enumerate(widths)
+    ]
     groups_of_zeros = architecture.padded_query_groups - architecture.num_query_groups
     if groups_of_zeros:
         parts.append(Segment(source=None, start=0, length=groups_of_zeros * (query + 2 * head)))
