@@ -39,7 +39,7 @@ class TorchAttention(MegatronModule):
         pg_collection: process groups; each rank has whole heads, so none is needed.
 
     Raises:
-        ValueError: context parallelism, which this attention would silently leave out.
+        ValueError: the configuration asks for something that this attention would silently leave out.
     """
 
     def __init__(
@@ -58,6 +58,12 @@ class TorchAttention(MegatronModule):
             raise ValueError(
                 f"context_parallel_size must be 1 without Transformer Engine, got {config.context_parallel_size}"
             )
+        if config.apply_query_key_layer_scaling:
+            raise ValueError(
+                "apply_query_key_layer_scaling must be False; torch's attention keeps its sums in fp32 and needs none"
+            )
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -104,7 +110,9 @@ class TorchAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
             context = F.scaled_dot_product_attention(
-                *(heads.permute(1, 2, 0, 3) for heads in (query, key, value)),
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
                 attn_mask=seen,
                 dropout_p=dropout,
                 is_causal=seen is None,
