@@ -33,15 +33,10 @@ class _Copy:
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from safetensors files.
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
 
     Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
-
-    Args:
-        weights: what to fill.
-        architecture: of the model.
-        files: name of a weight -> its file. What is not there keeps its value.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     copies: dict[Path, list[_Copy]] = defaultdict(list)
@@ -60,13 +55,10 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
 
     For the ranks of one copy of the model, all of which must use the iterator up.
-
-    Args:
-        weights: of this rank.
-        architecture: of the model.
     """
     leads = parallel_state.get_tensor_model_parallel_rank() == 0
-    stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stages = dist.get_process_group_ranks(pipeline)
     first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
     for weight in weights:
         if weight.copied:
@@ -75,30 +67,22 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
         if leads and first_stage:
             yield from _hf_weights(weight.mapping, weight.layer, whole, architecture)
         elif leads:
-            dist.send_object_list(
-                [(weight.mapping, weight.layer, whole.shape, whole.dtype)], dst=stages[0], group=_pipeline()
-            )
-            dist.send(whole, dst=stages[0], group=_pipeline())
-    if not leads:
-        return
-    if not first_stage:
-        dist.send_object_list([None], dst=stages[0], group=_pipeline())
-        return
-    for stage in stages[1:]:
-        while (header := _receive_header(stage)) is not None:
-            mapping, layer, shape, dtype = header
+            header: _Header = (weight.mapping, weight.layer, whole.shape, whole.dtype)
+            dist.send_object_list([header], dst=stages[0], group=pipeline)
+            dist.send(whole, dst=stages[0], group=pipeline)
+    if leads and not first_stage:
+        dist.send_object_list([None], dst=stages[0], group=pipeline)
+    for stage in stages[1:] if leads and first_stage else ():
+        while (received := _receive_header(stage, pipeline)) is not None:
+            mapping, layer, shape, dtype = received
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
-            dist.recv(whole, src=stage, group=_pipeline())
+            dist.recv(whole, src=stage, group=pipeline)
             yield from _hf_weights(mapping, layer, whole, architecture)
 
 
-def _pipeline() -> dist.ProcessGroup:
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def _receive_header(stage: int) -> _Header | None:
+def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
     box: list[_Header | None] = [None]
-    dist.recv_object_list(box, src=stage, group=_pipeline())
+    dist.recv_object_list(box, src=stage, group=pipeline)
     return box[0]
 
 

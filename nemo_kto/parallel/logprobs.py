@@ -1,12 +1,11 @@
 """From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
 
-The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few
-numbers a token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32:
-forward, one chunk of logits [c, v]; backward, the same and the two gradients, [T, H] and [V, H]. For a bf16 model a
-chunk in bf16 comes on top, and on the CPU, which cannot widen a product, another [V, H].
+The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
+token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk of
+logits [c, v]; backward, the same and the two gradients, [T, H] and [V, H]. For a bf16 model add a chunk in bf16, and on the
+CPU, which cannot widen a product, another [V, H].
 
-Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a
-chunk.
+Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def vocab_parallel_logprobs(
         vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
         group: tensor-parallel group; None for a single rank.
         chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
-        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where what comes before
-            does it (the gather of sequence parallelism, in its backward pass).
+        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where the backward pass of what comes
+            before does it (the gather of sequence parallelism).
 
     Returns:
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
@@ -62,9 +61,8 @@ def vocab_parallel_logprobs(
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
     is_here_T = (target_T >= first) & (target_T < first + columns)
     column_T = torch.where(is_here_T, target_T - first, 0)
-    options = (columns, group, chunk_size, reduce_hidden_grad)
     logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_here_T, *options
+        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, reduce_hidden_grad
     )
     return logps_T
 
@@ -125,7 +123,11 @@ class _Logprobs(torch.autograd.Function):
             if hidden_grad_TH is not None:
                 hidden_grad_TH[chunk] = _mm(slope_cv, weight_VH[:columns]).mul_(grad_T1[chunk])
             if weight_grad_VH is not None:
-                _add_mm(weight_grad_VH[:columns], slope_cv.t(), (hidden_TH[chunk] * grad_T1[chunk]).to(dtype))
+                scaled_cH = (hidden_TH[chunk] * grad_T1[chunk]).to(dtype)
+                if dtype == wide:
+                    weight_grad_VH[:columns].addmm_(slope_cv.t(), scaled_cH)
+                else:
+                    weight_grad_VH[:columns].add_(_mm(slope_cv.t(), scaled_cH))
             del slope_cv
         if hidden_grad_TH is not None:
             if ctx.reduce_group is not None:
@@ -150,11 +152,3 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and _MM_WIDENS and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide)
     return torch.mm(a, b).to(wide)
-
-
-def _add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where ``total`` is fp32 at least."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(_mm(a, b))

@@ -71,7 +71,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     install_cpu_backend()
     device.select()
     if not dist.is_initialized():
-        backend = device.communication_backend()
+        backend = "nccl" if device.on_gpu() else "gloo"
         if "RANK" not in os.environ:  # one process by itself needs no rendezvous
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
@@ -82,10 +82,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         pipeline_model_parallel_size=layout.pipeline,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
-    _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-
-
-def _seed(seed: int) -> None:
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -130,12 +127,6 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
-def barrier() -> None:
-    """Wait for every rank."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def broadcast_bool(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
     box = torch.tensor([int(answer)], device=device.current_device())
@@ -160,14 +151,10 @@ def attempt(action: Callable[[], object]) -> str | None:
 
 
 def raise_together(problem: str | None, failure: str) -> None:
-    """Fail on every rank if any rank has a problem; collective.
-
-    Args:
-        problem: of this rank; None if it has none.
-        failure: the message, with ``{}`` for the problem.
+    """Fail on every rank if any rank has a ``problem``; collective.
 
     Raises:
-        RuntimeError: some rank has a problem; the message is that of the first one that has.
+        RuntimeError: some rank has one; the message is ``failure``, with the first problem in the place of ``{}``.
     """
     if (first := _first_problem(problem)) is not None:
         raise RuntimeError(failure.format(first))
