@@ -46,6 +46,7 @@ from nemo_kto.parallel import device, state
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # not copied into every checkpoint
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
 
@@ -167,8 +168,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: it could not be written; says why on every rank.
         """
-        step = trainer_state["step"]
-        final = self.folder / f"step_{step:06d}"
+        final = self.folder / f"step_{trainer_state['step']:06d}"
         partial = partial_folder(final)
         state.on_rank_zero(lambda: self._begin(final), _NOT_WRITTEN)
         try:
@@ -253,9 +253,11 @@ class CheckpointManager:
 
     def _begin(self, final: Path) -> None:
         partial = start_folder(final)
-        for name in ("state", "rng"):
+        for name in ("state", "rng", "hf"):
             (partial / name).mkdir()
-        shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
+        for file in self.hugging_face_source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copy2(file, partial / "hf")
 
     def _publish(self, final: Path, info: Mapping[str, object]) -> None:
         partial = partial_folder(final)
@@ -305,9 +307,3 @@ def _set_rng_state(kept: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))
-
-
-def _is_weight(folder: str, names: list[str]) -> list[str]:
-    """What of a Hugging Face folder does not belong into every checkpoint."""
-    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-    return [name for name in names if name.endswith(suffixes) or (Path(folder) / name).is_dir()]

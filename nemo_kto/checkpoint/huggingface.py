@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -36,7 +36,17 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
         ValueError: weights are missing, unexpected or of another shape; lists all of them, on every rank alike.
     """
     found = find_weights(Path(folder))
-    _check_weights({name: shape for name, (_, shape) in found.items()}, architecture, Path(folder))
+    # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
+    ignored = {
+        name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
+    }
+    shapes = {name: shape for name, (_, shape) in found.items()}
+    if problems := differences(wanted_weights(architecture), shapes, ignored):
+        told = (
+            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
+            f"got {len(problems)} differences:"
+        )
+        raise ValueError("\n  ".join([told, *problems]))
     read_weights(rank_weights(chunks, architecture), architecture, {name: file for name, (file, _) in found.items()})
 
 
@@ -50,10 +60,8 @@ def export(
     error. Adapters are left out; ``models.lora.merge_adapters`` before makes them part of the weights.
 
     Args:
-        chunks: this rank's model chunks, wrapped or not.
-        architecture: what they were built from.
-        source: the folder the model came from; its configuration, tokenizer and chat template are copied.
-        out: the folder to write.
+        chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
+        source: the folder the model came from; its configuration, tokenizer and chat template are copied to ``out``.
         max_shard_bytes: size limit of a weight file.
 
     Raises:
@@ -74,19 +82,6 @@ def export(
         write=write,
         publish=lambda: _publish(source, target, chunks),
     )
-
-
-def _check_weights(found: Mapping[str, tuple[int, ...]], architecture: Architecture, folder: Path) -> None:
-    # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
-    ignored = {
-        name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
-    }
-    if problems := differences(wanted_weights(architecture), found, ignored):
-        told = (
-            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
-            f"got {len(problems)} differences:"
-        )
-        raise ValueError("\n  ".join([told, *problems]))
 
 
 def _prepare(source: Path, target: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.utils import unwrap_model
@@ -14,6 +14,9 @@ from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
+
+Shapes = dict[str, tuple[int, ...]]
+"""Names of weights in a file -> their shapes."""
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
 _ENGINE_NAMES = {
@@ -38,20 +41,15 @@ class Weight:
     layer: int | None
     copied: bool = False
 
-    @property
-    def sources(self) -> list[str]:
-        """Names of the weights in the file."""
-        return [name.format(layer=self.layer) for name in self.mapping.hf_names]
 
-
-def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def wanted_weights(architecture: Architecture) -> Shapes:
     """Name and shape of every weight that a Hugging Face folder of this architecture must hold."""
     mappings = architecture.family.mappings
     held = [mapping for mapping in mappings if not mapping.required_flag or getattr(architecture, mapping.required_flag)]
     return _shapes(held, architecture, range(architecture.num_layers))
 
 
-def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> dict[str, tuple[int, ...]]:
+def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shapes:
     """Name and shape of every tensor that an adapter of this model must hold."""
     layers = [layer - 1 for layer in settings.layers or range(1, architecture.num_layers + 1)]
     shapes = _shapes(_adapter_mappings(architecture, settings), architecture, layers)
@@ -63,9 +61,7 @@ def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> lis
     return [mapping for pair in pairs for mapping in pair]
 
 
-def _shapes(
-    mappings: Iterable[ParamMapping], architecture: Architecture, layers: Iterable[int]
-) -> dict[str, tuple[int, ...]]:
+def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Iterable[int]) -> Shapes:
     return {
         name.format(layer=layer): shape
         for mapping in mappings
@@ -74,18 +70,13 @@ def _shapes(
     }
 
 
-def differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], ignored: Collection[str] = ()
-) -> list[str]:
+def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:
     """What is wrong with weights of these names and shapes, one line each; ``ignored`` may be there or not."""
+    others = {name: shape for name, shape in found.items() if name in wanted and wanted[name] != shape}
     return [
         *(f"missing: {name}" for name in wanted if name not in found),
         *(f"unexpected: {name}" for name in found if name not in wanted and name not in ignored),
-        *(
-            f"{name}: expected shape {list(shape)}, got {list(found[name])}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
-        ),
+        *(f"{name}: expected shape {list(wanted[name])}, got {list(others[name])}" for name in wanted if name in others),
     ]
 
 

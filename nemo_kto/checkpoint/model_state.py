@@ -48,7 +48,9 @@ def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
     """What the content of a trainer.json says of adapters; None if the checkpoint holds all weights of a model."""
     if (kept := info.get("adapters")) is None:
         return None
-    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in kept["settings"].items()}
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in kept["settings"].items()
+    }
     return SavedAdapters(base_model=Path(kept["base_model"]), settings=LoRASettings(**settings))
 
 
@@ -93,10 +95,8 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
 
 def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> ShardedStateDict:
     """The sharded state of a reference that is synced: that of the model, with the reference's values in it."""
-    whole = {}
-    for (part, state), held in zip(
-        sharded_state(chunks, adapters=adapters).items(), _reference_values(chunks, weights), strict=True
-    ):
+    whole, states = {}, sharded_state(chunks, adapters=adapters)
+    for (part, state), held in zip(states.items(), _reference_values(chunks, weights), strict=True):
         entries = {name: entry for name, entry in state.items() if name in held}
         for name, entry in entries.items():
             entry.key, entry.data = f"reference.{entry.key}", held[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,20 +15,11 @@ from torch import Tensor
 from nemo_kto.checkpoint.mapping import Weight
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
-from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
+from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device
 
 # Of a parameter that a pipeline stage sends: mapping, layer, and the shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, int | None, torch.Size, torch.dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """Values to read: the slice ``where`` of the weight ``name`` belongs into ``place``, a view of a parameter."""
-
-    name: str
-    where: tuple[slice, ...]
-    place: Tensor
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
@@ -39,16 +29,16 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
-    copies: dict[Path, list[_Copy]] = defaultdict(list)
+    wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
     for weight in weights:
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
-            name = weight.sources[piece.source]
+            name = list(weight.mapping.hf_names)[piece.source].format(layer=weight.layer)
             if name in files:
-                copies[files[name]].append(_Copy(name=name, where=piece.where, place=piece.place))
-    for file in sorted(copies):
+                wanted[files[name]].append((name, piece))
+    for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for copy in copies[file]:
-                copy.place.copy_(handle.get_slice(copy.name)[copy.where])
+            for name, piece in wanted[file]:
+                piece.place.copy_(handle.get_slice(name)[piece.where])
 
 
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

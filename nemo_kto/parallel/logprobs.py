@@ -123,11 +123,7 @@ class _Logprobs(torch.autograd.Function):
             if hidden_grad_TH is not None:
                 hidden_grad_TH[chunk] = _mm(slope_cv, weight_VH[:columns]).mul_(grad_T1[chunk])
             if weight_grad_VH is not None:
-                scaled_cH = (hidden_TH[chunk] * grad_T1[chunk]).to(dtype)
-                if dtype == wide:
-                    weight_grad_VH[:columns].addmm_(slope_cv.t(), scaled_cH)
-                else:
-                    weight_grad_VH[:columns].add_(_mm(slope_cv.t(), scaled_cH))
+                _add_mm(weight_grad_VH[:columns], slope_cv.t(), (hidden_TH[chunk] * grad_T1[chunk]).to(dtype))
             del slope_cv
         if hidden_grad_TH is not None:
             if ctx.reduce_group is not None:
@@ -152,3 +148,11 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and _MM_WIDENS and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide)
     return torch.mm(a, b).to(wide)
+
+
+def _add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where ``total`` is fp32 at least."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(_mm(a, b))

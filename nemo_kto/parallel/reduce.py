@@ -23,7 +23,7 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The same on every rank of sums that only the last pipeline stage knows; those of earlier stages must be zeros."""
+    """Sums over the global batch, on every rank, of what only the last pipeline stage knows; earlier stages give zeros."""
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.tolist(), strict=True))
@@ -32,9 +32,6 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
     """``values`` of the last pipeline stage, on every stage; earlier stages pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last, group = (
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        )
-        dist.broadcast(values, src=last, group=group)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return values

@@ -41,19 +41,6 @@ class Layout:
         """Number of ranks that hold one copy of the model."""
         return self.tensor * self.pipeline
 
-    def data(self, world_size: int) -> int:
-        """Data-parallel size in a world of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the world cannot be divided into whole copies of the model.
-        """
-        if world_size % self.model_ranks:
-            raise ValueError(
-                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) = {self.model_ranks} must divide the number of "
-                f"ranks, got {world_size}; use a multiple of {self.model_ranks} ranks"
-            )
-        return world_size // self.model_ranks
-
 
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world and form the groups of ``layout``.
@@ -66,7 +53,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         timeout: how long a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the layout does not fit the world.
+        ValueError: the world cannot be divided into whole copies of the model.
     """
     install_cpu_backend()
     device.select()
@@ -76,7 +63,11 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
-    layout.data(dist.get_world_size())
+    if world_size() % layout.model_ranks:
+        raise ValueError(
+            f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) = {layout.model_ranks} must divide the number of "
+            f"ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
