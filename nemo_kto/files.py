@@ -43,9 +43,7 @@ def start_folder(target: Path) -> Path:
 def publish_folder(target: Path, *, durable: bool = False) -> None:
     """Give :func:`partial_folder` its name, in the place of an earlier folder.
 
-    Args:
-        target: the name.
-        durable: the content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
+    ``durable``: the content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
     """
     partial = partial_folder(target)
     for path in partial.rglob("*") if durable else ():

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.checkpoint.folders import start_partial, write_together
-from nemo_kto.checkpoint.mapping import differences, rank_adapters, unwrap
+from nemo_kto.checkpoint.mapping import differences, rank_adapters, wanted_adapters
+from nemo_kto.checkpoint.model_state import adapters_of
+from nemo_kto.checkpoint.safetensors_files import tensor_shapes
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.lora import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
-from nemo_kto.models.segments import source_shapes
 
 _CONFIG, _WEIGHTS, _WRITTEN_BY = "adapter_config.json", "adapter_model.safetensors", "nemo_kto"
 _TENSOR = re.compile(
@@ -46,15 +46,9 @@ _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 def export_adapter(
     chunks: Sequence[nn.Module], architecture: Architecture, *, out: str | Path, base_model: str | Path
 ) -> None:
-    """Write the adapters in PEFT's format. All ranks must call it.
-
-    The folder appears under its name when it is complete. An earlier export of ours in its place is replaced; anything else
-    there is an error.
+    """Write the adapters in PEFT's format, as :func:`nemo_kto.checkpoint.huggingface.export` writes the model.
 
     Args:
-        chunks: this rank's model chunks, wrapped or not.
-        architecture: what they were built from.
-        out: the folder to write.
         base_model: folder or name of the model that the adapters belong to; stands in the configuration.
 
     Raises:
@@ -83,27 +77,22 @@ def export_adapter(
 
 
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
-    """What an adapter in PEFT's format adapts, and how.
+    """What the adapter in a folder in PEFT's format adapts, and how.
 
     Rank-stabilised scaling (Kalajdzievski 2023, arXiv 2312.03732), alpha / sqrt(rank), comes out as an alpha that gives the
     same scale.
-
-    Args:
-        folder: the folder.
 
     Raises:
         FileNotFoundError: it lacks one of the two files.
         ValueError: it is no adapter, or asks for what our adapters are not; lists all of it.
     """
     config, shapes = _read(Path(folder))
-    problems = list(_refusals(config, shapes))
-    if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:\n  {listed}")
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
-    for name in shapes:
-        if match := _TENSOR.fullmatch(name):
-            modules_of_layer[int(match[1])].add(match[2])
+    for match in filter(None, map(_TENSOR.fullmatch, shapes)):
+        modules_of_layer[int(match[1])].add(match[2])
+    if problems := list(_refusals(config, shapes, modules_of_layer.values())):
+        told = f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:"
+        raise ValueError("\n  ".join([told, *problems]))
     layers = sorted(modules_of_layer)
     modules = modules_of_layer[layers[0]]
     limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
@@ -118,12 +107,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
 
 
 def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
-    """Fill the adapters of this rank's chunks from a folder in PEFT's format.
-
-    Args:
-        chunks: with adapters, wrapped or not; before an optimizer copies their parameters.
-        architecture: what they were built from.
-        folder: the folder.
+    """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
 
     Raises:
         FileNotFoundError: it lacks one of the two files.
@@ -131,95 +115,64 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     """
     settings, saved = _settings(chunks), read_adapter_settings(folder)
     _, shapes = _read(Path(folder))
-    wanted = _wanted(architecture, settings)
-    problems = []
+    wanted = wanted_adapters(architecture, settings)
+    problems = differences(wanted, shapes)
     if not math.isclose(settings.scale, saved.scale):
-        problems.append(f"alpha / rank: expected {settings.scale:g}, got {saved.alpha:g} / {saved.rank}")
-    problems += differences(wanted, shapes)
+        problems.insert(0, f"alpha / rank: expected {settings.scale:g}, got {saved.alpha:g} / {saved.rank}")
     if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(
+        told = (
             f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
-            f"{', '.join(settings.modules)}), got {len(problems)} differences:\n  {listed}"
+            f"{', '.join(settings.modules)}), got {len(problems)} differences:"
         )
+        raise ValueError("\n  ".join([told, *problems]))
     files = dict.fromkeys(wanted, Path(folder) / _WEIGHTS)
     read_weights(rank_adapters(chunks, architecture, settings), architecture, files)
 
 
 def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
-    settings = unwrap(chunks[0]).adapters
+    settings = adapters_of(chunks)
     if settings is None:
         raise ValueError("the model must have adapters, got one without; call models.lora.add_adapters")
     return settings
 
 
-def _wanted(architecture: Architecture, settings: LoRASettings) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that an adapter of this model must hold."""
-    layers = settings.layers or range(1, architecture.num_layers + 1)
-    return {
-        name.format(layer=layer - 1): shape
-        for weight_mapping in adapted_mappings(architecture, settings)
-        for mapping in adapter_mappings(weight_mapping, settings.rank)
-        for layer in layers
-        for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
-        if name.split(".")[-3] in settings.modules
-    }
-
-
 def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, object]:
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base_model),
-        "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": list(settings.modules),
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "use_rslora": False,
-        "use_dora": False,
-    }
+        "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
+    }  # fmt: skip
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """The configuration, and the shape of each tensor."""
-    absent = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]:
         raise FileNotFoundError(
             f"{folder} must be an adapter in PEFT's format, but {' and '.join(absent)} is not there; "
             "load it with peft and write it with save_pretrained"
         )
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    with safe_open(folder / _WEIGHTS, framework="pt") as handle:
-        names = list(handle.keys())
-        return config, {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+    return json.loads((folder / _CONFIG).read_text(encoding="utf-8")), tensor_shapes(folder / _WEIGHTS)
 
 
-def _refusals(config: Mapping[str, object], shapes: Iterable[str]) -> Iterator[str]:
+def _refusals(config: Mapping[str, object], names: Iterable[str], adapted: Collection[set[str]]) -> Iterator[str]:
+    """What is wrong with an adapter of this configuration, these tensors, and these modules of each adapted layer."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type must be LORA, got {config.get('peft_type')}"
         return
     if config.get("bias", "none") != "none":
         yield f"bias must be none, got {config['bias']}"
-    start = config.get("init_lora_weights")
-    if start not in _STARTS:
+    if (start := config.get("init_lora_weights")) not in _STARTS:
         yield f"init_lora_weights must leave the base model as it is, got {start}"
     yield from (f"{key} must not be set, got {value}" for key, value in config.items() if value and key not in _HARMLESS)
-    others = [name for name in shapes if not _TENSOR.fullmatch(name)]
-    if others:
+    if others := [name for name in names if not _TENSOR.fullmatch(name)]:
         yield f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
-    modules_of_layer: dict[str, set[str]] = defaultdict(set)
-    for match in filter(None, map(_TENSOR.fullmatch, shapes)):
-        modules_of_layer[match[1]].add(match[2])
-    if len({frozenset(modules) for modules in modules_of_layer.values()}) != 1:
-        yield f"every adapted layer must have the same modules adapted, got {len(modules_of_layer)} layers that differ"
+    if len(set(map(frozenset, adapted))) != 1:
+        yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"
 
 
 def _is_ours(folder: Path) -> bool:

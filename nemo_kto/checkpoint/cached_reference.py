@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,13 +15,12 @@ from nemo_kto.models.sequences import SequenceBatch
 _FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
 
 
+@dataclass(kw_only=True, eq=False)
 class CachedReference:
-    """Looks log-probs up; the model need not be the reference any more."""
+    """Looks log-probs up in ``cache``; the model need not be the reference any more."""
 
+    cache: ReferenceCache
     forward_passes = 0
-
-    def __init__(self, *, cache: ReferenceCache) -> None:
-        self.cache = cache
 
     def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
         """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`.
@@ -39,17 +39,14 @@ class CachedReference:
         """
         for number, parts in enumerate(batches, start=1):
             for sequences in parts:
-                self._complete(sequences, engine)
+                keys_B2 = sequence_keys(sequences)
+                missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
+                if len(missing):
+                    unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
+                    self.cache.add(keys_B2[missing], engine.logprobs(unknown).numpy())
             if number % _FLUSH_EVERY == 0:
                 self.cache.flush()
         self.cache.flush()
-
-    def _complete(self, sequences: SequenceBatch, engine: LogProbEngine) -> None:
-        keys_B2 = sequence_keys(sequences)
-        missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
-        if len(missing):
-            unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
-            self.cache.add(keys_B2[missing], engine.logprobs(unknown).numpy())
 
     def _logprobs(self, sequences: SequenceBatch) -> torch.Tensor:
         logps_B, found_B = self.cache.look_up(sequence_keys(sequences))

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -37,17 +38,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_kto.checkpoint.model_state import (
-    SavedAdapters,
-    adapters_in,
-    adapters_info,
-    adapters_of,
-    check_adapters,
-    load_model_state,
-    load_reference_state,
-    model_state,
-    reference_state,
-)
+from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
@@ -55,6 +46,7 @@ from nemo_kto.parallel import device, state
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # not copied into every checkpoint
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 
 
@@ -102,12 +94,6 @@ def _whole(path: Path) -> _Info | None:
     return info if intact else None
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """Bytes of each file without which a checkpoint cannot be loaded."""
-    files = [file for part in ("state", "rng") for file in sorted((path / part).rglob("*")) if file.is_file()]
-    return {str(file.relative_to(path)): file.stat().st_size for file in files}
-
-
 def hugging_face_folder(path: Path) -> Path | None:
     """The folder with configuration and tokenizer inside one of our own checkpoints; None if ``path`` is none."""
     return path / "hf" if (path / "trainer.json").is_file() else None
@@ -119,9 +105,9 @@ def checkpoint_dtype(path: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
 
 
-def saved_adapters(path: Path) -> SavedAdapters | None:
+def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
     """What a checkpoint says of its adapters; None if it holds all weights of a model."""
-    return adapters_in(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
+    return model_state.adapters_in(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
@@ -135,51 +121,41 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """
     saved = saved_adapters(path)
     if saved is not None:
-        check_adapters(saved, chunks)
-    loaded = dist_checkpointing.load(model_state(chunks, adapters=saved is not None), str(path / "state"))
-    load_model_state(chunks, loaded, adapters=saved is not None)
+        model_state.check_adapters(saved, chunks)
+    sharded = model_state.sharded_state(chunks, adapters=saved is not None)
+    model_state.load_state(chunks, dist_checkpointing.load(sharded, str(path / "state")), adapters=saved is not None)
 
 
+@dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Writes the checkpoints of a run, finds the newest, and removes those that are no longer wanted."""
+    """Writes the checkpoints of a run, finds the newest, and removes those that are no longer wanted.
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        monitor: str,
-        mode: str,
-        save_top_k: int,
-        hugging_face_source: Path,
-        base_model: Path | None = None,
-        reference_weights: SwappedWeights | None = None,
-    ) -> None:
-        """
-        Args:
-            folder: where the checkpoints go.
-            chunks: this rank's model chunks.
-            optimizer: of these chunks.
-            scheduler: of the learning rate.
-            monitor: name of the metric that ranks checkpoints.
-            mode: 'min' or 'max', whether small or large is good.
-            save_top_k: checkpoints to keep besides the last; -1 keeps all.
-            hugging_face_source: folder whose configuration and tokenizer belong to the model.
-            base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
-            reference_weights: the weights of a reference that is synced; None for a reference that never changes.
-        """
-        self.folder = folder
-        self.chunks = chunks
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.monitor = monitor
-        self.sign = 1.0 if mode == "min" else -1.0
-        self.save_top_k = save_top_k
-        self.hugging_face_source = hugging_face_source
-        self.base_model = base_model or hugging_face_source
-        self.reference_weights = reference_weights
+    Attributes:
+        folder: where the checkpoints go.
+        chunks: this rank's model chunks.
+        optimizer: of these chunks.
+        scheduler: of the learning rate.
+        monitor: name of the metric that ranks checkpoints.
+        mode: 'min' or 'max', whether small or large is good.
+        save_top_k: checkpoints to keep besides the last; -1 keeps all.
+        hugging_face_source: folder whose configuration and tokenizer belong to the model.
+        base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
+        reference_weights: the weights of a reference that is synced; None for a reference that never changes.
+    """
+
+    folder: Path
+    chunks: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    monitor: str
+    mode: str
+    save_top_k: int
+    hugging_face_source: Path
+    base_model: Path | None = None
+    reference_weights: SwappedWeights | None = None
+
+    def __post_init__(self) -> None:
+        self._adapters = model_state.adapters_of(self.chunks)
         self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         # Results of a save travel within this process. The default starts a server process for them, which costs seconds
         # and outlives a rank that is killed.
@@ -192,26 +168,22 @@ class CheckpointManager:
         Raises:
             RuntimeError: it could not be written; says why on every rank.
         """
-        step = trainer_state["step"]
-        final = self.folder / f"step_{step:06d}"
+        final = self.folder / f"step_{trainer_state['step']:06d}"
         partial = partial_folder(final)
         state.on_rank_zero(lambda: self._begin(final), _NOT_WRITTEN)
         try:
-            dist_checkpointing.save(
-                self._state(is_loading=False),
-                str(partial / "state"),
-                sharded_strategy=self._strategy,
-                validate_access_integrity=False,
-            )
+            sharded, folder = self._state(is_loading=False), str(partial / "state")
+            dist_checkpointing.save(sharded, folder, sharded_strategy=self._strategy, validate_access_integrity=False)
             torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
-        state.barrier()
-        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": self._dtype()}
-        if (adapters := adapters_of(self.chunks)) is not None:
-            info["adapters"] = adapters_info(adapters, self.base_model)
+        torch.distributed.barrier()
+        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": model_state.dtype_name(self.chunks)}
+        if self._adapters is not None:
+            info["adapters"] = model_state.adapters_info(self._adapters, self.base_model or self.hugging_face_source)
         info["moving_reference"] = self.reference_weights is not None
-        info |= {"layout": _layout(), "versions": _versions(), "distributed_optimizer": is_distributed(self.optimizer)}
+        info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+        info |= {"layout": _layout(), "distributed_optimizer": is_distributed(self.optimizer)}
         state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
 
     def load_latest(self) -> dict[str, int] | None:
@@ -230,9 +202,9 @@ class CheckpointManager:
         if not checkpoints:
             return None
         newest = checkpoints[-1]
-        if (dtype := newest.info["dtype"]) != self._dtype():
+        if (before := newest.info["dtype"]) != (now := model_state.dtype_name(self.chunks)):
             raise ValueError(
-                f"trainer.precision must stay that of {dtype} in a resumed run, got that of {self._dtype()}; "
+                f"trainer.precision must stay that of {before} in a resumed run, got that of {now}; "
                 "use trainer.precision=auto, which keeps it, or start a new run in another folder"
             )
         if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
@@ -245,11 +217,11 @@ class CheckpointManager:
                 f"the reference must {'stay synced' if synced else 'not become synced'} in a resumed run; change "
                 "model.reference.sync_interval back, or start a new run in another folder"
             )
-        check_adapters(adapters_in(newest.info), self.chunks)
+        model_state.check_adapters(model_state.adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
-        load_model_state(self.chunks, loaded, adapters=adapters_of(self.chunks) is not None)
+        model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
         if self.reference_weights is not None:
-            load_reference_state(self.chunks, self.reference_weights, loaded)
+            model_state.load_reference(self.chunks, self.reference_weights, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
@@ -269,41 +241,39 @@ class CheckpointManager:
                 "another exp_manager.name"
             )
 
-    def _dtype(self) -> str:
-        return str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
-
     def _state(self, *, is_loading: bool) -> ShardedStateDict:
-        adapters = adapters_of(self.chunks) is not None
-        model = model_state(self.chunks, adapters=adapters)
-        sharded = model if len(self.chunks) > 1 else model["model0"]
-        optimizer = optimizer_state(self.optimizer, sharded, is_loading=is_loading)
+        adapters = self._adapters is not None
+        model = model_state.sharded_state(self.chunks, adapters=adapters)
+        of_chunks = model if len(self.chunks) > 1 else model["model0"]
+        optimizer = optimizer_state(self.optimizer, of_chunks, is_loading=is_loading)
         reference = {}
         if self.reference_weights is not None:
-            reference = reference_state(self.chunks, self.reference_weights, adapters=adapters)
+            reference = model_state.sharded_reference(self.chunks, self.reference_weights, adapters=adapters)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _begin(self, final: Path) -> None:
         partial = start_folder(final)
-        for name in ("state", "rng"):
+        for name in ("state", "rng", "hf"):
             (partial / name).mkdir()
-        shutil.copytree(self.hugging_face_source, partial / "hf", ignore=_is_weight)
+        for file in self.hugging_face_source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copy2(file, partial / "hf")
 
     def _publish(self, final: Path, info: Mapping[str, object]) -> None:
         partial = partial_folder(final)
-        info = {**info, "files": _sizes(partial)}
+        # the files without which the checkpoint cannot be loaded
+        files = [file for part in ("state", "rng") for file in sorted((partial / part).rglob("*")) if file.is_file()]
+        info = {**info, "files": {str(file.relative_to(partial)): file.stat().st_size for file in files}}
         (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
         publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
-        for checkpoint in self._unwanted():
-            remove_folder(checkpoint.folder)
-
-    def _unwanted(self) -> Iterator[Checkpoint]:
         *older, _ = find_checkpoints(self.folder)
         if self.save_top_k >= 0:
-            yield from sorted(older, key=self._rank)[self.save_top_k :]
+            for checkpoint in sorted(older, key=self._rank)[self.save_top_k :]:
+                remove_folder(checkpoint.folder)
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
-        value = checkpoint.info["metrics"].get(self.monitor)
-        return (float("inf") if value is None else self.sign * value, -checkpoint.step)
+        value, sign = checkpoint.info["metrics"].get(self.monitor), 1.0 if self.mode == "min" else -1.0
+        return (math.inf if value is None else sign * value, -checkpoint.step)
 
     def _clear_leftovers(self) -> None:
         for start in (WRITING, REMOVING):
@@ -317,10 +287,6 @@ def _layout() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
 
 
 def _rng_state() -> dict[str, Any]:
@@ -341,9 +307,3 @@ def _set_rng_state(kept: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))
-
-
-def _is_weight(folder: str, names: list[str]) -> list[str]:
-    """What of a Hugging Face folder does not belong into every checkpoint."""
-    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-    return [name for name in names if name.endswith(suffixes) or (Path(folder) / name).is_dir()]

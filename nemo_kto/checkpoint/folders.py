@@ -47,11 +47,7 @@ def write_together(
 
 
 def start_partial(target: Path, *, is_ours: Callable[[Path], bool]) -> str | None:
-    """Make the empty folder that becomes ``target``; what is in the way, or None.
-
-    Args:
-        is_ours: an existing folder may be replaced.
-    """
+    """Make the empty folder that becomes ``target``, which is replaced if ``is_ours``; what is in the way, or None."""
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not (is_empty or is_ours(target)):
         return f"{target} exists and is no earlier export; remove it or export to another folder"

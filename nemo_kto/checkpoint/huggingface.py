@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import differences, rank_weights, wanted_weights
+from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.files import partial_folder, publish_folder
@@ -19,36 +20,33 @@ from nemo_kto.models.architecture import Architecture
 _WRITTEN_BY = "nemo_kto"
 # What transformers, and the engines that serve its models, read beside the weights and config.json.
 _COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+)  # fmt: skip
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
-    """Fill this rank's parameters from the safetensors of a Hugging Face folder.
+    """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
 
     Only the slices that this rank holds are read; adapters stay as they are.
-
-    Args:
-        chunks: this rank's model chunks, wrapped or not; before an optimizer copies their parameters.
-        architecture: what they were built from.
-        folder: the Hugging Face folder.
 
     Raises:
         FileNotFoundError: the folder has no safetensors, or not all of them.
         ValueError: weights are missing, unexpected or of another shape; lists all of them, on every rank alike.
     """
     found = find_weights(Path(folder))
-    _check_weights({name: shape for name, (_, shape) in found.items()}, architecture, Path(folder))
+    # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
+    ignored = {
+        name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
+    }
+    shapes = {name: shape for name, (_, shape) in found.items()}
+    if problems := differences(wanted_weights(architecture), shapes, ignored):
+        told = (
+            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
+            f"got {len(problems)} differences:"
+        )
+        raise ValueError("\n  ".join([told, *problems]))
     read_weights(rank_weights(chunks, architecture), architecture, {name: file for name, (file, _) in found.items()})
 
 
@@ -62,10 +60,8 @@ def export(
     error. Adapters are left out; ``models.lora.merge_adapters`` before makes them part of the weights.
 
     Args:
-        chunks: this rank's model chunks, wrapped or not.
-        architecture: what they were built from.
-        source: the folder the model came from; its configuration, tokenizer and chat template are copied.
-        out: the folder to write.
+        chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
+        source: the folder the model came from; its configuration, tokenizer and chat template are copied to ``out``.
         max_shard_bytes: size limit of a weight file.
 
     Raises:
@@ -88,19 +84,6 @@ def export(
     )
 
 
-def _check_weights(found: Mapping[str, tuple[int, ...]], architecture: Architecture, folder: Path) -> None:
-    # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
-    ignored = {
-        name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
-    }
-    if problems := differences(wanted_weights(architecture), found, ignored):
-        listed = "\n  ".join(problems)
-        raise ValueError(
-            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
-            f"got {len(problems)} differences:\n  {listed}"
-        )
-
-
 def _prepare(source: Path, target: Path) -> str | None:
     if not (source / "config.json").is_file():
         return f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
@@ -118,9 +101,8 @@ def _is_ours(folder: Path) -> bool:
 def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:
     partial = partial_folder(target)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
-    config["torch_dtype"] = dtype
+    config["torch_dtype"] = dtype_name(chunks)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in _COMPANIONS:
         if (source / name).is_dir():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 from nemo_kto.models.architecture import Architecture
@@ -13,6 +14,9 @@ from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
+
+Shapes = dict[str, tuple[int, ...]]
+"""Names of weights in a file -> their shapes."""
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
 _ENGINE_NAMES = {
@@ -37,48 +41,43 @@ class Weight:
     layer: int | None
     copied: bool = False
 
-    @property
-    def sources(self) -> list[str]:
-        """Names of the weights in the file."""
-        return [name.format(layer=self.layer) for name in self.mapping.hf_names]
 
-
-def wanted_weights(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def wanted_weights(architecture: Architecture) -> Shapes:
     """Name and shape of every weight that a Hugging Face folder of this architecture must hold."""
-    wanted = {}
-    for mapping in architecture.family.mappings:
-        if mapping.required_flag and not getattr(architecture, mapping.required_flag):
-            continue
-        layers: Iterable[int | None] = range(architecture.num_layers) if "{layer}" in mapping.mcore_name else [None]
-        for layer in layers:
-            for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
-                wanted[name.format(layer=layer)] = shape
-    return wanted
+    mappings = architecture.family.mappings
+    held = [mapping for mapping in mappings if not mapping.required_flag or getattr(architecture, mapping.required_flag)]
+    return _shapes(held, architecture, range(architecture.num_layers))
 
 
-def differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], ignored: Collection[str] = ()
-) -> list[str]:
+def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shapes:
+    """Name and shape of every tensor that an adapter of this model must hold."""
+    layers = [layer - 1 for layer in settings.layers or range(1, architecture.num_layers + 1)]
+    shapes = _shapes(_adapter_mappings(architecture, settings), architecture, layers)
+    return {name: shape for name, shape in shapes.items() if name.split(".")[-3] in settings.modules}
+
+
+def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
+    pairs = [adapter_mappings(mapping, settings.rank) for mapping in adapted_mappings(architecture, settings)]
+    return [mapping for pair in pairs for mapping in pair]
+
+
+def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Iterable[int]) -> Shapes:
+    return {
+        name.format(layer=layer): shape
+        for mapping in mappings
+        for layer in (layers if "{layer}" in mapping.mcore_name else [None])
+        for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
+    }
+
+
+def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:
     """What is wrong with weights of these names and shapes, one line each; ``ignored`` may be there or not."""
+    others = {name: shape for name, shape in found.items() if name in wanted and wanted[name] != shape}
     return [
         *(f"missing: {name}" for name in wanted if name not in found),
         *(f"unexpected: {name}" for name in found if name not in wanted and name not in ignored),
-        *(
-            f"{name}: expected shape {list(shape)}, got {list(found[name])}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
-        ),
+        *(f"{name}: expected shape {list(wanted[name])}, got {list(others[name])}" for name in wanted if name in others),
     ]
-
-
-def unwrap(chunk: nn.Module) -> HiddenStateGPT:
-    """The model inside of a DistributedDataParallel (or other) wrapper."""
-    inner: object = chunk
-    while not isinstance(inner, HiddenStateGPT):
-        if not hasattr(inner, "module"):
-            raise TypeError(f"a model chunk must be a HiddenStateGPT or a wrapper around one, got {type(chunk).__name__}")
-        inner = inner.module
-    return inner
 
 
 def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Iterator[Weight]:
@@ -89,20 +88,17 @@ def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Ite
     """
     mappings = {mapping.mcore_name: mapping for mapping in architecture.family.mappings}
     for name, layer, parameter in _parameters(chunks):
-        if is_adapter(name):
-            continue
         if name == "output_layer.weight" and architecture.tied:
             yield Weight(parameter=parameter, mapping=mappings["embedding.word_embeddings.weight"], layer=None, copied=True)
-            continue
-        if name not in mappings:
+        elif name in mappings:
+            yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
+        elif not is_adapter(name):
             raise KeyError(f"the table of {architecture.family.name} has no mapping for the parameter {name}")
-        yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
 
 
 def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
     """The adapters of this rank's chunks, with their mappings under PEFT's names."""
-    pairs = [adapter_mappings(mapping, settings.rank) for mapping in adapted_mappings(architecture, settings)]
-    mappings = {mapping.mcore_name: mapping for pair in pairs for mapping in pair}
+    mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
     for name, layer, parameter in _parameters(chunks):
         if is_adapter(name):
             yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
@@ -110,11 +106,12 @@ def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, setti
 
 def _parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:
     """Name, as the tables have it, layer and parameter."""
-    for chunk in map(unwrap, chunks):
-        for name, parameter in chunk.named_parameters():
+    for chunk in chunks:
+        gpt: HiddenStateGPT = unwrap_model(chunk)
+        for name, parameter in gpt.named_parameters():
             layer = None
             if name.startswith("decoder.layers."):
                 local, name = name.removeprefix("decoder.layers.").split(".", 1)
-                layer = chunk.decoder.layers[int(local)].layer_number - 1  # counted from 1 over all stages
+                layer = gpt.decoder.layers[int(local)].layer_number - 1  # counted from 1 over all stages
                 name = "decoder.layers.{layer}." + _ENGINE_NAMES.get(name, name)
             yield name, layer, parameter

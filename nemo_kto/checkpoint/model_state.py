@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
@@ -29,10 +29,14 @@ class SavedAdapters:
     settings: LoRASettings
 
 
+def dtype_name(chunks: Sequence[nn.Module]) -> str:
+    """The dtype of a model's weights, such as "bfloat16"."""
+    return str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
+
+
 def adapters_of(chunks: Sequence[nn.Module]) -> LoRASettings | None:
     """What is adapted in a model; None where its own weights are trained."""
-    settings: LoRASettings | None = unwrap_model(chunks[0]).adapters
-    return settings
+    return unwrap_model(chunks[0]).adapters
 
 
 def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, object]:
@@ -42,8 +46,7 @@ def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, object]
 
 def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
     """What the content of a trainer.json says of adapters; None if the checkpoint holds all weights of a model."""
-    kept = info.get("adapters")
-    if kept is None:
+    if (kept := info.get("adapters")) is None:
         return None
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in kept["settings"].items()
@@ -65,20 +68,19 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
         )
 
 
-def model_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
+def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
     """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on."""
     # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
     metadata = {"non_homogeneous_layers": True} if adapters else None
-    whole = {
-        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
-    }
+    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
     return {
-        part: {name: value for name, value in state.items() if is_adapter(name) == adapters} for part, state in whole.items()
+        f"model{number}": {name: value for name, value in state.items() if is_adapter(name) == adapters}
+        for number, state in enumerate(states)
     }
 
 
-def load_model_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
-    """Put back what :func:`model_state` gave the form of.
+def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
+    """Put back what :func:`sharded_state` gave the form of.
 
     Raises:
         RuntimeError: it is not all that this should be.
@@ -91,26 +93,30 @@ def load_model_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
 
 
-def reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> ShardedStateDict:
+def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> ShardedStateDict:
     """The sharded state of a reference that is synced: that of the model, with the reference's values in it."""
-    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
-    whole = {}
-    for (part, state), chunk in zip(model_state(chunks, adapters=adapters).items(), chunks, strict=True):
-        held = {name: host.get(id(parameter)) for name, parameter in unwrap_model(chunk).named_parameters()}
-        entries = {name: entry for name, entry in state.items() if held.get(name) is not None}
+    whole, states = {}, sharded_state(chunks, adapters=adapters)
+    for (part, state), held in zip(states.items(), _reference_values(chunks, weights), strict=True):
+        entries = {name: entry for name, entry in state.items() if name in held}
         for name, entry in entries.items():
             entry.key, entry.data = f"reference.{entry.key}", held[name]
         whole[part.replace("model", "reference")] = entries
     return whole
 
 
-def load_reference_state(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
-    """Put back what :func:`reference_state` gave the form of."""
-    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
-    for number, chunk in enumerate(chunks):
-        parameters = dict(unwrap_model(chunk).named_parameters())
+def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
+    """Put back what :func:`sharded_reference` gave the form of."""
+    for number, held in enumerate(_reference_values(chunks, weights)):
         for name, values in loaded.get(f"reference{number}", {}).items():
-            host[id(parameters[name])].copy_(values)
+            held[name].copy_(values)
+
+
+def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> Iterator[dict[str, Tensor]]:
+    """The reference's values of each chunk, by the names of its parameters."""
+    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
+    for chunk in chunks:
+        named = unwrap_model(chunk).named_parameters()
+        yield {name: host[id(parameter)] for name, parameter in named if id(parameter) in host}
 
 
 def _described(settings: LoRASettings | None) -> str:

@@ -22,10 +22,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
     """The optimizer's sharded state: what to save, or the form to load into.
 
-    Args:
-        optimizer: megatron-core's.
-        model_state: sharded state of the model.
-        is_loading: give the optimizer a state first, if it has none, for the load to overwrite.
+    ``is_loading`` gives the optimizer a state first, if it has none, for the load to overwrite.
     """
     step = _adam_step(optimizer)
     parts = _parts(optimizer)
@@ -57,7 +54,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
             for kept in part.optimizer.state.values():
                 kept.pop("step", None)
             part.load_parameter_state_from_fully_reshardable(tensors)
-        if _is_torch_adam(part.optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one too
             for kept in part.optimizer.state.values():
                 # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
@@ -72,10 +69,6 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Adam)  # AdamW is one too
-
-
 def _adam_step(optimizer: MegatronOptimizer) -> int:
     """Steps that Adam has counted: torch's a parameter, others a group.
 
@@ -83,7 +76,8 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
     """
     mine = 0
     for part in _parts(optimizer):
-        counted = part.optimizer.state.values() if _is_torch_adam(part.optimizer) else part.optimizer.param_groups
+        is_torchs = isinstance(part.optimizer, torch.optim.Adam)
+        counted = part.optimizer.state.values() if is_torchs else part.optimizer.param_groups
         mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
     box = torch.tensor(mine, device=device.current_device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
@@ -93,7 +87,7 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 @contextlib.contextmanager
 def _counter_of_nothing(optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
     """The distributed optimizer asks torch's Adam for its counter, also on a stage that has nothing to train and so none."""
-    nothing = _is_torch_adam(optimizer) and not any(group["params"] for group in optimizer.param_groups)
+    nothing = isinstance(optimizer, torch.optim.Adam) and not any(group["params"] for group in optimizer.param_groups)
     if nothing:
         # a string where parameters are expected: what is no tensor passes through state_dict as it is
         optimizer.state["nothing"] = {"step": torch.tensor(float(step))}  # type: ignore[index]

@@ -72,13 +72,13 @@ class ReferenceCache:
             logps_N[here_N] = part[2].view(np.float64)[place_N[here_N]]
             found_N |= here_N
         for place in np.flatnonzero(~found_N) if self._pending else ():
-            if (logp := self._pending.get(_pair(keys_N2[place]))) is not None:
+            if (logp := self._pending.get(tuple(keys_N2[place].tolist()))) is not None:
                 logps_N[place], found_N[place] = logp, True
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
         """Note the log-probs of sequences of this rank; :meth:`flush` writes them."""
-        self._pending.update(zip(map(_pair, keys_N2), map(float, logps_N), strict=True))
+        self._pending.update(zip(map(tuple, keys_N2.tolist()), logps_N.tolist(), strict=True))
 
     def flush(self) -> None:
         """Write what all ranks have noted, and let all of them know it; collective."""
@@ -89,13 +89,13 @@ class ReferenceCache:
         self._pending = {}
         if not known:
             return
-        part = np.empty((3, len(known)), dtype=np.int64)
         order = sorted(known)
-        part[:2] = np.array(order, dtype=np.int64).T
-        part[2].view(np.float64)[:] = [known[key] for key in order]
+        logps_N = np.array([known[key] for key in order], dtype=np.float64)
+        part = np.vstack([np.array(order, dtype=np.int64).T, logps_N.view(np.int64)])
         with state.main_process_first():
             if state.is_first_of_machine():
-                self._write(part)
+                with publish_file(self.folder / f"part-{_digest(part)}.npy") as writing, writing.open("wb") as file:
+                    np.save(file, part)
         self._open()
 
     def _prepare(self) -> None:
@@ -108,8 +108,7 @@ class ReferenceCache:
             with publish_file(about) as writing:
                 writing.write_text(json.dumps(self._about, indent=2), encoding="utf-8")
         damaged = [file for file in self.folder.glob("part-*.npy") if not _is_whole(file)]
-        if damaged:
-            self._refuse(damaged, "its content is not what was written")
+        self._refuse(damaged, "its content is not what was written")
 
     def _refuse(self, files: Sequence[Path], reason: str) -> None:
         for file in files:
@@ -123,10 +122,6 @@ class ReferenceCache:
         dist.all_gather_object(seen, mine)
         self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*seen))]
 
-    def _write(self, part: np.ndarray) -> None:
-        with publish_file(self.folder / f"part-{_digest(part)}.npy") as writing, writing.open("wb") as file:
-            np.save(file, part)
-
 
 def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
     """[B, 2] int64: a hash of each sequence's tokens and labels, without its padding."""
@@ -136,10 +131,6 @@ def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
         content = tokens_BS[number, :length].tobytes() + labels_BS[number, :length].tobytes()
         keys_B2[number] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
     return keys_B2
-
-
-def _pair(key_2: np.ndarray) -> tuple[int, int]:
-    return int(key_2[0]), int(key_2[1])
 
 
 def _digest(part: np.ndarray) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,57 +15,40 @@ from torch import Tensor
 from nemo_kto.checkpoint.mapping import Weight
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
-from nemo_kto.models.segments import is_cut, pieces, segments, source_shapes, split_dimension
+from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device
 
 # Of a parameter that a pipeline stage sends: mapping, layer, and the shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, int | None, torch.Size, torch.dtype]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """Values to read: the slice ``where`` of the weight ``name`` belongs into ``place``, a view of a parameter."""
-
-    name: str
-    where: tuple[slice, ...]
-    place: Tensor
-
-
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from safetensors files.
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
 
     Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
-
-    Args:
-        weights: what to fill.
-        architecture: of the model.
-        files: name of a weight -> its file. What is not there keeps its value.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
-    copies: dict[Path, list[_Copy]] = defaultdict(list)
+    wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
     for weight in weights:
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
-            name = weight.sources[piece.source]
+            name = list(weight.mapping.hf_names)[piece.source].format(layer=weight.layer)
             if name in files:
-                copies[files[name]].append(_Copy(name=name, where=piece.where, place=piece.place))
-    for file in sorted(copies):
+                wanted[files[name]].append((name, piece))
+    for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for copy in copies[file]:
-                copy.place.copy_(handle.get_slice(copy.name)[copy.where])
+            for name, piece in wanted[file]:
+                piece.place.copy_(handle.get_slice(name)[piece.where])
 
 
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
 
     For the ranks of one copy of the model, all of which must use the iterator up.
-
-    Args:
-        weights: of this rank.
-        architecture: of the model.
     """
     leads = parallel_state.get_tensor_model_parallel_rank() == 0
-    stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stages = dist.get_process_group_ranks(pipeline)
     first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
     for weight in weights:
         if weight.copied:
@@ -75,30 +57,22 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
         if leads and first_stage:
             yield from _hf_weights(weight.mapping, weight.layer, whole, architecture)
         elif leads:
-            dist.send_object_list(
-                [(weight.mapping, weight.layer, whole.shape, whole.dtype)], dst=stages[0], group=_pipeline()
-            )
-            dist.send(whole, dst=stages[0], group=_pipeline())
-    if not leads:
-        return
-    if not first_stage:
-        dist.send_object_list([None], dst=stages[0], group=_pipeline())
-        return
-    for stage in stages[1:]:
-        while (header := _receive_header(stage)) is not None:
-            mapping, layer, shape, dtype = header
+            header: _Header = (weight.mapping, weight.layer, whole.shape, whole.dtype)
+            dist.send_object_list([header], dst=stages[0], group=pipeline)
+            dist.send(whole, dst=stages[0], group=pipeline)
+    if leads and not first_stage:
+        dist.send_object_list([None], dst=stages[0], group=pipeline)
+    for stage in stages[1:] if leads and first_stage else ():
+        while (received := _receive_header(stage, pipeline)) is not None:
+            mapping, layer, shape, dtype = received
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
-            dist.recv(whole, src=stage, group=_pipeline())
+            dist.recv(whole, src=stage, group=pipeline)
             yield from _hf_weights(mapping, layer, whole, architecture)
 
 
-def _pipeline() -> dist.ProcessGroup:
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def _receive_header(stage: int) -> _Header | None:
+def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
     box: list[_Header | None] = [None]
-    dist.recv_object_list(box, src=stage, group=_pipeline())
+    dist.recv_object_list(box, src=stage, group=pipeline)
     return box[0]
 
 

@@ -24,7 +24,6 @@ from nemo_kto.parallel.device import on_gpu
 # What megatron-core and torch say of every run without Transformer Engine, apex or CUDA; none of it is news to a user here.
 _EXPECTED_WARNINGS = (
     ".*Apex (is|are) not installed.*",
-    ".*Transformer Engine and Apex are not installed.*",
     ".*full scope is deprecated.*",
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
     ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
@@ -55,9 +54,8 @@ def silence_warnings() -> None:
 def leave_fusions_uncompiled() -> None:
     """Keep megatron-core from compiling its small fusions where there is no GPU. For before it is imported.
 
-    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing: torch.compile imports torch's whole
-    compiler when it first decorates a function. So megatron-core finds, in the place of its module ``jit``, which holds
-    nothing but that decorator, one whose decorator gives back the function as it is.
+    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing. So megatron-core finds, in place of
+    its module ``jit``, which holds only that decorator, one whose decorator gives back the function as it is.
     """
     if on_gpu() or _JIT in sys.modules:
         return
@@ -107,12 +105,6 @@ class _Event(_Stream):
         return 0.0
 
 
-class _NoProperties:
-    """What get_device_properties says of a device without CUDA: nothing that would switch a CUDA path on."""
-
-    name, major, minor, multi_processor_count, total_memory = "cpu", 0, 0, 0, 0
-
-
 def _leave_compiler_out() -> None:
     """Nothing is compiled on the CPU, so nothing needs to be kept from the compiler, which torch would import to do so."""
     if "torch._dynamo" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
@@ -129,37 +121,24 @@ def _leave_compiler_out() -> None:
 
 
 def _answer_device_calls() -> None:
-    cpu = torch.device("cpu")
-    stream = _Stream()
+    cpu, stream = torch.device("cpu"), _Stream()
+    # nothing that would switch a CUDA path on
+    properties = types.SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=0, total_memory=0)
 
-    def nothing() -> Callable[..., None]:
-        return lambda *args, **kwargs: None  # a new function each time: torch.compile tells them apart by identity
-
-    def current() -> Callable[..., contextlib.AbstractContextManager[None]]:
-        return lambda *args, **kwargs: contextlib.nullcontext()
+    def always(answer: object) -> Callable[..., object]:
+        return lambda *args, **kwargs: answer  # a new function each time: torch.compile tells them apart by identity
 
     answers: dict[str, object] = {
-        "current_device": lambda: cpu,
-        "set_device": nothing(),
-        "synchronize": nothing(),
-        "empty_cache": nothing(),
-        "current_stream": lambda *a, **k: stream,
-        "default_stream": lambda *a, **k: stream,
-        "stream": current(),
-        "device": current(),
-        "Stream": _Stream,
-        "Event": _Event,
-        "is_current_stream_capturing": lambda: False,
-        "get_device_properties": lambda *a, **k: _NoProperties(),
-        "get_device_capability": lambda *a, **k: (0, 0),
-        "memory_allocated": lambda *a, **k: 0,
-        "max_memory_allocated": lambda *a, **k: 0,
-        "memory_reserved": lambda *a, **k: 0,
-    }
+        "current_device": cpu, "get_device_properties": properties, "get_device_capability": (0, 0),
+        "set_device": None, "synchronize": None, "empty_cache": None, "is_current_stream_capturing": False,
+        "current_stream": stream, "default_stream": stream,
+        "stream": contextlib.nullcontext(), "device": contextlib.nullcontext(),
+        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+    }  # fmt: skip
     for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    torch.cuda.nvtx.range_push = nothing()  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = nothing()  # type: ignore[assignment]
+        setattr(torch.cuda, name, always(answer))
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore[misc, assignment]
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = always(None), always(None)  # type: ignore[assignment]
 
 
 def _answer_rng_calls() -> None:
@@ -172,14 +151,9 @@ def _answer_rng_calls() -> None:
     def set_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
         torch.set_rng_state(state)
 
-    def seed(value: int) -> None:
-        torch.default_generator.manual_seed(value)
-
-    torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
-    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
-    torch.cuda.manual_seed = seed  # type: ignore[assignment]
-    mcore_random._get_cuda_rng_state = get_state
-    mcore_random._set_cuda_rng_state = set_state
+    torch.cuda.get_rng_state = mcore_random._get_cuda_rng_state = get_state  # type: ignore[assignment]
+    torch.cuda.set_rng_state = mcore_random._set_cuda_rng_state = set_state  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
 
 
 def _is_cuda(where: object) -> bool:
@@ -198,7 +172,7 @@ def _map_cuda_literals() -> None:
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> torch.Tensor:
             args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
-            if "device" in kwargs and _is_cuda(kwargs["device"]):
+            if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
             return function(*args, **kwargs)
 

@@ -33,11 +33,6 @@ def select() -> None:
         torch.cuda.set_device(current_device())
 
 
-def communication_backend() -> str:
-    """The torch.distributed backend that fits the device: nccl or gloo."""
-    return "nccl" if on_gpu() else "gloo"
-
-
 def gpu_has_bf16() -> bool:
     """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
     return torch.cuda.is_bf16_supported(including_emulation=False)

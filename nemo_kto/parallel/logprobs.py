@@ -1,12 +1,11 @@
 """From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
 
-The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few
-numbers a token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32:
-forward, one chunk of logits [c, v]; backward, the same and the two gradients, [T, H] and [V, H]. For a bf16 model a
-chunk in bf16 comes on top, and on the CPU, which cannot widen a product, another [V, H].
+The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
+token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk of
+logits [c, v]; backward, the same and the two gradients, [T, H] and [V, H]. For a bf16 model add a chunk in bf16, and on the
+CPU, which cannot widen a product, another [V, H].
 
-Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a
-chunk.
+Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def vocab_parallel_logprobs(
         vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
         group: tensor-parallel group; None for a single rank.
         chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
-        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where what comes before
-            does it (the gather of sequence parallelism, in its backward pass).
+        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where the backward pass of what comes
+            before does it (the gather of sequence parallelism).
 
     Returns:
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
@@ -62,9 +61,8 @@ def vocab_parallel_logprobs(
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
     is_here_T = (target_T >= first) & (target_T < first + columns)
     column_T = torch.where(is_here_T, target_T - first, 0)
-    options = (columns, group, chunk_size, reduce_hidden_grad)
     logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_here_T, *options
+        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, reduce_hidden_grad
     )
     return logps_T
 

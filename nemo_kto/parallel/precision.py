@@ -40,10 +40,9 @@ def bf16_support() -> Bf16Support:
         native = device.gpu_has_bf16()
         return Bf16Support(native=native, why=f"this GPU has {'bf16' if native else 'no bf16'} instructions")
     slowdown = bf16_slowdown()
-    has_instructions = cpu_has_bf16()
-    figure = f"{slowdown:.0f}" if slowdown >= 10 else f"{slowdown:.1f}"
-    measured = f"a matrix product takes {figure} times as long in bf16 as in fp32"
-    if has_instructions is False:
+    digits = 0 if slowdown >= 10 else 1
+    measured = f"a matrix product takes {slowdown:.{digits}f} times as long in bf16 as in fp32"
+    if cpu_has_bf16() is False:
         return Bf16Support(native=False, why=f"this CPU has no bf16 instructions: {measured}")
     return Bf16Support(native=slowdown < 1.0, why=f"on this CPU {measured}")
 

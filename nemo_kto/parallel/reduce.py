@@ -12,10 +12,7 @@ from nemo_kto.parallel import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums that every pipeline stage knows, added over all copies of the model.
-
-    Args:
-        sums: name -> 0-d tensor; the same names on every rank.
+    """Sums (0-d, the same names on every rank) that every pipeline stage knows, added over all copies of the model.
 
     Returns:
         name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
@@ -26,14 +23,7 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Sums that only the last pipeline stage knows, added over all copies of the model, on every rank.
-
-    Args:
-        sums: name -> 0-d tensor; the same names on every rank, zeros before the last pipeline stage.
-
-    Returns:
-        name -> sum over the global batch.
-    """
+    """Sums over the global batch, on every rank, of what only the last pipeline stage knows; earlier stages give zeros."""
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.tolist(), strict=True))
@@ -42,9 +32,6 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
     """``values`` of the last pipeline stage, on every stage; earlier stages pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(
-            values,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return values

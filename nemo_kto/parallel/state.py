@@ -41,19 +41,6 @@ class Layout:
         """Number of ranks that hold one copy of the model."""
         return self.tensor * self.pipeline
 
-    def data(self, world_size: int) -> int:
-        """Data-parallel size in a world of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the world cannot be divided into whole copies of the model.
-        """
-        if world_size % self.model_ranks:
-            raise ValueError(
-                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) = {self.model_ranks} must divide the number of "
-                f"ranks, got {world_size}; use a multiple of {self.model_ranks} ranks"
-            )
-        return world_size // self.model_ranks
-
 
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world and form the groups of ``layout``.
@@ -66,26 +53,27 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         timeout: how long a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the layout does not fit the world.
+        ValueError: the world cannot be divided into whole copies of the model.
     """
     install_cpu_backend()
     device.select()
     if not dist.is_initialized():
-        backend = device.communication_backend()
+        backend = "nccl" if device.on_gpu() else "gloo"
         if "RANK" not in os.environ:  # one process by itself needs no rendezvous
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
-    layout.data(dist.get_world_size())
+    if world_size() % layout.model_ranks:
+        raise ValueError(
+            f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) = {layout.model_ranks} must divide the number of "
+            f"ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
-    _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-
-
-def _seed(seed: int) -> None:
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -130,12 +118,6 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
-def barrier() -> None:
-    """Wait for every rank."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def broadcast_bool(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
     box = torch.tensor([int(answer)], device=device.current_device())
@@ -160,14 +142,10 @@ def attempt(action: Callable[[], object]) -> str | None:
 
 
 def raise_together(problem: str | None, failure: str) -> None:
-    """Fail on every rank if any rank has a problem; collective.
-
-    Args:
-        problem: of this rank; None if it has none.
-        failure: the message, with ``{}`` for the problem.
+    """Fail on every rank if any rank has a ``problem``; collective.
 
     Raises:
-        RuntimeError: some rank has a problem; the message is that of the first one that has.
+        RuntimeError: some rank has one; the message is ``failure``, with the first problem in the place of ``{}``.
     """
     if (first := _first_problem(problem)) is not None:
         raise RuntimeError(failure.format(first))

@@ -29,15 +29,11 @@ class Sink(Protocol):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of one step."""
 
+    def log_hyperparams(self, params: dict[str, object]) -> None:
+        """Record the configuration of the run."""
+
     def finalize(self, status: str) -> None:
         """Flush and close."""
-
-
-class HyperparamsSink(Sink, Protocol):
-    """A sink that also records the configuration of a run."""
-
-    def log_hyperparams(self, params: dict[str, object]) -> None:
-        """Record the configuration."""
 
 
 class JsonLines:
@@ -47,13 +43,7 @@ class JsonLines:
     """
 
     def __init__(self, *, file: Path, resumed_step: int | None) -> None:
-        """Open the file.
-
-        Args:
-            file: made if absent.
-            resumed_step: steps of the run that are in the checkpoint; later lines are dropped, because those steps are about
-                to be made again. None starts a new file.
-        """
+        """Open ``file``; lines past ``resumed_step`` are dropped, as those steps are made again; None starts a new file."""
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
         with publish_file(file) as writing:
             writing.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -61,9 +51,11 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
-        row.update({name: value if math.isfinite(value) else None for name, value in metrics.items()})
-        self._file.write(json.dumps(row) + "\n")
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+
+    def log_hyperparams(self, params: dict[str, object]) -> None:
+        """Nothing: the run folder has its config.yaml."""
 
     def finalize(self, status: str) -> None:
         """Close the file."""
@@ -116,7 +108,6 @@ class RunLogger:
         tensorboard: bool = True,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
-        extra: tuple[Sink, ...] = (),
     ) -> None:
         """Open the sinks.
 
@@ -128,28 +119,24 @@ class RunLogger:
             wandb: arguments of Lightning's WandbLogger; None switches it off.
             mlflow: arguments of Lightning's MLFlowLogger; None switches it off. Without a tracking_uri the figures go to
                 ``folder``/mlflow.db.
-            extra: further sinks, such as a :class:`~nemo_kto.telemetry.progress.Progress`.
 
         Raises:
             ModuleNotFoundError: a logger is switched on whose package is not installed.
         """
         self._sinks: list[Sink] = []
-        self._with_hyperparams: list[HyperparamsSink] = []
-        wanted = [("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)]
-        for package, switched_on in wanted:
-            if switched_on and not installed(package):
+        for package, switch in (("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)):
+            if switch and not installed(package):
                 raise ModuleNotFoundError(missing_package(package))
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._sinks.append(JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step))
         if tensorboard:
-            self._with_hyperparams.append(TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step))
+            self._sinks.append(TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step))
         if wandb is not None:
-            self._with_hyperparams.append(_wandb(folder, resumed_step, wandb))
+            self._sinks.append(_wandb(folder, resumed_step, wandb))
         if mlflow is not None:
-            self._with_hyperparams.append(_mlflow(folder, resumed_step, mlflow))
-        self._sinks.extend([*self._with_hyperparams, *extra])
+            self._sinks.append(_mlflow(folder, resumed_step, mlflow))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step`` (0 = before the first)."""
@@ -159,18 +146,14 @@ class RunLogger:
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """Record the configuration of the run."""
-        for sink in self._with_hyperparams:
+        for sink in self._sinks:
             sink.log_hyperparams(dict(params))
 
     def finalize(self, status: str) -> None:
-        """Flush and close everything.
-
-        Args:
-            status: "success", "failed" or "aborted", as Lightning's loggers know them.
-        """
+        """Flush and close everything; ``status`` is "success", "failed" or "aborted", as Lightning's loggers know them."""
         for sink in self._sinks:
             sink.finalize(status)
-        self._sinks, self._with_hyperparams = [], []
+        self._sinks = []
 
 
 def installed(package: str) -> bool:
@@ -187,18 +170,17 @@ def missing_package(package: str) -> str:
     )
 
 
-def _remembered(file: Path, resumed_step: int | None, new: str) -> str:
-    """The identity under which an outside service knows this run; it stays the same in a resumed run."""
-    if resumed_step is not None and file.exists():
-        return file.read_text(encoding="utf-8").strip()
-    file.write_text(new + "\n", encoding="utf-8")
-    return new
+def _known_identity(file: Path, resumed_step: int | None) -> str | None:
+    """The identity under which an outside service knows a resumed run; None for a new run."""
+    return file.read_text(encoding="utf-8").strip() if resumed_step is not None and file.exists() else None
 
 
 def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
     from pytorch_lightning.loggers import WandbLogger
 
-    identity = _remembered(folder / "wandb_run_id", resumed_step, uuid.uuid4().hex[:8])
+    file = folder / "wandb_run_id"
+    identity = _known_identity(file, resumed_step) or uuid.uuid4().hex[:8]
+    file.write_text(identity + "\n", encoding="utf-8")
     return WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
 
 
@@ -207,8 +189,7 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
 
     # mlflow refuses new runs in plain folders, so the default is a database in one file.
     uri = arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-    remembered = folder / "mlflow_run_id"
-    known = remembered.read_text(encoding="utf-8").strip() if resumed_step is not None and remembered.exists() else None
-    logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": known})
-    _remembered(remembered, resumed_step, str(logger.run_id))
+    file = folder / "mlflow_run_id"
+    logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": _known_identity(file, resumed_step)})
+    file.write_text(f"{logger.run_id}\n", encoding="utf-8")
     return logger

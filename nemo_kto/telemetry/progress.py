@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -15,62 +16,55 @@ Item = TypeVar("Item")
 
 # Label on the screen, and the metric without its "train/" or "val/".
 _SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
+_BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 
+@dataclass(kw_only=True, eq=False)
 class Progress:
     """Shows step of steps, loss, kl, margin, seconds a step, tokens a second and the time that is left.
 
     It takes the same calls as a logger and picks what it shows out of the metrics, so it follows a run that merely logs.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        start_step: steps done already, in a resumed run.
+        stream: where to write.
+        clock: seconds since some fixed moment.
     """
 
-    def __init__(
-        self,
-        *,
-        total_steps: int,
-        start_step: int = 0,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Draw nothing yet.
+    total_steps: int
+    start_step: int = 0
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-            total_steps: optimizer steps of the whole run.
-            start_step: steps done already, in a resumed run.
-            stream: where to write; standard error if None.
-            clock: seconds since some fixed moment.
-        """
-        self._total = total_steps
-        self._first = start_step
-        self._stream = stream if stream is not None else sys.stderr
-        self._clock = clock
-        self._began = clock()
-        self._last = self._began
-        self._step = start_step
+    def __post_init__(self) -> None:
+        self._began = self._last = self.clock()
+        self._step = self.start_step
         self._bar: tqdm[None] | None = None
-        if self._stream.isatty():
+        if self.stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_steps, initial=start_step, file=self._stream, unit="step", bar_format=_BAR)
+            self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, unit="step", bar_format=_BAR)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the state after ``step`` (metrics named train/..., val/..., perf/...); other metrics are passed over."""
         if any(name.startswith("train/") for name in metrics):
             self._train(metrics, step)
         if any(name.startswith("val/") for name in metrics):
-            self.line(f"step {step}/{self._total}  validation: {'  '.join(_values(metrics, 'val/'))}")
+            self.line(f"step {step}/{self.total_steps}  validation: {'  '.join(_values(metrics, 'val/'))}")
 
     def _train(self, metrics: Mapping[str, float], step: int) -> None:
-        now = self._clock()
+        now = self.clock()
         # only the step where it was measured, else with what came between: a validation, a checkpoint
         seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
-        left = (now - self._began) / max(1, step - self._first) * max(0, self._total - step)
+        left = (now - self._began) / max(1, step - self.start_step) * max(0, self.total_steps - step)
         self._last, self._step = now, step
         parts = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
         if "perf/tokens_per_sec" in metrics:
             parts.append(f"{metrics['perf/tokens_per_sec']:.0f} tokens/s")
         parts.append(f"eta {timedelta(seconds=round(left))}")
         if self._bar is None:
-            self.line(f"step {step}/{self._total}  {'  '.join(parts)}")
+            self.line(f"step {step}/{self.total_steps}  {'  '.join(parts)}")
         else:
             self._bar.set_postfix_str("  ".join(parts), refresh=False)
             self._bar.update(step - self._bar.n)
@@ -78,9 +72,9 @@ class Progress:
     def line(self, text: str) -> None:
         """Write a line, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.write(text, file=self.stream)
         else:
-            print(text, file=self._stream, flush=True)
+            print(text, file=self.stream, flush=True)
 
     def finalize(self, status: str) -> None:
         """Leave the bar as it stands; a run that did not succeed says so."""
@@ -88,17 +82,13 @@ class Progress:
             self._bar.close()
             self._bar = None
         if status != "success":
-            self.line(f"step {self._step}/{self._total}  {status}")
+            self.line(f"step {self._step}/{self.total_steps}  {status}")
 
 
 def progress_bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterator[Item]:
     """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every tenth.
 
-    Args:
-        items: what to go through.
-        total: how many there are.
-        title: stands before the count.
-        shown: False on the ranks that keep silent.
+    ``title`` stands before the count; ``shown`` is False on the ranks that keep silent.
     """
     from tqdm import tqdm
 
@@ -113,9 +103,6 @@ def progress_bar(items: Iterable[Item], *, total: int, title: str, shown: bool) 
             yield item
             if number % tenth == 0 or number == total:
                 print(f"{title} {number}/{total}", file=stream, flush=True)
-
-
-_BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 
 def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:

@@ -15,8 +15,7 @@ class ThroughputMeter:
     Attributes:
         world_size: number of ranks that share the work.
         peak_memory: most bytes this rank has held so far.
-        peak_flops: floating-point operations a second of one device at best (:func:`device_peak_flops`); None leaves the
-            utilisation out.
+        peak_flops: of one device (:func:`device_peak_flops`); None leaves the utilisation out.
     """
 
     world_size: int
@@ -24,13 +23,13 @@ class ThroughputMeter:
     peak_flops: float | None = None
 
     def figures(self, *, seconds: float, tokens: int, padded_tokens: int, flops: float) -> dict[str, float]:
-        """Figures of one step, everything over the global batch.
+        """Figures of one step, from its wall-clock time and what it asks of the model over the global batch.
 
         Args:
-            seconds: wall-clock time of the step.
-            tokens: tokens that are not padding.
+            seconds: of the step.
+            tokens: without padding.
             padded_tokens: tokens and padding together.
-            flops: floating-point operations that the step asks of the model.
+            flops: floating-point operations.
 
         Returns:
             tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank), and

@@ -6,34 +6,33 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 
 
+@dataclass(kw_only=True, eq=False)
 class PhaseTimers:
     """Wall-clock seconds by phase of a step, such as "reference", "kl" or "forward_backward".
 
     A phase that runs inside another is counted in both.
+
+    Attributes:
+        synchronize: waits for the work queued on the device; without it the time of a kernel would be booked on the phase
+            that happens to wait for it. None where nothing is ever queued.
+        clock: seconds since some fixed moment.
     """
 
-    def __init__(
-        self, *, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """Start with nothing measured.
+    synchronize: Callable[[], None] | None = None
+    clock: Callable[[], float] = time.perf_counter
 
-        Args:
-            synchronize: waits for the work queued on the device; without it the time of a kernel would be booked on the
-                phase that happens to wait for it. None where nothing is ever queued.
-            clock: seconds since some fixed moment.
-        """
-        self._synchronize = synchronize
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def _now(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        return self._clock()
+        if self.synchronize is not None:
+            self.synchronize()
+        return self.clock()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,43 +55,38 @@ def parse_duration(text: str) -> int:
     Raises:
         ValueError: the text has another form, or hours, minutes or seconds are out of range.
     """
-    match = _DURATION.fullmatch(text.strip())
-    if match is not None:
-        days, hours, minutes, seconds = (int(part) for part in match.groups())
+    if match := _DURATION.fullmatch(text.strip()):
+        days, hours, minutes, seconds = map(int, match.groups())
         if hours < 24 and minutes < 60 and seconds < 60:
             return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     raise ValueError(f"a duration must be written DD:HH:MM:SS (days:hours:minutes:seconds), got {text!r}; e.g. 00:03:45:00")
 
 
+@dataclass(kw_only=True, eq=False)
 class RunTimer:
-    """Says when the time given to a run is over, the same on every rank."""
+    """Says when the time given to a run is over, the same on every rank.
 
-    def __init__(
-        self,
-        *,
-        max_time: str | None,
-        agree: Callable[[bool], bool] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Read the limit; the clock starts with :meth:`start_time`.
+    Attributes:
+        max_time: DD:HH:MM:SS; None means that the run is never over.
+        agree: turns this rank's answer into everybody's (say, a broadcast from rank 0); clocks of ranks differ, and a rank
+            that stops before the others leaves them waiting. Not called without a limit.
+        clock: seconds since some fixed moment.
 
-        Args:
-            max_time: DD:HH:MM:SS; None means that the run is never over.
-            agree: turns this rank's answer into everybody's (say, a broadcast from rank 0); clocks of ranks differ, and
-                a rank that stops before the others leaves them waiting. Not called without a limit.
-            clock: seconds since some fixed moment.
+    Raises:
+        ValueError: ``max_time`` has another form.
+    """
 
-        Raises:
-            ValueError: ``max_time`` has another form.
-        """
-        self._limit = None if max_time is None else parse_duration(max_time)
-        self._agree = agree
-        self._clock = clock
+    max_time: str | None
+    agree: Callable[[bool], bool] | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._limit = None if self.max_time is None else parse_duration(self.max_time)
         self._start: float | None = None
 
     def start_time(self) -> None:
         """Start the clock."""
-        self._start = self._clock()
+        self._start = self.clock()
 
     def is_finished(self) -> bool:
         """True once the limit is reached. With ``agree`` this is a collective call.
@@ -104,5 +98,5 @@ class RunTimer:
             return False
         if self._start is None:
             raise RuntimeError("start_time() must be called before is_finished()")
-        finished = self._clock() - self._start >= self._limit
-        return self._agree(finished) if self._agree is not None else finished
+        finished = self.clock() - self._start >= self._limit
+        return self.agree(finished) if self.agree is not None else finished

@@ -171,7 +171,7 @@ def test_validation_before_the_first_step_and_not_again_when_the_run_is_resumed(
 
 def test_the_time_is_up() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
-    run.trainer.run_timer._clock = lambda: 25.0 * len(run.model.trained_on)
+    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.fit()
     assert run.notes.steps_with("train/loss") == [1, 2, 3]  # 75 seconds: the step that goes over is finished
     assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]

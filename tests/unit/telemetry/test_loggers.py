@@ -65,7 +65,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_extra_sinks_get_every_metric(tmp_path: Path) -> None:
+def test_every_sink_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sink:
         def __init__(self) -> None:
             self.got: list[Any] = []
@@ -77,7 +77,8 @@ def test_extra_sinks_get_every_metric(tmp_path: Path) -> None:
             self.got.append(status)
 
     sink = Sink()
-    logger = quiet(tmp_path, extra=(sink,))
+    monkeypatch.setattr(loggers, "TensorBoard", lambda **_: sink)
+    logger = quiet(tmp_path, tensorboard=True)
     logger.log_metrics({"train/loss": 1}, 7)
     logger.finalize("aborted")
     assert sink.got == [(7, {"train/loss": 1.0}), "aborted"]
