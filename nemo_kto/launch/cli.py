@@ -25,10 +25,10 @@ from omegaconf import DictConfig
 
 from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.launch import compose, ranks
+from nemo_kto.launch import compose
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.parallel import device
+from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
-from nemo_kto.launch.ranks import World
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import callback_class
+from nemo_kto.parallel.ranks import World
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
