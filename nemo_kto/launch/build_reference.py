@@ -42,12 +42,7 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
 
 
 def build_reference(
-    cfg: RunConfig,
-    policy: Policy,
-    engine: LogProbEngine,
-    data: RunData,
-    trainer_cfg: TrainerConfig,
-    timers: PhaseTimers,
+    cfg: RunConfig, policy: Policy, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig, timers: PhaseTimers
 ) -> ReferenceSetup:
     """The reference, and with it the weights that the policy starts from.
 

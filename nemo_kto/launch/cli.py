@@ -32,6 +32,8 @@ from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
+# Flags that only hydra.main understands; without one a command line is composed here, once.
+_HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 _USAGE = """\
 nemo-kto: aligns large language models on feedback, on one processor or many GPUs
@@ -135,15 +137,21 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    if (flags.multirun or not compose.has_defaults(source)) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
-        _refuse(mistakes, world)
-    compose.register()
-    # Hydra reads the command line itself, and only understands flags before overrides.
-    sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
-    entry = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)
+    own_text = compose.own_text(source)
+    about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
-        entry(job.run)()
+        if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
+            job.run(compose.load(flags.overrides, source=source), flags.overrides)
+            return
+        # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+        without_defaults = own_text is not None and "defaults:" not in own_text
+        if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+            _refuse(mistakes, world)
+        compose.register()
+        # Hydra reads the command line itself, and only understands flags before overrides.
+        sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
     except compose.WRONG as error:
         unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
         _refuse(job.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], world)
@@ -182,28 +190,39 @@ class Job:
         further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
         return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
 
-    def run(self, config: DictConfig) -> None:
-        """One job, as Hydra hands it over."""
-        hydra_config = HydraConfig.get()
-        overrides = list(hydra_config.overrides.task)
-        sweep = hydra_config.mode == RunMode.MULTIRUN
+    def run_in_hydra(self, config: DictConfig) -> None:
+        """One job, as Hydra hands it over; each job of a sweep has a run folder of its own."""
+        settings = HydraConfig.get()
+        sweep = settings.mode == RunMode.MULTIRUN
         if sweep:
-            config.exp_manager.explicit_log_dir = hydra_config.runtime.output_dir
+            config.exp_manager.explicit_log_dir = settings.runtime.output_dir
+        self.run(config, list(settings.overrides.task), sweep=sweep)
+
+    def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
+        """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
-        for unused in unused_keys(cfg) if sweep and (self.world is None or self.world.rank == 0) else ():
-            print(f"nemo-kto: not used in this job: {unused}", file=sys.stderr)
+        unused = list(unused_keys(cfg)) if sweep else []
+        for mistake in unused if self.world is None or self.world.rank == 0 else ():
+            print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
         if cfg.trainer.accelerator == "cpu":
             os.environ["NEMO_KTO_FORCE_CPU"] = "1"
         count = local_ranks(cfg.trainer, _gpus(cfg))
         if self.world is None and count > 1:
-            if sweep:
-                overrides += [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"]
-                overrides += [f"{unused.key}=null" for unused in unused_keys(cfg)]
-            ranks.spawn_ranks(count, [*_own_command(self.recipe), *_source_flags(self.source), *overrides])
+            own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
+            ranks.spawn_ranks(
+                count, self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            )
         else:
             self._train(cfg)
+
+    def _command(self, overrides: Sequence[str]) -> list[str]:
+        """What the interpreter must be given to come here again: the script that was called, or this module."""
+        script = _own_script()
+        program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
+        given = {name.replace("_", "-"): value for name, value in self.source._asdict().items() if value is not None}
+        return ["-u", *program, *(f"--{name}={value}" for name, value in given.items()), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
@@ -245,21 +264,10 @@ def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoRet
     sys.exit(ranks.USAGE_ERROR)
 
 
-def _own_command(recipe: Recipe) -> list[str]:
-    """What the interpreter must be given to come here again: the script that was called, or this module."""
-    script = _own_script()
-    return ["-u", str(script)] if script else ["-u", "-m", "nemo_kto.launch.cli", recipe.name]
-
-
 def _own_script() -> Path | None:
     """The script that was called, such as one of examples/, which stands for its algorithm; None for a command."""
     script = Path(sys.argv[0]).resolve()
     return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
-
-
-def _source_flags(source: compose.Source) -> list[str]:
-    given = {name.replace("_", "-"): value for name, value in source._asdict().items() if value is not None}
-    return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hydra composes the YAML files and the command line; pydantic gives the result its types.
 
-What is right is composed once, by ``hydra.main``. :func:`find_mistakes` explains a command line that is not right: it finds
+What is right is composed once, by :func:`load`. :func:`find_mistakes` explains a command line that is not right: it finds
 every mistake, not only the first.
 """
 
@@ -75,11 +75,10 @@ class _Compose(NamedTuple):
         return loader.get_group_options(key.split("@")[0], config_name=self.config_name, overrides=self.search)
 
 
-def has_defaults(source: Source) -> bool:
-    """False for a file of the user's own that builds on no other: Hydra would write its logs before anything is checked."""
-    folders = [Path(folder) for folder in (source.config_dir, source.config_path) if folder is not None]
-    files = [file for folder in folders if (file := folder / f"{source.config_name}.yaml").is_file()]
-    return not files or "defaults:" in files[0].read_text(encoding="utf-8")
+def own_text(source: Source) -> str | None:
+    """The text of a file of the user's own; None where the source is one of ours."""
+    files = [Path(folder, f"{source.config_name}.yaml") for folder in (source.config_dir, source.config_path) if folder]
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
 
 
 @contextlib.contextmanager
