@@ -10,7 +10,7 @@ from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_o
 from nemo_kto.checkpoint.cached_reference import CachedReference
 from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.launch.build_data import RunData
-from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
+from nemo_kto.launch.build_policy import Policy, load_base_weights
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.lora import disable_adapters
@@ -82,10 +82,8 @@ def _hold(cfg: RunConfig, policy: Policy, engine: LogProbEngine, timers: PhaseTi
         return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
     # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
-    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
-    weights = SwappedWeights(
-        parameters=[parameter for parameter in parameters if other_base or parameter.requires_grad], phase=timers.phase
-    )
+    parameters = [weight for chunk in policy.chunks for weight in chunk.parameters() if other_base or weight.requires_grad]
+    weights = SwappedWeights(parameters=parameters, phase=timers.phase)
     live = LiveReference(engine=engine, active=weights.active)
     return ReferenceSetup(live, weights if cfg.model.reference.sync_interval else None)
 
@@ -114,7 +112,7 @@ def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
         "mean over tokens": cfg.loss.preference_average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
-    models = [Path(cfg.model.reference.restore_from_path or policy.source), base_model(policy.source)]
+    models = [Path(cfg.model.reference.restore_from_path or policy.source), policy.base_model]
     if cfg.model.peft.restore_from_path is not None:
         models.append(Path(cfg.model.peft.restore_from_path))
     return ReferenceCache(folder=Path(cfg.model.data.cache_dir).expanduser(), settings=settings, models=models)
