@@ -20,8 +20,8 @@ from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.build_data import build_data
 from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
+from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
-from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.user_callbacks import build_user_callbacks
 from nemo_kto.models.engine import LogProbEngine
@@ -73,7 +73,19 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
-    checkpoints = build_checkpoint_manager(cfg, policy, reference, optimizer, scheduler)
+    kept = cfg.exp_manager.checkpoint_callback_params
+    checkpoints = CheckpointManager(
+        folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        monitor=kept.monitor,
+        mode=kept.mode,
+        save_top_k=kept.save_top_k,
+        hugging_face_source=policy.folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+    )
     if not cfg.exp_manager.resume_if_exists:
         checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
@@ -145,29 +157,6 @@ def build_optimizer_and_schedule(
         optimizer=optimizer, name=optim.sched.name, warmup_steps=warmup_steps, max_steps=max_steps, **rates
     )
     return optimizer, scheduler
-
-
-def build_checkpoint_manager(
-    cfg: RunConfig,
-    policy: Policy,
-    reference: ReferenceSetup,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> CheckpointManager:
-    """Checkpoints in RUN FOLDER/checkpoints."""
-    kept = cfg.exp_manager.checkpoint_callback_params
-    return CheckpointManager(
-        folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        monitor=kept.monitor,
-        mode=kept.mode,
-        save_top_k=kept.save_top_k,
-        hugging_face_source=policy.folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-    )
 
 
 def build_callbacks(

@@ -157,13 +157,8 @@ def load_base_weights(policy: Policy, source: Path) -> None:
 def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
     """Write the model in Hugging Face format, and its adapters, if it has any, in PEFT's; every rank takes part.
 
-    Adapters are merged into the weights that are written, and stay merged.
-
-    Args:
-        policy: the model.
-        out: folder for the model; None leaves it out.
-        adapter_out: folder for the adapters; None leaves them out.
-        max_shard_size_gb: largest weight file, in 10^9 bytes.
+    A folder that is None is left out. Adapters are merged into the weights that are written, and stay merged. No weight
+    file is larger than ``max_shard_size_gb`` * 10^9 bytes.
     """
     chunks, architecture = policy.chunks, policy.architecture
     if policy.adapters is not None and adapter_out is not None:

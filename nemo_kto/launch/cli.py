@@ -48,19 +48,19 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
 """
 
 _COMMAND_USAGE = """\
-  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
-      {title}. MODEL: a Hugging Face folder.
-      DATA: {data}.
-      The aligned model is in results/{config_name}/hf afterwards, in Hugging Face format.
+  nemo-kto {recipe.name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+      {recipe.title}. MODEL: a Hugging Face folder.
+      DATA: {recipe.data}.
+      The aligned model is in results/{recipe.config_name}/hf afterwards, in Hugging Face format.
 """
 
 _TRAINING_USAGE = """\
-{title}
+{recipe.title}
 
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..., or srun
+  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
   See what would be run:            --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
@@ -91,11 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _usage() -> str:
-    commands = [
-        _COMMAND_USAGE.format(name=recipe.name, title=recipe.title, data=recipe.data, config_name=recipe.config_name)
-        for recipe in RECIPES.values()
-    ]
-    return _USAGE.format(commands="\n".join(commands), names="|".join(RECIPES))
+    commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
+    return _USAGE.format(commands=commands, names="|".join(RECIPES))
 
 
 def _export(argv: Sequence[str]) -> None:
@@ -132,8 +129,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         from nemo_kto.launch.keys import as_text
 
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
-        usage = {"title": recipe.title, "name": recipe.name, "program": program}
-        print(_TRAINING_USAGE.format(**usage, keys=as_text(recipe)), end="")
+        print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
@@ -147,7 +143,6 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         without_defaults = own_text is not None and "defaults:" not in own_text
         if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
             _refuse(mistakes, world)
-        compose.register()
         # Hydra reads the command line itself, and only understands flags before overrides.
         sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise

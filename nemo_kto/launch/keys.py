@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -82,13 +83,9 @@ def as_markdown() -> str:
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
-    lines, section = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()], ""
-    for key in shared:
-        top = key.name.split(".")[0]
-        if top != section:
-            lines += _table(top)
-            section = top
-        lines.append(_line(key))
+    lines = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()]
+    for section, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0]):
+        lines += [*_table(section), *map(_line, group)]
     for name, own in keys.items():
         lines += [*_table(f"Only `nemo-kto {name}`"), *(_line(key) for key in own if key not in shared)]
     return "\n".join(lines) + "\n"
@@ -104,10 +101,7 @@ def _line(key: Key) -> str:
 
 def as_text(recipe: Recipe) -> str:
     """The keys for the terminal."""
-    lines = []
-    for key in all_keys(recipe):
-        lines += [f"  {key.name}={key.default}", f"      {key.comment}"]
-    return "\n".join(lines)
+    return "\n".join(f"  {key.name}={key.default}\n      {key.comment}" for key in all_keys(recipe))
 
 
 if __name__ == "__main__":

@@ -250,14 +250,12 @@ class RunConfig(Section):
     @property
     def loop(self) -> LoopConfig:
         """trainer.NAME."""
-        loop: LoopConfig = getattr(self.trainer, self.recipe.name)
-        return loop
+        return getattr(self.trainer, self.recipe.name)
 
     @property
     def loss(self) -> LossConfig:
         """model.NAME."""
-        loss: LossConfig = getattr(self.model, self.recipe.name)
-        return loss
+        return getattr(self.model, self.recipe.name)
 
     def data_options(self) -> dict[str, float]:
         """The keys of model.data that only this algorithm has, with their defaults where they were not given."""
@@ -267,8 +265,7 @@ class RunConfig(Section):
 
 def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> type[Base]:
     """A section with further keys: name -> type and default, which is ... for a key that must be there."""
-    extended: type[Base] = create_model(base.__name__, __base__=base, **dict[str, Any](fields))
-    return extended
+    return create_model(base.__name__, __base__=base, **dict[str, Any](fields))
 
 
 @cache
