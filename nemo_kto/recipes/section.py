@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_kto.errors import either
@@ -58,13 +58,8 @@ def one_of(names: Sequence[str]) -> AfterValidator:
     return check(lambda value: value in names, f"be {either(names)}")
 
 
-def _number_to_string(value: object) -> object:
-    """A name such as 32 or 1.5, which YAML reads as a number."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Name = Annotated[str, BeforeValidator(_number_to_string)]
-"""A string; numbers are strings too."""
+Name = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
+"""A string; a name such as 32 or 1.5, which YAML reads as a number, is one too."""
 
 FilePath = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path; ~ is the home folder."""
