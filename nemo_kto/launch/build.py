@@ -39,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(cfg: RunConfig) -> None:
-    """Run the whole job on this rank: align the model and export it.
-
-    Args:
-        cfg: checked by ``launch.cli``.
-    """
+    """Run the whole job on this rank: align the model and export it. ``cfg`` has been checked by ``launch.cli``."""
     layout = state.Layout(
         tensor=cfg.model.tensor_model_parallel_size,
         pipeline=cfg.model.pipeline_model_parallel_size,
@@ -73,18 +69,15 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
-    kept = cfg.exp_manager.checkpoint_callback_params
     checkpoints = CheckpointManager(
         folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
         chunks=policy.chunks,
         optimizer=optimizer,
         scheduler=scheduler,
-        monitor=kept.monitor,
-        mode=kept.mode,
-        save_top_k=kept.save_top_k,
         hugging_face_source=policy.folder,
         base_model=policy.base_model,
         reference_weights=reference.synced_weights,
+        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
     if not cfg.exp_manager.resume_if_exists:
         checkpoints.refuse_to_mix()
@@ -164,9 +157,8 @@ def build_callbacks(
 ) -> list[Callback]:
     """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
     callbacks: list[Callback] = []
-    if reference.synced_weights is not None:
+    if (weights := reference.synced_weights) is not None:
         settings = cfg.model.reference
-        weights = reference.synced_weights
         callbacks.append(ReferenceSync(weights=weights, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
     meter = ThroughputMeter(
         world_size=state.world_size(),

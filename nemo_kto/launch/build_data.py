@@ -19,14 +19,7 @@ from nemo_kto.parallel import device, state
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The examples of a run.
-
-    Attributes:
-        train: loader of the training examples.
-        validation: loader of the validation examples; None where there are none.
-        examples: the training examples themselves.
-        collate_fn: turns what the loaders yield into a batch.
-    """
+    """The loaders of a run, the training examples themselves, and what turns what the loaders yield into a batch."""
 
     train: Loader[Any]
     validation: Loader[Any] | None

@@ -174,12 +174,9 @@ def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None,
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Write one of our own checkpoints in Hugging Face format, on this one process.
+    """Write one of our own checkpoints, or the newest of a run folder, in Hugging Face format, on this one process.
 
-    Args:
-        checkpoint: a checkpoint, or a run folder, whose newest one is taken.
-        out: folder to write to.
-        adapter: write the adapters, in PEFT format, instead of the model they are merged into.
+    With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.

@@ -92,7 +92,7 @@ def _precompute(
     reference: CachedReference, cfg: RunConfig, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    known = reference.cache.size
+    cache, known = reference.cache, reference.cache.size
     batches = progress_bar(
         batches_of_run(trainer_cfg, data.train, data.validation),
         total=number_of_batches(trainer_cfg, data.train, data.validation),
@@ -101,8 +101,7 @@ def _precompute(
     )
     reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
     if state.is_rank_zero():
-        new = reference.cache.size - known
-        print(f"reference log-probs: {new} sequences computed, in {reference.cache.folder}", flush=True)
+        print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
 
 def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
@@ -112,7 +111,6 @@ def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
         "mean over tokens": cfg.loss.preference_average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
-    models = [Path(cfg.model.reference.restore_from_path or policy.source), policy.base_model]
-    if cfg.model.peft.restore_from_path is not None:
-        models.append(Path(cfg.model.peft.restore_from_path))
-    return ReferenceCache(folder=Path(cfg.model.data.cache_dir).expanduser(), settings=settings, models=models)
+    models = [cfg.model.reference.restore_from_path or policy.source, policy.base_model, policy.adapter_folder]
+    folders = [Path(model) for model in models if model is not None]
+    return ReferenceCache(folder=Path(cfg.model.data.cache_dir), settings=settings, models=folders)

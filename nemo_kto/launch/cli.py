@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
+from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
@@ -96,10 +97,8 @@ def _usage() -> str:
 
 
 def _export(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto export",
-        description="Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged.",
-    )
+    description = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
+    parser = argparse.ArgumentParser(prog="nemo-kto export", description=description)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
@@ -115,19 +114,12 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
-    """Training from overrides: what `nemo-kto NAME` and the scripts of examples/ run.
-
-    Args:
-        recipe: what is trained.
-        argv: overrides and Hydra's flags; those of the process by default.
-    """
+    """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
     argv = sys.argv[1:] if argv is None else argv
     ranks.end_with_launcher()
     world = ranks.detect_world()
     flags = _flags(argv)
     if flags.help:
-        from nemo_kto.launch.keys import as_text
-
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
         print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
@@ -216,8 +208,8 @@ class Job:
         """What the interpreter must be given to come here again: the script that was called, or this module."""
         script = _own_script()
         program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
-        given = {name.replace("_", "-"): value for name, value in self.source._asdict().items() if value is not None}
-        return ["-u", *program, *(f"--{name}={value}" for name, value in given.items()), *overrides]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.source._asdict().items() if value is not None]
+        return ["-u", *program, *flags, *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.

@@ -32,8 +32,7 @@ from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.recipes.words import echo, mistakes, names
 
 PACKAGE = "nemo_kto.conf"
-Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]
-"""(configuration, the same without overrides) -> what is wrong with it."""
+Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
 _FREE_FORM = "model.data.data_prefix"  # may be a mapping, so anything may lie under it
 WRONG = (HydraException, OmegaConfBaseException)
 # for expressions in the YAML files
@@ -230,9 +229,6 @@ def find_mistakes(
     """Everything that is wrong with a command line.
 
     Args:
-        overrides: as on the command line.
-        source: where configurations come from.
-        recipe: the algorithm of the command.
         judge: what is wrong with a configuration; the second one has right values in the place of wrong ones.
         sweep: several values for a key are allowed; each is looked at, with the first ones of the other keys.
     """

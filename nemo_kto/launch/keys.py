@@ -19,7 +19,7 @@ from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.recipes.words import names
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
-_DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")
+_DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package
 
 
 class Key(NamedTuple):
@@ -35,10 +35,9 @@ def all_keys(recipe: Recipe) -> list[Key]:
     """Every key of an algorithm's configuration once; where its file changes a default, its own line counts."""
     text = _read(recipe.config_name)
     keys: dict[str, Key] = {}
-    for match in map(_DEFAULTS.match, text.splitlines()):
-        if match is not None and match["file"] != "base/hydra":
-            prefix = f"{match['package']}." if match["package"] else ""
-            keys.update({key.name: key for key in _keys(_read(match["file"]), prefix)})
+    for file, package in _DEFAULTS.findall(text):
+        prefix = f"{package}." if package else ""
+        keys.update({key.name: key for key in _keys(_read(file), prefix)})
     keys.update({key.name: key for key in _keys(text, "")})
     order = list(dict.fromkeys(name.split(".")[0] for name in keys))
     types = names(config_type(recipe))

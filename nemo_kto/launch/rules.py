@@ -22,15 +22,13 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
     """All mistakes that the types do not show.
 
     Args:
-        cfg: the configuration.
         gpus: GPUs of this machine that the run may use.
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
     checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _export)
     found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
-    ranks = world_size(cfg.trainer, gpus=gpus, world=world)
-    return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, ranks)]
+    return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 
 def local_ranks(trainer: TrainerConfig, gpus: int) -> int:
@@ -99,8 +97,7 @@ def _data_files(cfg: RunConfig) -> Errors:
     key, prefix = "model.data.data_prefix", cfg.model.data.data_prefix
     missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
     for path in missing:
-        text = f"must name files and folders that exist, got {path}; correct the path"
-        yield ConfigError(key, text, about_files=True)
+        yield ConfigError(key, f"must name files and folders that exist, got {path}; correct the path", about_files=True)
     wrong_form = None if missing else error_of(lambda: read_data_prefix(prefix))
     if wrong_form:
         yield ConfigError(key, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")

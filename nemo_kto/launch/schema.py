@@ -48,7 +48,6 @@ Splits = Annotated[
     Name, check(reads(read_splits_string), 'be up to three numbers of at least 0, the first above 0, such as "98,1,1"')
 ]
 Finite = Annotated[float, check(math.isfinite, "be finite")]
-Folder = Annotated[FilePath, check(bool, "not be empty")]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
@@ -112,7 +111,7 @@ class ExpManagerConfig(Section):
 
     exp_dir: FilePath
     name: Name
-    explicit_log_dir: Folder
+    explicit_log_dir: Annotated[FilePath, check(bool, "not be empty")]
     resume_if_exists: bool
     create_tensorboard_logger: bool
     create_wandb_logger: bool
@@ -270,12 +269,7 @@ def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> 
 
 @cache
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
-    """The types of all keys of an algorithm.
-
-    Args:
-        recipe: the algorithm.
-        loss: what ``preference_loss`` names. Its options are keys of model.NAME, besides those of the losses of the recipe.
-    """
+    """The types of all keys of an algorithm; the options of its losses, and of a ``loss`` in use, are keys of model.NAME."""
     options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
     options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})

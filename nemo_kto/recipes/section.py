@@ -30,13 +30,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Check:
-    """A constraint of one key that is a function; used as ``AfterValidator(Check(...))``.
-
-    Attributes:
-        holds: of a value of the right type.
-        text: the constraint, as it goes on after "must".
-        remedy: what to do; {key} stands for the key.
-    """
+    """A constraint of one key that is a function of a value of the right type; see :func:`check`."""
 
     holds: Callable[..., object]
     text: str
@@ -49,7 +43,7 @@ class Check:
 
 
 def check(holds: Callable[..., object], text: str, remedy: str = "") -> AfterValidator:
-    """The metadata of a field with a :class:`Check`."""
+    """The metadata of a field with a :class:`Check`: ``text`` goes on after "must"; ``remedy`` is as in :class:`Remedy`."""
     return AfterValidator(Check(holds, text, remedy))
 
 

@@ -110,12 +110,9 @@ def echo(value: object, *, quoted: bool = False) -> str:
 
 
 def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
-    """What pydantic complains of, in our words; of an unknown key the text is empty.
+    """What pydantic complains of in ``section``, the whole configuration, in our words; of an unknown key the text is empty.
 
-    Args:
-        error: of validating ``section``.
-        section: the whole configuration.
-        values: dotted name -> value of all keys.
+    ``values``: dotted name -> value of all keys.
     """
     known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
     for detail in error.errors(include_url=False):
