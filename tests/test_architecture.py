@@ -48,7 +48,10 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("cache.py dataset.py"))),
     ),
-    "parallel": Package(outside=names("torch numpy megatron.core")),
+    "parallel": Package(
+        outside=names("torch numpy megatron.core"),
+        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("ranks.py"))),
+    ),
     "models": Package(
         own=names("losses data parallel"),
         outside=names("torch megatron.core transformer_engine typing_extensions"),
@@ -73,10 +76,7 @@ PACKAGES = {
     ),
     "launch": Package(
         own=names("losses data parallel models checkpoint telemetry algorithms recipes"),
-        outside=names(
-            "torch numpy hydra omegaconf yaml pydantic pydantic_core annotated_types transformers megatron.core "
-            "pytorch_lightning lightning_fabric psutil"
-        ),
+        outside=names("torch numpy hydra omegaconf yaml pydantic pydantic_core annotated_types transformers megatron.core"),
         never=names("hydra._internal"),
     ),
 }

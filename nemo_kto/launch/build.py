@@ -16,11 +16,12 @@ from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSyn
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
+from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.build_data import build_data
-from nemo_kto.launch.build_policy import Policy, base_model, build_policy, export_policy
+from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
+from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
-from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.user_callbacks import build_user_callbacks
 from nemo_kto.models.engine import LogProbEngine
@@ -38,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(cfg: RunConfig) -> None:
-    """Run the whole job on this rank: align the model and export it.
-
-    Args:
-        cfg: checked by ``launch.cli``.
-    """
+    """Run the whole job on this rank: align the model and export it. ``cfg`` has been checked by ``launch.cli``."""
     layout = state.Layout(
         tensor=cfg.model.tensor_model_parallel_size,
         pipeline=cfg.model.pipeline_model_parallel_size,
@@ -56,14 +53,15 @@ def train(cfg: RunConfig) -> None:
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     trainer.fit()
     if cfg.export.enabled:
-        export_policy(policy, cfg.export)
+        out, adapter_out = Path(cfg.export.path), Path(cfg.export.adapter_path)
+        export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)
     state.destroy()
 
 
 def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
     timers = PhaseTimers(synchronize=device.synchronize)
-    data = build_data(cfg, policy.tokenizer)
+    data = build_data(cfg, load_tokenizer(policy.folder))
     trainer_cfg = TrainerConfig(global_batch_size=cfg.model.global_batch_size, **cfg.loop.duration())
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
@@ -71,7 +69,16 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
-    checkpoints = build_checkpoint_manager(cfg, policy, reference, optimizer, scheduler)
+    checkpoints = CheckpointManager(
+        folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
     if not cfg.exp_manager.resume_if_exists:
         checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
@@ -135,44 +142,14 @@ def build_optimizer_and_schedule(
         use_distributed_optimizer=optim.use_distributed_optimizer,
         **rates,
     )
-    warmup_steps = fitting_warmup(optim.sched.warmup_steps, max_steps=max_steps)
+    warmup_steps = min(optim.sched.warmup_steps, max_steps - 1)
+    if warmup_steps < optim.sched.warmup_steps and state.is_rank_zero():
+        below = f"below the number of steps, {max_steps}, got {optim.sched.warmup_steps}; shortened to {warmup_steps}"
+        logger.warning(f"model.optim.sched.warmup_steps must be {below}")
     scheduler = build_scheduler(
         optimizer=optimizer, name=optim.sched.name, warmup_steps=warmup_steps, max_steps=max_steps, **rates
     )
     return optimizer, scheduler
-
-
-def fitting_warmup(warmup_steps: int, *, max_steps: int) -> int:
-    """The warm-up of a run of ``max_steps`` steps: one that would not end within the run is shortened, with a warning."""
-    if warmup_steps < max_steps:
-        return warmup_steps
-    if state.is_rank_zero():
-        text = f"model.optim.sched.warmup_steps must be below the number of steps, {max_steps}, got {warmup_steps}"
-        logger.warning(f"{text}; shortened to {max_steps - 1}")
-    return max_steps - 1
-
-
-def build_checkpoint_manager(
-    cfg: RunConfig,
-    policy: Policy,
-    reference: ReferenceSetup,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> CheckpointManager:
-    """Checkpoints in RUN FOLDER/checkpoints."""
-    kept = cfg.exp_manager.checkpoint_callback_params
-    return CheckpointManager(
-        folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        monitor=kept.monitor,
-        mode=kept.mode,
-        save_top_k=kept.save_top_k,
-        hugging_face_source=policy.folder,
-        base_model=base_model(policy.source),
-        reference_weights=reference.synced_weights,
-    )
 
 
 def build_callbacks(
@@ -180,10 +157,9 @@ def build_callbacks(
 ) -> list[Callback]:
     """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
     callbacks: list[Callback] = []
-    if reference.synced_weights is not None:
+    if (weights := reference.synced_weights) is not None:
         settings = cfg.model.reference
-        mix = reference.synced_weights.mix
-        callbacks.append(ReferenceSync(mix=mix, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
+        callbacks.append(ReferenceSync(mix=weights.mix, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
     meter = ThroughputMeter(
         world_size=state.world_size(),
         peak_memory=device.peak_memory_bytes,

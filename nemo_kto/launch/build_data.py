@@ -19,14 +19,7 @@ from nemo_kto.parallel import device, state
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The examples of a run.
-
-    Attributes:
-        train: loader of the training examples.
-        validation: loader of the validation examples; None where there are none.
-        examples: the training examples themselves.
-        collate_fn: turns what the loaders yield into a batch.
-    """
+    """The loaders of a run, the training examples themselves, and what turns what the loaders yield into a batch."""
 
     train: Loader[Any]
     validation: Loader[Any] | None
@@ -61,12 +54,12 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         splits = cfg.recipe.build_splits(source, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none for splits_string={data.splits_string!r}")
-    take = cfg.recipe.take(cfg.loss.record, collate)
+    take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate)
     return RunData(
         train=_loader(cfg, splits.train, take, training=True),
         validation=None if splits.validation is None else _loader(cfg, splits.validation, take, training=False),
         examples=splits.train,
-        collate_fn=cfg.recipe.collate_fn(collate),
+        collate_fn=collate_fn,
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.distributed import (
@@ -22,8 +21,8 @@ from nemo_kto.checkpoint.distributed import (
     saved_adapters,
 )
 from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.data.chat import load_tokenizer
-from nemo_kto.launch.schema import ExportConfig, GPTConfig, PeftConfig
+from nemo_kto.checkpoint.model_state import SavedAdapters
+from nemo_kto.launch.schema import GPTConfig, PeftConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, merge_adapters
@@ -37,20 +36,33 @@ class Policy:
     """The model of this rank and what belongs to it.
 
     Attributes:
-        source: where the weights came from: a Hugging Face folder or one of our checkpoints.
-        folder: Hugging Face folder with the configuration and the tokenizer.
-        chunks: model chunks, wrapped for data parallelism.
+        source: where the weights come from: a Hugging Face folder or one of our checkpoints.
+        chunks: model chunks, wrapped for data parallelism where they are trained.
         adapters: what is adapted; None where all weights are trained.
-        has_pretrained_adapters: the run starts from adapters that were there before; these are the reference too.
+        adapter_folder: trained adapters to start from, in PEFT format; ``source`` may bring some as well.
     """
 
     source: Path
-    folder: Path
     architecture: Architecture
-    tokenizer: PreTrainedTokenizerBase
     chunks: Sequence[MegatronModule]
-    adapters: LoRASettings | None = None
-    has_pretrained_adapters: bool = False
+    adapters: LoRASettings | None
+    adapter_folder: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Hugging Face folder with the configuration and the tokenizer."""
+        return hugging_face_folder(self.source) or self.source
+
+    @property
+    def has_pretrained_adapters(self) -> bool:
+        """True where the run starts from adapters that were there before; these are the reference too."""
+        return self.adapter_folder is not None or (self.adapters is not None and _saved_adapters(self.source) is not None)
+
+    @property
+    def base_model(self) -> Path:
+        """The model that adapters are put on: where the weights come from, or what those are themselves adapters of."""
+        saved = _saved_adapters(self.source)
+        return self.source.absolute() if saved is None else saved.base_model
 
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
@@ -58,9 +70,8 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
 
     With adapters, these are all that is trained.
     """
-    folder = hugging_face_folder(source) or source
     adapters = _adapter_settings(cfg.peft)
-    architecture = read_architecture(folder, tensor_parallel=cfg.tensor_model_parallel_size)
+    architecture = read_architecture(hugging_face_folder(source) or source, tensor_parallel=cfg.tensor_model_parallel_size)
     gpt = build_gpt(
         architecture,
         params_dtype=dtype,
@@ -76,19 +87,23 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     )
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=cfg.seed)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer)
     policy = Policy(
         source=source,
-        folder=folder,
         architecture=architecture,
-        tokenizer=load_tokenizer(folder),
-        chunks=chunks,
+        chunks=wrap_data_parallel([gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer),
         adapters=adapters,
-        has_pretrained_adapters=adapters is not None and (cfg.peft.restore_from_path is not None or _is_of_adapters(source)),
+        adapter_folder=cfg.peft.restore_from_path,
     )
-    load_base_weights(policy, source)
-    _load_adapters(policy, cfg.peft)
+    _load_weights(policy)
     return policy
+
+
+def _load_weights(policy: Policy) -> None:
+    load_base_weights(policy, policy.source)
+    if policy.adapter_folder is not None:
+        load_adapter(policy.chunks, policy.architecture, policy.adapter_folder)
+    elif policy.has_pretrained_adapters:
+        load_weights_only(policy.source, policy.chunks)
 
 
 def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
@@ -107,17 +122,9 @@ def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
     )
 
 
-def _load_adapters(policy: Policy, cfg: PeftConfig) -> None:
-    """Adapters that are there already: in a folder of their own, or in the checkpoint that the model comes from."""
-    if cfg.restore_from_path is not None:
-        load_adapter(policy.chunks, policy.architecture, cfg.restore_from_path)
-    elif policy.has_pretrained_adapters:
-        load_weights_only(policy.source, policy.chunks)
-
-
-def _is_of_adapters(source: Path) -> bool:
-    """True for one of our checkpoints that holds adapters alone."""
-    return hugging_face_folder(source) is not None and saved_adapters(source) is not None
+def _saved_adapters(source: Path) -> SavedAdapters | None:
+    """The adapters of one of our checkpoints that holds nothing else; None for any other source."""
+    return None if hugging_face_folder(source) is None else saved_adapters(source)
 
 
 def load_base_weights(policy: Policy, source: Path) -> None:
@@ -133,7 +140,7 @@ def load_base_weights(policy: Policy, source: Path) -> None:
             f"the reference must be a model of the same shape as the policy in {policy.folder}, got {found} from {folder} "
             f"instead of {policy.architecture}"
         )
-    saved = None if folder == source else saved_adapters(source)
+    saved = _saved_adapters(source)
     if saved is not None and policy.adapters is None:
         raise ValueError(
             f"{source} holds adapters alone, and model.peft.peft_scheme is none; set it to lora, or merge them into their "
@@ -147,43 +154,29 @@ def load_base_weights(policy: Policy, source: Path) -> None:
         load_weights_only(source, policy.chunks)
 
 
-def export_policy(policy: Policy, cfg: ExportConfig) -> None:
+def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
     """Write the model in Hugging Face format, and its adapters, if it has any, in PEFT's; every rank takes part.
 
-    Adapters are merged into the weights that are written, and stay merged.
+    A folder that is None is left out. Adapters are merged into the weights that are written, and stay merged. No weight
+    file is larger than ``max_shard_size_gb`` * 10^9 bytes.
     """
-    if policy.adapters is not None:
-        _export_adapters(policy, Path(cfg.adapter_path))
-        merge_adapters(policy.chunks)
-    _export_model(policy, Path(cfg.path), max_shard_size_gb=cfg.max_shard_size_gb)
+    chunks, architecture = policy.chunks, policy.architecture
+    if policy.adapters is not None and adapter_out is not None:
+        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model)
+        if state.is_rank_zero():
+            print(f"adapters in PEFT format: {adapter_out}", flush=True)
+    if out is not None:
+        if policy.adapters is not None:
+            merge_adapters(chunks)
+        export(chunks, architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
+        if state.is_rank_zero():
+            print(f"aligned model in Hugging Face format: {out}", flush=True)
 
 
-def _export_model(policy: Policy, out: Path, *, max_shard_size_gb: float) -> None:
-    export(policy.chunks, policy.architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
-    if state.is_rank_zero():
-        print(f"aligned model in Hugging Face format: {out}", flush=True)
+def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
+    """Write one of our own checkpoints, or the newest of a run folder, in Hugging Face format, on this one process.
 
-
-def _export_adapters(policy: Policy, out: Path) -> None:
-    export_adapter(policy.chunks, policy.architecture, out=out, base_model=base_model(policy.source))
-    if state.is_rank_zero():
-        print(f"adapters in PEFT format: {out}", flush=True)
-
-
-def base_model(source: Path) -> Path:
-    """The model that adapters are put on: where the weights came from, or what those were themselves adapters of."""
-    saved = None if hugging_face_folder(source) is None else saved_adapters(source)
-    return source.absolute() if saved is None else saved.base_model
-
-
-def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max_shard_size_gb: float = 5.0) -> None:
-    """Write one of our own checkpoints in Hugging Face format, on this one process.
-
-    Args:
-        checkpoint: a checkpoint, or a run folder, whose newest one is taken.
-        out: folder to write to.
-        adapter: write the adapters, in PEFT format, instead of the model they are merged into.
-        max_shard_size_gb: largest weight file, in 10^9 bytes.
+    With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -198,26 +191,12 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False, max
     if adapter and saved is None:
         raise ValueError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
     state.init_distributed(layout=state.Layout(), seed=0)
-    folder = checkpoint / "hf"
-    architecture = read_architecture(folder, tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=saved is not None)
-    if saved is not None:
-        add_adapters(gpt, saved.settings, architecture=architecture, seed=0)
-    policy = Policy(
-        source=checkpoint,
-        folder=folder,
-        architecture=architecture,
-        tokenizer=load_tokenizer(folder),
-        chunks=[gpt],
-        adapters=None if saved is None else saved.settings,
-    )
-    load_base_weights(policy, checkpoint)
-    if saved is not None:
-        load_weights_only(checkpoint, policy.chunks)
-    if adapter:
-        _export_adapters(policy, out)
-    else:
-        if saved is not None:
-            merge_adapters(policy.chunks)
-        _export_model(policy, out, max_shard_size_gb=max_shard_size_gb)
+    adapters = None if saved is None else saved.settings
+    architecture = read_architecture(hugging_face_folder(checkpoint) or checkpoint, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=adapters is not None)
+    if adapters is not None:
+        add_adapters(gpt, adapters, architecture=architecture, seed=0)
+    policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)
+    _load_weights(policy)
+    export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
     state.destroy()

@@ -10,7 +10,7 @@ from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_o
 from nemo_kto.checkpoint.cached_reference import CachedReference
 from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.launch.build_data import RunData
-from nemo_kto.launch.build_policy import Policy, base_model, load_base_weights
+from nemo_kto.launch.build_policy import Policy, load_base_weights
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.lora import disable_adapters
@@ -42,12 +42,7 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
 
 
 def build_reference(
-    cfg: RunConfig,
-    policy: Policy,
-    engine: LogProbEngine,
-    data: RunData,
-    trainer_cfg: TrainerConfig,
-    timers: PhaseTimers,
+    cfg: RunConfig, policy: Policy, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig, timers: PhaseTimers
 ) -> ReferenceSetup:
     """The reference, and with it the weights that the policy starts from.
 
@@ -87,10 +82,8 @@ def _hold(cfg: RunConfig, policy: Policy, engine: LogProbEngine, timers: PhaseTi
         return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
     # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
-    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
-    weights = SwappedWeights(
-        parameters=[parameter for parameter in parameters if other_base or parameter.requires_grad], phase=timers.phase
-    )
+    parameters = [weight for chunk in policy.chunks for weight in chunk.parameters() if other_base or weight.requires_grad]
+    weights = SwappedWeights(parameters=parameters, phase=timers.phase)
     live = LiveReference(engine=engine, active=weights.active)
     return ReferenceSetup(live, weights if cfg.model.reference.sync_interval else None)
 
@@ -99,7 +92,7 @@ def _precompute(
     reference: CachedReference, cfg: RunConfig, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    known = reference.cache.size
+    cache, known = reference.cache, reference.cache.size
     batches = progress_bar(
         batches_of_run(trainer_cfg, data.train, data.validation),
         total=number_of_batches(trainer_cfg, data.train, data.validation),
@@ -108,8 +101,7 @@ def _precompute(
     )
     reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
     if state.is_rank_zero():
-        new = reference.cache.size - known
-        print(f"reference log-probs: {new} sequences computed, in {reference.cache.folder}", flush=True)
+        print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
 
 def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
@@ -119,7 +111,6 @@ def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
         "mean over tokens": cfg.loss.preference_average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
-    models = [Path(cfg.model.reference.restore_from_path or policy.source), base_model(policy.source)]
-    if cfg.model.peft.restore_from_path is not None:
-        models.append(Path(cfg.model.peft.restore_from_path))
-    return ReferenceCache(folder=Path(cfg.model.data.cache_dir).expanduser(), settings=settings, models=models)
+    models = [cfg.model.reference.restore_from_path or policy.source, policy.base_model, policy.adapter_folder]
+    folders = [Path(model) for model in models if model is not None]
+    return ReferenceCache(folder=Path(cfg.model.data.cache_dir), settings=settings, models=folders)

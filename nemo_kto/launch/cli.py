@@ -25,13 +25,16 @@ from omegaconf import DictConfig
 
 from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.launch import compose, ranks
+from nemo_kto.launch import compose
+from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.parallel import device
+from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
+# Flags that only hydra.main understands; without one a command line is composed here, once.
+_HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 _USAGE = """\
 nemo-kto: aligns large language models on feedback, on one processor or many GPUs
@@ -46,19 +49,19 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
 """
 
 _COMMAND_USAGE = """\
-  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
-      {title}. MODEL: a Hugging Face folder.
-      DATA: {data}.
-      The aligned model is in results/{config_name}/hf afterwards, in Hugging Face format.
+  nemo-kto {recipe.name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+      {recipe.title}. MODEL: a Hugging Face folder.
+      DATA: {recipe.data}.
+      The aligned model is in results/{recipe.config_name}/hf afterwards, in Hugging Face format.
 """
 
 _TRAINING_USAGE = """\
-{title}
+{recipe.title}
 
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..., or srun
+  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
   See what would be run:            --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
@@ -89,18 +92,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _usage() -> str:
-    commands = [
-        _COMMAND_USAGE.format(name=recipe.name, title=recipe.title, data=recipe.data, config_name=recipe.config_name)
-        for recipe in RECIPES.values()
-    ]
-    return _USAGE.format(commands="\n".join(commands), names="|".join(RECIPES))
+    commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
+    return _USAGE.format(commands=commands, names="|".join(RECIPES))
 
 
 def _export(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto export",
-        description="Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged.",
-    )
+    description = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
+    parser = argparse.ArgumentParser(prog="nemo-kto export", description=description)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
@@ -116,34 +114,31 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
-    """Training from overrides: what `nemo-kto NAME` and the scripts of examples/ run.
-
-    Args:
-        recipe: what is trained.
-        argv: overrides and Hydra's flags; those of the process by default.
-    """
+    """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
     argv = sys.argv[1:] if argv is None else argv
     ranks.end_with_launcher()
     world = ranks.detect_world()
     flags = _flags(argv)
     if flags.help:
-        from nemo_kto.launch.keys import as_text
-
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
-        usage = {"title": recipe.title, "name": recipe.name, "program": program}
-        print(_TRAINING_USAGE.format(**usage, keys=as_text(recipe)), end="")
+        print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    if (flags.multirun or not compose.has_defaults(source)) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
-        _refuse(mistakes, world)
-    compose.register()
-    # Hydra reads the command line itself, and only understands flags before overrides.
-    sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
-    entry = hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)
+    own_text = compose.own_text(source)
+    about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
-        entry(job.run)()
+        if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
+            job.run(compose.load(flags.overrides, source=source), flags.overrides)
+            return
+        # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+        without_defaults = own_text is not None and "defaults:" not in own_text
+        if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+            _refuse(mistakes, world)
+        # Hydra reads the command line itself, and only understands flags before overrides.
+        sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
     except compose.WRONG as error:
         unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
         _refuse(job.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], world)
@@ -182,28 +177,39 @@ class Job:
         further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
         return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
 
-    def run(self, config: DictConfig) -> None:
-        """One job, as Hydra hands it over."""
-        hydra_config = HydraConfig.get()
-        overrides = list(hydra_config.overrides.task)
-        sweep = hydra_config.mode == RunMode.MULTIRUN
+    def run_in_hydra(self, config: DictConfig) -> None:
+        """One job, as Hydra hands it over; each job of a sweep has a run folder of its own."""
+        settings = HydraConfig.get()
+        sweep = settings.mode == RunMode.MULTIRUN
         if sweep:
-            config.exp_manager.explicit_log_dir = hydra_config.runtime.output_dir
+            config.exp_manager.explicit_log_dir = settings.runtime.output_dir
+        self.run(config, list(settings.overrides.task), sweep=sweep)
+
+    def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
+        """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
-        for unused in unused_keys(cfg) if sweep and (self.world is None or self.world.rank == 0) else ():
-            print(f"nemo-kto: not used in this job: {unused}", file=sys.stderr)
+        unused = list(unused_keys(cfg)) if sweep else []
+        for mistake in unused if self.world is None or self.world.rank == 0 else ():
+            print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
         if cfg.trainer.accelerator == "cpu":
             os.environ["NEMO_KTO_FORCE_CPU"] = "1"
         count = local_ranks(cfg.trainer, _gpus(cfg))
         if self.world is None and count > 1:
-            if sweep:
-                overrides += [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"]
-                overrides += [f"{unused.key}=null" for unused in unused_keys(cfg)]
-            ranks.spawn_ranks(count, [*_own_command(self.recipe), *_source_flags(self.source), *overrides])
+            own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
+            ranks.spawn_ranks(
+                count, self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            )
         else:
             self._train(cfg)
+
+    def _command(self, overrides: Sequence[str]) -> list[str]:
+        """What the interpreter must be given to come here again: the script that was called, or this module."""
+        script = _own_script()
+        program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.source._asdict().items() if value is not None]
+        return ["-u", *program, *flags, *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
@@ -245,21 +251,10 @@ def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoRet
     sys.exit(ranks.USAGE_ERROR)
 
 
-def _own_command(recipe: Recipe) -> list[str]:
-    """What the interpreter must be given to come here again: the script that was called, or this module."""
-    script = _own_script()
-    return ["-u", str(script)] if script else ["-u", "-m", "nemo_kto.launch.cli", recipe.name]
-
-
 def _own_script() -> Path | None:
     """The script that was called, such as one of examples/, which stands for its algorithm; None for a command."""
     script = Path(sys.argv[0]).resolve()
     return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
-
-
-def _source_flags(source: compose.Source) -> list[str]:
-    given = {name.replace("_", "-"): value for name, value in source._asdict().items() if value is not None}
-    return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hydra composes the YAML files and the command line; pydantic gives the result its types.
 
-What is right is composed once, by ``hydra.main``. :func:`find_mistakes` explains a command line that is not right: it finds
+What is right is composed once, by :func:`load`. :func:`find_mistakes` explains a command line that is not right: it finds
 every mistake, not only the first.
 """
 
@@ -10,7 +10,9 @@ import contextlib
 import difflib
 import importlib.util
 import math
+import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,16 +32,12 @@ from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.recipes.words import echo, mistakes, names
 
 PACKAGE = "nemo_kto.conf"
-Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]
-"""(configuration, the same without overrides) -> what is wrong with it."""
+Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
 _FREE_FORM = "model.data.data_prefix"  # may be a mapping, so anything may lie under it
 WRONG = (HydraException, OmegaConfBaseException)
-
-
-def register() -> None:
-    """Make the resolvers known; may be called any number of times."""
-    OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
-    OmegaConf.register_new_resolver("int_div", lambda dividend, divisor: dividend // divisor, replace=True)
+# for expressions in the YAML files
+OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
+OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
 
 
 def config_path() -> str:
@@ -75,16 +73,14 @@ class _Compose(NamedTuple):
         return loader.get_group_options(key.split("@")[0], config_name=self.config_name, overrides=self.search)
 
 
-def has_defaults(source: Source) -> bool:
-    """False for a file of the user's own that builds on no other: Hydra would write its logs before anything is checked."""
-    folders = [Path(folder) for folder in (source.config_dir, source.config_path) if folder is not None]
-    files = [file for folder in folders if (file := folder / f"{source.config_name}.yaml").is_file()]
-    return not files or "defaults:" in files[0].read_text(encoding="utf-8")
+def own_text(source: Source) -> str | None:
+    """The text of a file of the user's own; None where the source is one of ours."""
+    files = [Path(folder, f"{source.config_name}.yaml") for folder in (source.config_dir, source.config_path) if folder]
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
 
 
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[_Compose]:
-    register()
     place, search = source.config_path or config_path(), []
     if source.config_dir is not None:
         url = place if place.startswith("pkg://") else f"file://{os.path.abspath(place)}"
@@ -107,8 +103,8 @@ def recipe_of(config: DictConfig) -> Recipe:
     """
     name = config.get("algorithm")
     if name not in RECIPES:
-        names = either([recipe.config_name for recipe in RECIPES.values()])
-        raise UserError(f"its defaults must begin with {names}, which bring the keys")
+        known = either([recipe.config_name for recipe in RECIPES.values()])
+        raise UserError(f"its defaults must begin with {known}, which bring the keys")
     return RECIPES[name]
 
 
@@ -121,15 +117,9 @@ def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> D
 def to_config(
     config: DictConfig, *, recipe: Recipe | None = None, fallback: DictConfig | None = None
 ) -> tuple[RunConfig | None, list[ConfigError]]:
-    """The typed configuration with everything resolved.
+    """The typed configuration with everything resolved, and all that is wrong with it.
 
-    Args:
-        config: as Hydra composes it.
-        recipe: its algorithm, where it is known.
-        fallback: a configuration whose values take the place of wrong ones.
-
-    Returns:
-        The configuration, None where something is wrong and there is no fallback; and all that is wrong.
+    The values of ``fallback``, if there is one, take the place of wrong ones; else a wrong configuration gives None.
     """
     recipe, config = recipe or recipe_of(config), config.copy()
     OmegaConf.set_struct(config, False)
@@ -219,15 +209,26 @@ def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") 
     return keys
 
 
+def save_config(config: RunConfig) -> None:
+    """Write the resolved configuration into the run folder, and say what has changed since the run began."""
+    file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    now = OmegaConf.create(config.model_dump())
+    if file.exists() and config.exp_manager.resume_if_exists:
+        before = OmegaConf.load(file)
+        for key in known_keys(now):
+            old, new = OmegaConf.select(before, key), OmegaConf.select(now, key)
+            if old != new:
+                print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
+    file.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
+
+
 def find_mistakes(
     overrides: Sequence[str], *, source: Source, recipe: Recipe, judge: Judge, sweep: bool = False
 ) -> list[ConfigError]:
     """Everything that is wrong with a command line.
 
     Args:
-        overrides: as on the command line.
-        source: where configurations come from.
-        recipe: the algorithm of the command.
         judge: what is wrong with a configuration; the second one has right values in the place of wrong ones.
         sweep: several values for a key are allowed; each is looked at, with the first ones of the other keys.
     """
@@ -308,12 +309,11 @@ def _fault(text: str, composed: _Compose, recipe: Recipe) -> ConfigError | None:
 def _unknown(key: str, got: str, known: Sequence[str], recipe: Recipe) -> ConfigError:
     nearest = _nearest(key, [name for name in known if not key.startswith(f"{name}.")])
     remedy = f"did you mean {nearest}?" if nearest else f"`nemo-kto {recipe.name} --help` lists all keys"
-    section = f"model.{recipe.name}"
-    if key.rpartition(".")[0] != section:
-        return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}")
-    if got.startswith(key):
+    of_loss = key.rpartition(".")[0] == f"model.{recipe.name}"
+    if of_loss and got.startswith(key):
         remedy += f" (options of a loss of your own begin with a plus: +{got})"
-    return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}", (f"{section}.preference_loss",))
+    reads = (f"model.{recipe.name}.preference_loss",) if of_loss else ()
+    return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}", reads)
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
@@ -322,8 +322,7 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == last and name != key]
     if elsewhere:
         return max(elsewhere, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    if close:
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
         return close[0]
     by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
     close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.75)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.recipes.words import names
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
-_DEFAULTS = re.compile(r"  - (?P<file>base/\w+)(?:@(?P<package>[\w.]+))?$")
+_DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package
 
 
 class Key(NamedTuple):
@@ -34,10 +35,9 @@ def all_keys(recipe: Recipe) -> list[Key]:
     """Every key of an algorithm's configuration once; where its file changes a default, its own line counts."""
     text = _read(recipe.config_name)
     keys: dict[str, Key] = {}
-    for match in map(_DEFAULTS.match, text.splitlines()):
-        if match is not None and match["file"] != "base/hydra":
-            prefix = f"{match['package']}." if match["package"] else ""
-            keys.update({key.name: key for key in _keys(_read(match["file"]), prefix)})
+    for file, package in _DEFAULTS.findall(text):
+        prefix = f"{package}." if package else ""
+        keys.update({key.name: key for key in _keys(_read(file), prefix)})
     keys.update({key.name: key for key in _keys(text, "")})
     order = list(dict.fromkeys(name.split(".")[0] for name in keys))
     types = names(config_type(recipe))
@@ -82,13 +82,9 @@ def as_markdown() -> str:
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
-    lines, section = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()], ""
-    for key in shared:
-        top = key.name.split(".")[0]
-        if top != section:
-            lines += _table(top)
-            section = top
-        lines.append(_line(key))
+    lines = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()]
+    for section, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0]):
+        lines += [*_table(section), *map(_line, group)]
     for name, own in keys.items():
         lines += [*_table(f"Only `nemo-kto {name}`"), *(_line(key) for key in own if key not in shared)]
     return "\n".join(lines) + "\n"
@@ -104,10 +100,7 @@ def _line(key: Key) -> str:
 
 def as_text(recipe: Recipe) -> str:
     """The keys for the terminal."""
-    lines = []
-    for key in all_keys(recipe):
-        lines += [f"  {key.name}={key.default}", f"      {key.comment}"]
-    return "\n".join(lines)
+    return "\n".join(f"  {key.name}={key.default}\n      {key.comment}" for key in all_keys(recipe))
 
 
 if __name__ == "__main__":

@@ -25,31 +25,25 @@ def resolve_precision(cfg: RunConfig) -> RunConfig:
 
 def _choose(cfg: RunConfig) -> str:
     precision = PRECISIONS[cfg.trainer.precision]
+    resumed = _of_checkpoint(cfg) if precision == "auto" else None
+    if resumed is not None:
+        precision = resumed
+        print(f"precision: {precision} (that of the checkpoint it resumes from)", flush=True)
     if precision == "32":
         return precision
-    resumed = _of_checkpoint(cfg) if precision == "auto" else None
-    if resumed == "32":
-        print("precision: 32 (that of the checkpoint it resumes from)", flush=True)
-        return resumed
     support = bf16_support()
-    if precision == "auto" and resumed is None:
-        chosen = "bf16" if support.native else "32"
-        print(f"precision: {chosen} ({support.why})", flush=True)
-        return chosen
-    if resumed is not None:
-        print("precision: bf16 (that of the checkpoint it resumes from)", flush=True)
-    if not support.native:
+    if precision == "auto":
+        precision = "bf16" if support.native else "32"
+        print(f"precision: {precision} ({support.why})", flush=True)
+    elif not support.native:
         remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
         logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
-    return "bf16"
+    return precision
 
 
 def _of_checkpoint(cfg: RunConfig) -> str | None:
     """The precision of the checkpoint that the run resumes from; None if it does not resume."""
-    if not cfg.exp_manager.resume_if_exists:
-        return None
-    checkpoints = find_checkpoints(Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS)
-    if not checkpoints:
-        return None
-    dtype = checkpoint_dtype(checkpoints[-1].folder)
-    return next(name for name, of_name in DTYPES.items() if of_name == dtype)
+    run_folder = Path(cfg.exp_manager.explicit_log_dir)
+    checkpoints = find_checkpoints(run_folder / CHECKPOINTS) if cfg.exp_manager.resume_if_exists else []
+    dtype = checkpoint_dtype(checkpoints[-1].folder) if checkpoints else None
+    return next((name for name, of_name in DTYPES.items() if of_name == dtype), None)

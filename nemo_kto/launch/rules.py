@@ -9,9 +9,9 @@ from pathlib import Path
 
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
-from nemo_kto.launch.ranks import World
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import callback_class
+from nemo_kto.parallel.ranks import World
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
@@ -22,17 +22,13 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
     """All mistakes that the types do not show.
 
     Args:
-        cfg: the configuration.
         gpus: GPUs of this machine that the run may use.
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _peft, _export)
-    found = [*_machine(cfg.trainer, gpus, world)]
-    for check in checks:
-        found += check(cfg)
-    found += [] if sweep else unused_keys(cfg)
-    return [*found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
+    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _export)
+    found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
+    return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 
 def local_ranks(trainer: TrainerConfig, gpus: int) -> int:
@@ -101,8 +97,7 @@ def _data_files(cfg: RunConfig) -> Errors:
     key, prefix = "model.data.data_prefix", cfg.model.data.data_prefix
     missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
     for path in missing:
-        text = f"must name files and folders that exist, got {path}; correct the path"
-        yield ConfigError(key, text, about_files=True)
+        yield ConfigError(key, f"must name files and folders that exist, got {path}; correct the path", about_files=True)
     wrong_form = None if missing else error_of(lambda: read_data_prefix(prefix))
     if wrong_form:
         yield ConfigError(key, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
@@ -111,12 +106,11 @@ def _data_files(cfg: RunConfig) -> Errors:
 def _paths_in(value: object) -> list[str]:
     """Strings in a string, a list or a mapping of splits; weights of a blend are no paths."""
     if isinstance(value, Mapping):
-        return [path for part in value.values() for path in _paths_in(part)]
+        return _paths_in([*value.values()])
     if isinstance(value, list | tuple):
         return [path for part in value for path in _paths_in(part)]
-    if not isinstance(value, str | Path):
-        return []
-    return [] if error_of(lambda: float(str(value))) is None else [str(value)]
+    is_path = isinstance(value, str | Path) and error_of(lambda: float(str(value))) is not None
+    return [str(value)] if is_path else []
 
 
 def _layout(cfg: RunConfig, ranks: int) -> Errors:
@@ -193,7 +187,7 @@ def _reference(cfg: RunConfig) -> Errors:
     adapted, moves = peft.peft_scheme != "none", held.sync_interval > 0
     scheme, sync, path = "model.peft.peft_scheme", f"{prefix}.sync_interval", f"{prefix}.restore_from_path"
     if held.mode == "adapter" and not adapted:
-        text = "must be auto, swap or cached without adapters, got adapter; or set model.peft.peft_scheme=lora"
+        text = f"must be auto, swap or cached without adapters, got adapter; or set {scheme}=lora"
         yield ConfigError(f"{prefix}.mode", text, (scheme,))
     if held.mode == "adapter" and moves and peft.restore_from_path is None:
         text = f"must be 0 with mode adapter, where the reference is the model without adapters, got {held.sync_interval}"
@@ -207,13 +201,9 @@ def _reference(cfg: RunConfig) -> Errors:
     if held.restore_from_path is not None and peft.restore_from_path is not None:
         text = f"must be null where model.peft.restore_from_path names the reference, got {held.restore_from_path}"
         yield ConfigError(path, f"{text}; give one of them", ("model.peft.restore_from_path",))
-
-
-def _peft(cfg: RunConfig) -> Errors:
-    peft = cfg.model.peft
-    if peft.restore_from_path is not None and peft.peft_scheme == "none":
-        text = f"must be null without adapters, got {peft.restore_from_path}; set model.peft.peft_scheme=lora"
-        yield ConfigError("model.peft.restore_from_path", text, ("model.peft.peft_scheme",))
+    if peft.restore_from_path is not None and not adapted:
+        text = f"must be null without adapters, got {peft.restore_from_path}; set {scheme}=lora"
+        yield ConfigError("model.peft.restore_from_path", text, (scheme,))
 
 
 def _export(cfg: RunConfig) -> Errors:

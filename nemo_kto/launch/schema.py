@@ -48,7 +48,6 @@ Splits = Annotated[
     Name, check(reads(read_splits_string), 'be up to three numbers of at least 0, the first above 0, such as "98,1,1"')
 ]
 Finite = Annotated[float, check(math.isfinite, "be finite")]
-Folder = Annotated[FilePath, check(bool, "not be empty")]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
@@ -112,7 +111,7 @@ class ExpManagerConfig(Section):
 
     exp_dir: FilePath
     name: Name
-    explicit_log_dir: Folder
+    explicit_log_dir: Annotated[FilePath, check(bool, "not be empty")]
     resume_if_exists: bool
     create_tensorboard_logger: bool
     create_wandb_logger: bool
@@ -250,14 +249,12 @@ class RunConfig(Section):
     @property
     def loop(self) -> LoopConfig:
         """trainer.NAME."""
-        loop: LoopConfig = getattr(self.trainer, self.recipe.name)
-        return loop
+        return getattr(self.trainer, self.recipe.name)
 
     @property
     def loss(self) -> LossConfig:
         """model.NAME."""
-        loss: LossConfig = getattr(self.model, self.recipe.name)
-        return loss
+        return getattr(self.model, self.recipe.name)
 
     def data_options(self) -> dict[str, float]:
         """The keys of model.data that only this algorithm has, with their defaults where they were not given."""
@@ -267,18 +264,12 @@ class RunConfig(Section):
 
 def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> type[Base]:
     """A section with further keys: name -> type and default, which is ... for a key that must be there."""
-    extended: type[Base] = create_model(base.__name__, __base__=base, **dict[str, Any](fields))
-    return extended
+    return create_model(base.__name__, __base__=base, **dict[str, Any](fields))
 
 
 @cache
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
-    """The types of all keys of an algorithm.
-
-    Args:
-        recipe: the algorithm.
-        loss: what ``preference_loss`` names. Its options are keys of model.NAME, besides those of the losses of the recipe.
-    """
+    """The types of all keys of an algorithm; the options of its losses, and of a ``loss`` in use, are keys of model.NAME."""
     options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
     options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})

@@ -28,15 +28,11 @@ class DPORecipe(Recipe):
         rewards = options["default_chosen_reward"], options["default_rejected_reward"]
         return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
 
-    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
+    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], DPOBatch]]:
+        from nemo_kto.data.collate import dpo_custom_collate
         from nemo_kto.data.loader import share
 
-        return share
-
-    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
-        from nemo_kto.data.collate import dpo_custom_collate
-
-        return partial(dpo_custom_collate, **collate)
+        return share, partial(dpo_custom_collate, **options)
 
     def sequences(self, batch: DPOBatch) -> tuple[SequenceBatch, ...]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
@@ -58,7 +54,6 @@ DPO = DPORecipe(
     name="dpo",
     title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
     data="jsonl rows of prompt, chosen and rejected",
-    page="algorithms/dpo.md",
     losses=LOSSES,
     loss_inputs=frozenset({"beta"}),
     loss_section=LossConfig,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nemo_kto.errors import ConfigError
 from nemo_kto.losses.kto import LOSSES
 from nemo_kto.losses.loss import Loss
-from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Recipe, Weight
+from nemo_kto.recipes.recipe import SHARED_METRICS, LossConfig, Pairs, Recipe, Weight
 
 if TYPE_CHECKING:
     from nemo_kto.algorithms.kto import KTOTrainer
@@ -28,11 +27,7 @@ class KTOLossConfig(LossConfig):
     desirable_loss_weight: Weight
     undesirable_loss_weight: Weight
     auto_balance: bool
-
-    def rules(self, section: str) -> Iterator[ConfigError]:
-        """The mistakes that concern several keys of this section."""
-        yield from super().rules(section)
-        yield from self.not_both_zero(f"{section}.desirable_loss_weight", f"{section}.undesirable_loss_weight")
+    not_both_zero: ClassVar[Pairs] = (*LossConfig.not_both_zero, ("desirable_loss_weight", "undesirable_loss_weight"))
 
 
 class KTORecipe(Recipe):
@@ -44,15 +39,11 @@ class KTORecipe(Recipe):
 
         return build_splits(kind=KTO_EXAMPLES, make=KTODataset, **source)
 
-    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., KTOBatch]:
+    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], KTOBatch]]:
+        from nemo_kto.algorithms.kto import identity
         from nemo_kto.data.collate import kto_custom_collate
 
-        return partial(kto_custom_collate, **collate, with_kl=loss.needs_z0)
-
-    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
-        from nemo_kto.algorithms.kto import identity
-
-        return identity
+        return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
 
     def sequences(self, batch: KTOBatch) -> tuple[SequenceBatch, ...]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
@@ -95,7 +86,6 @@ KTO = KTORecipe(
     name="kto",
     title="KTO training of a GPT model",
     data='jsonl rows of prompt, response and "chosen" or "rejected"',
-    page="algorithms/kto.md",
     losses=LOSSES,
     loss_inputs=frozenset({"beta", "desirable_weight", "undesirable_weight"}),
     loss_section=KTOLossConfig,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to 
     from nemo_kto.models.sequences import SequenceBatch
 
 Weight = Annotated[float, Ge(0)]
+Pairs = tuple[tuple[str, str], ...]
 
 
 class LossConfig(BaseModel):
@@ -28,6 +29,7 @@ class LossConfig(BaseModel):
 
     model_config = Section.model_config
     record: ClassVar[Loss]  # what preference_loss names
+    not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of a pair at least must count
 
     preference_loss: Name
     ref_policy_kl_penalty: Annotated[float, Gt(0), Remedy("e.g. {key}=0.1")]
@@ -44,13 +46,10 @@ class LossConfig(BaseModel):
 
     def rules(self, section: str) -> Iterator[ConfigError]:
         """The mistakes that concern several keys of this section, whose name is given."""
-        yield from self.not_both_zero(f"{section}.preference_loss_weight", f"{section}.sft_loss_weight")
-
-    def not_both_zero(self, first: str, second: str) -> Iterator[ConfigError]:
-        """Of two weights one at least must count."""
-        if all(getattr(self, key.rpartition(".")[2]) == 0 for key in (first, second)):
-            text = f"and {second} must not both be 0, got 0.0 and 0.0; nothing would be learned"
-            yield ConfigError(first, text, (second,))
+        for first, second in self.not_both_zero:
+            if getattr(self, first) == getattr(self, second) == 0:
+                text = f"and {section}.{second} must not both be 0, got 0.0 and 0.0; nothing would be learned"
+                yield ConfigError(f"{section}.{first}", text, (f"{section}.{second}",))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +60,6 @@ class Recipe(ABC):
         name: of the command, and of the sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
         title: what it does.
         data: what it learns from.
-        page: its page in docs/.
         losses: the values of ``preference_loss`` that have a name.
         loss_inputs: what a loss function is given by keyword, besides ``z0`` and ``reward_delta_P`` where it needs them.
         loss_section: model.NAME.
@@ -73,7 +71,6 @@ class Recipe(ABC):
     name: str
     title: str
     data: str
-    page: str
     losses: Mapping[str, Loss]
     loss_inputs: frozenset[str]
     loss_section: type[LossConfig]
@@ -91,12 +88,8 @@ class Recipe(ABC):
         """The datasets of ``source``; ``options`` are the values of :attr:`data_defaults`."""
 
     @abstractmethod
-    def take(self, loss: Loss, collate: Mapping[str, Any]) -> Callable[..., Any]:
-        """What a loader makes of a global batch, see ``data.loader.build_dataloader``; ``collate`` are options."""
-
-    @abstractmethod
-    def collate_fn(self, collate: Mapping[str, Any]) -> Callable[[Any], Any]:
-        """What makes a batch of what a loader yields."""
+    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+        """What a loader makes of a global batch (``data.loader.build_dataloader``), and what makes a batch of that."""
 
     @abstractmethod
     def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:
@@ -104,13 +97,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel[Any]]:
-        """What makes the model of engine, reference, objective and phase.
-
-        Args:
-            section: model.NAME.
-            examples: those of the training.
-            lr: learning rate.
-        """
+        """What makes the model of engine, reference, objective and phase; ``examples`` are those of the training."""
 
     @abstractmethod
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_kto.errors import either
@@ -30,13 +30,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Check:
-    """A constraint of one key that is a function; used as ``AfterValidator(Check(...))``.
-
-    Attributes:
-        holds: of a value of the right type.
-        text: the constraint, as it follows "must".
-        remedy: what to do; {key} stands for the key.
-    """
+    """A constraint of one key that is a function of a value of the right type; see :func:`check`."""
 
     holds: Callable[..., object]
     text: str
@@ -49,7 +43,7 @@ class Check:
 
 
 def check(holds: Callable[..., object], text: str, remedy: str = "") -> AfterValidator:
-    """The metadata of a field with a :class:`Check`."""
+    """The metadata of a field with a :class:`Check`: ``text`` goes on after "must"; ``remedy`` is as in :class:`Remedy`."""
     return AfterValidator(Check(holds, text, remedy))
 
 
@@ -58,13 +52,8 @@ def one_of(names: Sequence[str]) -> AfterValidator:
     return check(lambda value: value in names, f"be {either(names)}")
 
 
-def _number_to_string(value: object) -> object:
-    """A name such as 32 or 1.5, which YAML reads as a number."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Name = Annotated[str, BeforeValidator(_number_to_string)]
-"""A string; numbers are strings too."""
+Name = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
+"""A string; a name such as 32 or 1.5, which YAML reads as a number, is one too."""
 
 FilePath = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path; ~ is the home folder."""

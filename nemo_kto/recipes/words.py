@@ -41,8 +41,8 @@ class Field(NamedTuple):
     @property
     def checks(self) -> list[Check]:
         """Its constraints that are functions."""
-        found = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
-        return [check for check in found if isinstance(check, Check)]
+        validators = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
+        return [check for check in validators if isinstance(check, Check)]
 
     @property
     def bounds(self) -> str | None:
@@ -90,19 +90,11 @@ def _metadata(annotation: object) -> list[object]:
     return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
 
 
-def fields(section: type[BaseModel]) -> dict[str, Field]:
-    """Name -> field of a section."""
-    return {
-        name: Field(field.annotation, [*field.metadata, *_metadata(field.annotation)])
-        for name, field in section.model_fields.items()
-    }
-
-
 def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
     """Dotted name -> field of all keys, sections too."""
     found: dict[str, Field] = {}
-    for name, field in fields(section).items():
-        found[prefix + name] = field
+    for name, info in section.model_fields.items():
+        found[prefix + name] = field = Field(info.annotation, [*info.metadata, *_metadata(info.annotation)])
         if field.section is not None:
             found |= names(field.section, f"{prefix}{name}.")
     return found
@@ -118,33 +110,29 @@ def echo(value: object, *, quoted: bool = False) -> str:
 
 
 def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
-    """What pydantic complains of, in our words; of an unknown key the text is empty.
+    """What pydantic complains of in ``section``, the whole configuration, in our words; of an unknown key the text is empty.
 
-    Args:
-        error: of validating ``section``.
-        section: the whole configuration.
-        values: dotted name -> value of all keys.
+    ``values``: dotted name -> value of all keys.
     """
-    found: dict[str, tuple[Field | None, list[ErrorDetails]]] = {}
+    known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
     for detail in error.errors(include_url=False):
-        key, field = _locate(detail["loc"], section)
+        key, field = _locate(detail["loc"], known)
         found.setdefault(key, (field, []))[1].append(detail)
     for key, (field, details) in found.items():
         for text in dict.fromkeys(_texts(key, field, details, values.get(key)) if field is not None else [""]):
             yield ConfigError(key, text)
 
 
-def _locate(location: Sequence[int | str], section: type[BaseModel]) -> tuple[str, Field | None]:
+def _locate(location: Sequence[int | str], known: Mapping[str, Field]) -> tuple[str, Field | None]:
     """The key that an error is about, without what pydantic adds to it: the part of a union, the place in a list."""
-    names: list[str] = []
+    path: list[str] = []
     field = None
     for part in location:
-        names.append(str(part))
-        field = fields(section).get(str(part))
+        path.append(str(part))
+        field = known.get(".".join(path))
         if field is None or field.section is None:
             break
-        section = field.section
-    return ".".join(names), field
+    return ".".join(path), field
 
 
 def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: object) -> Iterator[str]:

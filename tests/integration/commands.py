@@ -21,7 +21,7 @@ import sys, types
 
 def train(cfg):
     import os
-    from nemo_kto.launch.saved_config import save_config
+    from nemo_kto.launch.compose import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
         save_config(cfg)
     import job
@@ -73,7 +73,7 @@ GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix
 
 
 # What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
-_IMPORTED = ("hydra", "nemo_kto.launch.rules", "nemo_kto.launch.compose", "nemo_kto.launch.ranks", "nemo_kto.launch.keys")
+_IMPORTED = ("hydra", "nemo_kto.launch.rules", "nemo_kto.launch.compose", "nemo_kto.parallel.ranks", "nemo_kto.launch.keys")
 _IMPORTED += ("torch.distributed.launcher.api", "psutil")
 # What training imports besides.
 TRAINING = ("nemo_kto.launch.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")

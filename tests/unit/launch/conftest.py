@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_kto.launch import compose
 from nemo_kto.launch.cli import Job
-from nemo_kto.launch.ranks import World
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import KTO, RECIPES, Recipe
 
 

@@ -340,7 +340,6 @@ def test_an_interpolation_that_leads_nowhere() -> None:
 
 
 def test_resolvers() -> None:
-    compose.register()
     config = OmegaConf.create({"product": "${multiply:2,3,4}", "quotient": "${int_div:17,5}"})
     assert (config.product, config.quotient) == (24, 3)
 

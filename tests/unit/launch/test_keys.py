@@ -80,7 +80,8 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     files = (*launch.glob("build*.py"), launch / "cli.py", recipes / f"{recipe.name}.py")
     code = "".join(file.read_text() for file in files)
     code += inspect.getsource(rules.world_size) + inspect.getsource(rules.local_ranks)
-    handed_on_whole = ("exp_manager.wandb_logger_kwargs.", "exp_manager.mlflow_logger_kwargs.", f"trainer.{recipe.name}.")
+    parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
+    handed_on_whole = (*(f"exp_manager.{part}." for part in parts), f"trainer.{recipe.name}.")
     only_one_value = {  # schema.py refuses all others
         "model.virtual_pipeline_model_parallel_size",
         "model.context_parallel_size",

@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning_fabric.utilities.rank_zero  # noqa: F401  (looks for the rank when imported: before a test pretends one)
 import pytest
 
-from nemo_kto.launch import ranks
-from nemo_kto.launch.ranks import World, detect_world
+from nemo_kto.parallel import ranks
+from nemo_kto.parallel.ranks import World, detect_world
 
 SRUN = {
     "SLURM_JOB_ID": "31234",
