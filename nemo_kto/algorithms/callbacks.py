@@ -96,10 +96,7 @@ class ThroughputCallback(Callback):
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         sums = event.metrics.sums
         figures = self._meter.figures(
-            seconds=event.seconds,
-            tokens=int(sums["tokens"]),
-            padded_tokens=int(sums["padded_tokens"]),
-            flops=sums["flops"],
+            seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
         )
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
 

@@ -99,10 +99,7 @@ def _weighted_losses(
     return weights_N * torch.sigmoid(-beta * signed_N)  # 1 - sigmoid(x), without the cancellation for large x
 
 
-LOSSES = {
-    "kto": Loss(function=kto_losses, needs_z0=True),
-    "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
-}
+LOSSES = {"kto": Loss(function=kto_losses, needs_z0=True), "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses)}
 """The values of ``preference_loss`` that have a name."""
 
 

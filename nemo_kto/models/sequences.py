@@ -38,12 +38,7 @@ class SequenceBatch:
 
     @classmethod
     def of(
-        cls,
-        tokens_BS: Tensor,
-        labels_BS: Tensor,
-        lengths_B: Tensor,
-        positions_BS: Tensor | None,
-        mask: Tensor | None,
+        cls, tokens_BS: Tensor, labels_BS: Tensor, lengths_B: Tensor, positions_BS: Tensor | None, mask: Tensor | None
     ) -> SequenceBatch:
         """From the tensors of a collated batch; a mask [B, S] only says where the padding is."""
         if positions_BS is None:

@@ -142,12 +142,7 @@ class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
         return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
     def _micro_batch_loss(
-        self,
-        unpaired: UnpairedTensors,
-        z0: Tensor,
-        sft_weight: float,
-        sequence_index_b: Tensor,
-        logps_b: Tensor,
+        self, unpaired: UnpairedTensors, z0: Tensor, sft_weight: float, sequence_index_b: Tensor, logps_b: Tensor
     ) -> MicroBatchLoss:
         """Loss of a micro-batch: the log-probs [b] of its sequences."""
         objective = self.objective
