@@ -33,7 +33,7 @@ from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
-# Flags that only hydra.main understands; without one a command line is composed here, once.
+# Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 _USAGE = """\

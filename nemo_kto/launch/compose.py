@@ -299,8 +299,7 @@ def _fault(text: str, composed: _Compose, recipe: Recipe) -> ConfigError | None:
     except MissingConfigException:
         return ConfigError(key, f"must be one of {', '.join(composed.choices(key))}, got {value}")
     except WRONG as error:
-        field = names(config_type(recipe)).get(key)
-        if field is not None and field.section is not None:
+        if (field := names(config_type(recipe)).get(key)) is not None and field.section is not None:
             return ConfigError(key, f"must be {either(field.alternatives)}, got '{value}'")
         return ConfigError(key, f"cannot be set, got {text}: {reason(error)}")
     return None

@@ -276,13 +276,11 @@ def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
     if loss is not None:
         section.record = loss
     data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (Finite | None, ...)))
-    config = _extended(
-        RunConfig,
-        {
-            "algorithm": (Literal[recipe.name], ...),
-            "trainer": (_extended(TrainerConfig, {recipe.name: (LoopConfig, ...)}), ...),
-            "model": (_extended(GPTConfig, {"data": (data, ...), recipe.name: (section, ...)}), ...),
-        },
-    )
+    fields: dict[str, tuple[object, object]] = {
+        "algorithm": (Literal[recipe.name], ...),
+        "trainer": (_extended(TrainerConfig, {recipe.name: (LoopConfig, ...)}), ...),
+        "model": (_extended(GPTConfig, {"data": (data, ...), recipe.name: (section, ...)}), ...),
+    }
+    config = _extended(RunConfig, fields)
     config.recipe = recipe
     return config

@@ -124,6 +124,14 @@ def test_a_command_line_that_is_right_is_composed_once(tmp_path: Path, given: li
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
+def test_settings_of_hydra_in_a_file_of_ones_own_count(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "print(cfg.model.seed, cfg.exp_manager.name, os.environ['MINE'])")
+    own = "exp_manager: {name: '${hydra:job.config_name}'}\nhydra: {job: {env_set: {MINE: here}}}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [gpt_kto, _self_]\n{own}")
+    done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD, "model.seed=3"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3 mine here\n", "")
+
+
 @either_way
 @of_every_algorithm("dpo")
 def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str, fork_ranks: bool) -> None:
