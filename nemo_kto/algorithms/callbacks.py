@@ -53,63 +53,62 @@ class Callback:
         """The run failed or was interrupted; the error is raised afterwards."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LoggerCallback(Callback):
     """Hands every report to a logger."""
 
-    def __init__(self, *, logger: MetricsLogger) -> None:
-        self._logger = logger
+    logger: MetricsLogger
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        self._logger.log_metrics(event.report, event.step)
+        self.logger.log_metrics(event.report, event.step)
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
-        self._logger.log_metrics(event.report, event.step)
+        self.logger.log_metrics(event.report, event.step)
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
-        self._logger.log_metrics(report, trainer.step)
+        self.logger.log_metrics(report, trainer.step)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self._logger.finalize("success")
+        self.logger.finalize("success")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self._logger.finalize("failed")
+        self.logger.finalize("failed")
 
 
+@dataclass(kw_only=True, eq=False)
 class CheckpointCallback(Callback):
     """Writes a checkpoint when one is due."""
 
-    def __init__(self, *, writer: CheckpointWriter) -> None:
-        self._writer = writer
+    writer: CheckpointWriter
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         with trainer.timers.phase("checkpoint"):
-            self._writer.save(trainer.state_dict(), trainer.monitored)
+            self.writer.save(trainer.state_dict(), trainer.monitored)
         report["timing/checkpoint"] = trainer.timers.report_and_reset()["checkpoint"]
 
 
+@dataclass(kw_only=True, eq=False)
 class ThroughputCallback(Callback):
     """Adds perf/...: tokens a second, padding, memory, and the model FLOPs utilisation where the device's peak is known."""
 
-    def __init__(self, *, meter: ThroughputMeter) -> None:
-        self._meter = meter
+    meter: ThroughputMeter
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         sums = event.metrics.sums
-        figures = self._meter.figures(
+        figures = self.meter.figures(
             seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
         )
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
 
 
+@dataclass(kw_only=True, eq=False)
 class ReferenceSync(Callback):
     """Moves the reference towards the policy every few steps (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
 
-    def __init__(self, *, mix: Callable[[float], None], interval: int, mixup_alpha: float) -> None:
-        """Args: mix: reference = alpha * policy + (1 - alpha) * reference; interval: optimizer steps; mixup_alpha: alpha."""
-        self._mix = mix
-        self._interval = interval
-        self._mixup_alpha = mixup_alpha
+    mix: Callable[[float], None]  # reference = alpha * policy + (1 - alpha) * reference, of alpha
+    interval: int  # optimizer steps
+    mixup_alpha: float
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        if event.step % self._interval == 0:
-            self._mix(self._mixup_alpha)
+        if event.step % self.interval == 0:
+            self.mix(self.mixup_alpha)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
@@ -75,8 +76,8 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
     loader: Any = build_dataloader(  # torch does not type what its sampler can do
         dataset=examples,
         sampler=sampler,
-        rank=state.data_parallel_rank(),
-        size=state.data_parallel_size(),
+        rank=parallel_state.get_data_parallel_rank(),
+        size=parallel_state.get_data_parallel_world_size(),
         take=take,
         num_workers=cfg.model.data.num_workers,
         pin_memory=device.on_gpu(),

@@ -56,7 +56,7 @@ _COMMAND_USAGE = """\
 """
 
 _TRAINING_USAGE = """\
-{recipe.title}
+{recipe.title} ({recipe.page})
 
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 

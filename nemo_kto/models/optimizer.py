@@ -77,14 +77,10 @@ def build_scheduler(
     max_steps: int,
     weight_decay: float,
 ) -> OptimizerParamScheduler:
-    """The learning rate of each step.
+    """The learning rate of each of ``max_steps`` steps; ``name`` is a key of :data:`SCHEDULES`.
 
     The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps learns with
     ``lr * k / w``: the first step is not lost, and the last step of the run arrives at ``min_lr``.
-
-    Args:
-        name: a key of :data:`SCHEDULES`.
-        max_steps: optimizer steps of the whole run.
     """
     return OptimizerParamScheduler(
         optimizer,

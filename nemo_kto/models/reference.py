@@ -14,24 +14,19 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
 
-Phase = Callable[[str], AbstractContextManager[None]]
-"""Names a phase of a step to a timer."""
-
-
-def no_phase(name: str) -> AbstractContextManager[None]:
-    """For who measures nothing."""
-    return contextlib.nullcontext()
+Phase = Callable[[str], AbstractContextManager[object]]
+"""Names a phase of a step to a timer; nullcontext where nothing is measured."""
 
 
 class ReferencePolicy(Protocol):
-    """Gives log-probs under the reference."""
+    """Gives the log-prob of each response under the reference, part after part: fp32, on the CPU.
+
+    ``forward_passes`` of the model are needed to evaluate a sequence.
+    """
 
     @property
-    def forward_passes(self) -> int:
-        """Passes of the model that it takes to evaluate a sequence."""
-
-    def logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Log-prob of each response under the reference, part after part: fp32, on the CPU."""
+    def forward_passes(self) -> int: ...
+    def logprobs(self, *parts: SequenceBatch) -> Tensor: ...
 
 
 class LiveReference:
@@ -57,7 +52,7 @@ class SwappedWeights:
     (pinned on a GPU) holds one copy of what is swapped: this rank's weights, or only its adapters.
     """
 
-    def __init__(self, *, parameters: Iterable[torch.nn.Parameter], phase: Phase = no_phase) -> None:
+    def __init__(self, *, parameters: Iterable[torch.nn.Parameter], phase: Phase = contextlib.nullcontext) -> None:
         """Keep the present values as the reference; call before the policy moves.
 
         Args:

@@ -108,16 +108,6 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
-def data_parallel_rank() -> int:
-    """Which copy of the model this rank belongs to."""
-    return parallel_state.get_data_parallel_rank()
-
-
-def data_parallel_size() -> int:
-    """Number of copies of the model."""
-    return parallel_state.get_data_parallel_world_size()
-
-
 def broadcast_bool(answer: bool) -> bool:
     """Rank 0's answer, on every rank."""
     box = torch.tensor([int(answer)], device=device.current_device())

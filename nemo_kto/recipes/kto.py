@@ -86,6 +86,7 @@ KTO = KTORecipe(
     name="kto",
     title="KTO training of a GPT model",
     data='jsonl rows of prompt, response and "chosen" or "rejected"',
+    page="docs/algorithms/kto.md",
     losses=LOSSES,
     loss_inputs=frozenset({"beta", "desirable_weight", "undesirable_weight"}),
     loss_section=KTOLossConfig,

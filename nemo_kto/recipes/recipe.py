@@ -60,6 +60,7 @@ class Recipe(ABC):
         name: of the command, and of the sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
         title: what it does.
         data: what it learns from.
+        page: its page in the documents.
         losses: the values of ``preference_loss`` that have a name.
         loss_inputs: what a loss function is given by keyword, besides ``z0`` and ``reward_delta_P`` where it needs them.
         loss_section: model.NAME.
@@ -71,6 +72,7 @@ class Recipe(ABC):
     name: str
     title: str
     data: str
+    page: str
     losses: Mapping[str, Loss]
     loss_inputs: frozenset[str]
     loss_section: type[LossConfig]
@@ -96,7 +98,7 @@ class Recipe(ABC):
         """What the reference evaluates of a batch."""
 
     @abstractmethod
-    def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel[Any]]:
+    def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel]:
         """What makes the model of engine, reference, objective and phase; ``examples`` are those of the training."""
 
     @abstractmethod

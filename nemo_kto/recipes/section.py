@@ -43,7 +43,7 @@ class Check:
 
 
 def check(holds: Callable[..., object], text: str, remedy: str = "") -> AfterValidator:
-    """The metadata of a field with a :class:`Check`: ``text`` goes on after "must"; ``remedy`` is as in :class:`Remedy`."""
+    """The metadata of a field with a :class:`Check`: ``text`` follows "must"; ``remedy`` is as in :class:`Remedy`."""
     return AfterValidator(Check(holds, text, remedy))
 
 

@@ -26,14 +26,9 @@ METRICS_FILE = "metrics.jsonl"
 class Sink(Protocol):
     """What RunLogger fans out to; Lightning's loggers have this form."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step."""
-
-    def log_hyperparams(self, params: dict[str, object]) -> None:
-        """Record the configuration of the run."""
-
-    def finalize(self, status: str) -> None:
-        """Flush and close."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log_hyperparams(self, params: dict[str, object]) -> None: ...
+    def finalize(self, status: str) -> None: ...
 
 
 class JsonLines:

@@ -90,7 +90,7 @@ def backward(chunks: list[Any]) -> None:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None
-    mine = range(ROWS)[state.data_parallel_rank() :: state.data_parallel_size()]
+    mine = range(ROWS)[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
 
     def forward(rows: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
         row = next(rows)

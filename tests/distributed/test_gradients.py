@@ -75,7 +75,7 @@ def kto_step(
         sft_loss_weight=W_SFT,
         sft_average_log_probs=True,
     )
-    mine = slice(state.data_parallel_rank(), None, state.data_parallel_size())
+    mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
     batch = {name: values[mine] for name, values in make_batch().items()}
     samples, kl_samples = model.get_ref_policy_logprobs(batch).chunk(2)
     batch |= {"ref_policy_log_probs_samples": samples, "ref_policy_log_probs_kl_samples": kl_samples}

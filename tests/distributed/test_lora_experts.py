@@ -117,7 +117,6 @@ def train_mixture(
     from megatron.core.transformer.moe import token_dispatcher
 
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.parallel import state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
@@ -136,7 +135,9 @@ def train_mixture(
         model, first_expert = build_mixture(tensor_parallel, expert_parallel)
         chunks = wrap_data_parallel([model], use_distributed_optimizer=distributed)
         optimizer = lora_jobs.optimizer_of(chunks, distributed=distributed)
-        mine = range(lora_jobs.ROWS)[state.data_parallel_rank() :: state.data_parallel_size()]
+        mine = range(lora_jobs.ROWS)[
+            parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()
+        ]
 
         def forward(rows: Any, chunk: Any) -> Any:
             row = next(rows)

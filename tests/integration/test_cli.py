@@ -243,14 +243,19 @@ def test_flags_that_only_show(tmp_path: Path, recipe: Recipe) -> None:
     )
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
     helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(f"{recipe.title}\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL ")
+    assert helped.startswith(
+        f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL "
+    )
     assert f"torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {name} ..." in helped
     for key in keys.all_keys(recipe):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
+    assert (REPOSITORY / recipe.page).is_file()
     assert helped.count("\n      ") == len(keys.all_keys(recipe))  # and no key of another
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(f"{recipe.title}\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL ")
+    assert helped.startswith(
+        f"{recipe.title} ({recipe.page})\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL "
+    )
     assert not (tmp_path / "results").exists()
 
 

@@ -59,7 +59,7 @@ class PairTensors:
         )
 
 
-class MegatronGPTDPOModel(MegatronGPTModel[DPOBatch]):
+class MegatronGPTDPOModel(MegatronGPTModel):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
 
     Both answers of a pair go through the same micro-batch.

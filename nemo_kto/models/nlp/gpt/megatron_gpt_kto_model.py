@@ -68,7 +68,7 @@ class UnpairedTensors:
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTKTOModel(MegatronGPTModel[KTOBatch]):
+class MegatronGPTKTOModel(MegatronGPTModel):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics
 from nemo_kto.models.engine import LogProbEngine
-from nemo_kto.models.reference import Phase, ReferencePolicy, no_phase
+from nemo_kto.models.reference import Phase, ReferencePolicy
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel.reduce import global_sums
-
-Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class Objective:
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTModel(ABC, Generic[Batch]):
+class MegatronGPTModel:
     """A policy with its objective and its reference; the passes are the engine's.
 
     Attributes:
@@ -54,15 +51,7 @@ class MegatronGPTModel(ABC, Generic[Batch]):
     engine: LogProbEngine
     reference: ReferencePolicy | None
     objective: Objective
-    phase: Phase = no_phase
-
-    @abstractmethod
-    def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]:
-        """Loss and metrics over the global batch; gradients too, unless ``forward_only``."""
-
-    @abstractmethod
-    def get_ref_policy_logprobs(self, batch: Batch) -> Tensor:
-        """Reference log-probs of the batch's sequences, on the CPU."""
+    phase: Phase = nullcontext
 
     @property
     def uses_reference(self) -> bool:
