@@ -42,6 +42,10 @@ class Loss:
     average_log_probs: bool = False
     needs_rewards: bool = False
 
+    def __post_init__(self) -> None:
+        if self.needs_z0 and not self.needs_reference:
+            raise ValueError("a loss with z0, which is an estimate of KL(policy || reference), must need a reference")
+
     @property
     def options(self) -> dict[str, Option]:
         """Name -> type and default of each option; NameError if an annotation of ``function`` names what does not exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run
 from tests.integration.test_own_loss import FILES
 from tests.tiny import make_pairs, make_rows, write_rows
 
@@ -43,6 +44,21 @@ class Notes(Callback):
 
     def on_fit_end(self, trainer):
         self.note("end")
+"""
+
+
+REFERENCE_FREE = """
+import torch
+
+from nemo_kto.losses.loss import Loss
+
+
+def likelihood(logps_N, desirable_N, *, beta, desirable_weight, undesirable_weight):
+    sign_N = torch.where(desirable_N.bool(), desirable_weight, -undesirable_weight)
+    return torch.sigmoid(-beta * sign_N * logps_N)
+
+
+LOSS = Loss(function=likelihood, needs_reference=False)
 """
 
 
@@ -82,6 +98,27 @@ def test_a_kto_like_loss_with_z0_and_an_option(tiny_llama: Path, tmp_path: Path,
     kto, _ = train(tmp_path, tiny_llama, "kto")[0]
     ratio = first["train/grad_norm"] / kto["train/grad_norm"]
     assert ratio == pytest.approx(4 / (0.5 if tau is None else tau), rel=1e-4)
+
+
+def test_the_loss_of_the_documents(tiny_llama: Path, tmp_path: Path) -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("    # my_losses.py\n")[1]
+    block = itertools.takewhile(lambda line: line.startswith("    ") or not line, text.splitlines())
+    (tmp_path / "my_losses.py").write_text("\n".join(line[4:] for line in block))
+    loss = ("model.kto.preference_loss=my_losses.SQUARE", "+model.kto.tau=0.25")
+    first, _ = train(tmp_path, tiny_llama, "kto", *loss)[0]
+    assert first["train/loss"] == pytest.approx(0.25**2, abs=1e-7), "tau squared, where there is no log-ratio yet"
+    assert "train/kl" not in first, "no z0, and no KL examples"
+    (tmp_path / "results").rename(tmp_path / "own")
+    kto, _ = train(tmp_path, tiny_llama, "kto")[0]
+    assert first["train/grad_norm"] / kto["train/grad_norm"] == pytest.approx(8 * 0.25, rel=1e-4)  # 2 beta tau, beta / 4
+
+
+def test_a_loss_of_unpaired_feedback_without_a_reference(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(REFERENCE_FREE)
+    (first, _), said = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS")
+    assert "reference policy: none (own.LOSS needs no reference)" in said
+    for kind in ("chosen", "rejected"):  # what takes the place of a log-ratio, times beta
+        assert first[f"train/rewards_{kind}_mean"] == pytest.approx(0.2 * first[f"train/logps_{kind}_mean"], rel=1e-6)
 
 
 def test_a_pair_loss_with_an_option(tiny_llama: Path, tmp_path: Path) -> None:

@@ -78,3 +78,8 @@ def test_what_is_no_loss(name: str, text: str) -> None:
     with pytest.raises(UserError) as raised:
         find_loss(name, LOSSES)
     assert str(raised.value) == text
+
+
+def test_z0_needs_a_reference() -> None:
+    with pytest.raises(ValueError, match=r"a loss with z0, .* must need a reference"):
+        Loss(function=LOSSES["kto"].function, needs_z0=True, needs_reference=False)
