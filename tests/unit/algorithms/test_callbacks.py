@@ -104,12 +104,12 @@ def test_throughput_is_reported_from_the_sums_of_the_step() -> None:
 def test_the_reference_is_synced_before_a_checkpoint_is_written() -> None:
     class Weights:
         def __init__(self) -> None:
-            self.mixed: list[tuple[int, float]] = []
+            self.mixed: list[tuple[int, int, float]] = []
 
         def mix(self, mixup_alpha: float) -> None:
-            self.mixed.append((len(run.notes.saved), mixup_alpha))
+            self.mixed.append((run.trainer.step, len(run.notes.saved), mixup_alpha))
 
     weights = Weights()
     run = Run(max_steps=6, save_interval=2, callbacks=[ReferenceSync(mix=weights.mix, interval=2, mixup_alpha=0.6)])
     run.fit()
-    assert weights.mixed == [(0, 0.6), (1, 0.6), (2, 0.6)], "one more checkpoint is written after each"
+    assert weights.mixed == [(2, 0, 0.6), (4, 1, 0.6), (6, 2, 0.6)], "one more checkpoint is written after each"
