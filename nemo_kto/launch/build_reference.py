@@ -65,7 +65,7 @@ def build_reference(
     if other is not None:
         load_base_weights(policy, Path(other))
     if mode == "cached":
-        cached = CachedReference(cache=_open_cache(cfg, policy))
+        cached = CachedReference(cache=_open_cache(cfg, policy, engine))
         _precompute(cached, cfg, engine, data, trainer_cfg)
         timers.report_and_reset()  # not the phases of a step
         setup = ReferenceSetup(cached)
@@ -104,11 +104,11 @@ def _precompute(
         print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
 
-def _open_cache(cfg: RunConfig, policy: Policy) -> ReferenceCache:
+def _open_cache(cfg: RunConfig, policy: Policy, engine: LogProbEngine) -> ReferenceCache:
     settings = {
         "precision": cfg.trainer.precision,
         "device": device.current_device().type,
-        "mean over tokens": cfg.loss.preference_average_log_probs,
+        "mean over tokens": engine.average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
     models = [cfg.model.reference.restore_from_path or policy.source, policy.base_model, policy.adapter_folder]

@@ -111,6 +111,12 @@ def test_the_loss_of_the_documents(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "results").rename(tmp_path / "own")
     kto, _ = train(tmp_path, tiny_llama, "kto")[0]
     assert first["train/grad_norm"] / kto["train/grad_norm"] == pytest.approx(8 * 0.25, rel=1e-4)  # 2 beta tau, beta / 4
+    # Means over tokens are not taken from the cache of sums that these two runs have filled.
+    with (tmp_path / "my_losses.py").open("a") as file:
+        file.write("\nMEANS = Loss(function=square_losses, average_log_probs=True)\n")
+    (tmp_path / "results").rename(tmp_path / "kto")
+    first, _ = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=my_losses.MEANS")[0]
+    assert first["train/loss"] == pytest.approx(0.5**2, abs=1e-7)
 
 
 def test_a_loss_of_unpaired_feedback_without_a_reference(tiny_llama: Path, tmp_path: Path) -> None:
