@@ -7,7 +7,7 @@ loggers, so that what a callback adds to an event's report is logged. Every rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer
 from nemo_kto.losses.metrics import Metrics
@@ -28,11 +28,11 @@ class Event:
     step: int
     metrics: Metrics
     seconds: float
-    report: dict[str, float] = field(default_factory=dict)
+    report: dict[str, float]
 
 
 class Callback:
-    """Does nothing; override what you need. The names are those of Lightning's callbacks."""
+    """Does nothing; override what you need. Named after Lightning's hooks: on_train_batch_end, on_save_checkpoint."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Before the first step, or the first after a resume."""

@@ -15,9 +15,7 @@ Raw = TypeVar("Raw", covariant=True)
 
 
 class PolicyModel(Protocol[Batch]):
-    """Gives the loss and its gradient. Results are over the global batch and the same on every rank; without a reference
-    (``uses_reference``) there are no reference log-probs to attach.
-    """
+    """Gives the loss and its gradient. Results are over the global batch and the same on every rank."""
 
     @property
     def uses_reference(self) -> bool: ...

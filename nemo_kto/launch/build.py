@@ -23,7 +23,7 @@ from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.launch.user_callbacks import build_user_callbacks
+from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
@@ -168,7 +168,7 @@ def build_callbacks(
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
         callbacks.append(LoggerCallback(logger=Progress(total_steps=max_steps, start_step=resumed_step or 0)))
-    return [*callbacks, *build_user_callbacks(cfg.trainer.callbacks)]
+    return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 
 
 def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
-from nemo_kto.launch.user_callbacks import callback_class
+from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
 from nemo_kto.telemetry.loggers import installed, missing_package
 
@@ -63,7 +63,7 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
 
 def _callbacks(cfg: RunConfig) -> Errors:
     for spec in cfg.trainer.callbacks:
-        if (wrong := error_of(partial(callback_class, spec))) is not None:
+        if (wrong := error_of(partial(find_callback, spec))) is not None:
             yield ConfigError("trainer.callbacks", wrong)
 
 

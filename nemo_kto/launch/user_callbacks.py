@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from hydra.utils import instantiate
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.errors import UserError, import_object
 
-Spec = str | Mapping[str, object]
-"""package.module.NAME, or a mapping with that under _target_ and keyword arguments, as Hydra instantiates it."""
 
-
-def callback_class(spec: Spec) -> type[Callback]:
-    """The class that an entry of ``trainer.callbacks`` names.
+def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
+    """What makes the callback of package.module.NAME, or of a mapping with that under _target_ and keyword arguments.
 
     Raises:
-        UserError: there is none, or it is no Callback.
+        UserError: there is no such class, it is no Callback, or it does not take these arguments.
     """
-    path = spec if isinstance(spec, str) else str(spec.get("_target_"))
+    settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
+    path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
     found = import_object(path)
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
-    return found
-
-
-def build_user_callbacks(specs: Sequence[Spec]) -> list[Callback]:
-    """One of each.
-
-    Raises:
-        UserError: see :func:`callback_class`; or its arguments do not fit.
-    """
-    callbacks = []
-    for spec in specs:
-        kind = callback_class(spec)
-        try:
-            callbacks.append(kind() if isinstance(spec, str) else instantiate(dict(spec)))
-        except Exception as error:  # the class is the user's
-            raise UserError(f"trainer.callbacks: {spec} cannot be made; {type(error).__name__}: {error}") from error
-    return callbacks
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"must have the arguments that {path} takes, got {arguments}: {error}") from error
+    return partial(instantiate, settings)

@@ -19,13 +19,10 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 class ReferencePolicy(Protocol):
-    """Gives the log-prob of each response under the reference, part after part: fp32, on the CPU.
-
-    ``forward_passes`` of the model are needed to evaluate a sequence.
-    """
+    """Gives the log-prob of each response under the reference, part after part: fp32, on the CPU."""
 
     @property
-    def forward_passes(self) -> int: ...
+    def forward_passes(self) -> int: ...  # of the model, to evaluate one sequence
     def logprobs(self, *parts: SequenceBatch) -> Tensor: ...
 
 

@@ -15,7 +15,9 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 
 import torch
 
@@ -31,8 +33,6 @@ _EXPECTED_WARNINGS = (
     ".*we are deprecating ShardedTensor.*",
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
-
-_JIT = "megatron.core.jit"
 
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
@@ -51,17 +51,30 @@ def silence_warnings() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+class _UncompiledFusions(MetaPathFinder):
+    """Turns megatron-core's own switch, as soon as the module that has it is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "megatron.core.jit" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_switch(module: types.ModuleType) -> None:
+            execute(module)
+            module.disable_jit_fuser()
+
+        spec.loader.exec_module = execute_and_switch  # type: ignore[method-assign]
+        return spec
+
+
 def leave_fusions_uncompiled() -> None:
     """Keep megatron-core from compiling its small fusions where there is no GPU. For before it is imported.
 
-    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing. So megatron-core finds, in place of
-    its module ``jit``, which holds only that decorator, one whose decorator gives back the function as it is.
+    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing. Its import decorates them.
     """
-    if on_gpu() or _JIT in sys.modules:
-        return
-    stand_in = types.ModuleType(_JIT)
-    vars(stand_in)["jit_fuser"] = lambda function: function
-    sys.modules[_JIT] = stand_in
+    if not on_gpu():
+        sys.meta_path.insert(0, _UncompiledFusions())
 
 
 @functools.cache

@@ -109,9 +109,12 @@ class Recipe(ABC):
         """The loss of a name or a path.
 
         Raises:
-            UserError: there is none, its function does not take what it is given, or its annotations cannot be read.
+            UserError: there is none, or it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
+        for need, has in (("needs_z0", self.z0_metrics), ("needs_rewards", self.data_defaults)):
+            if getattr(loss, need) and not has:
+                raise UserError(f"must name a loss without {need}, which `nemo-kto {self.name}` cannot give, got {name}")
         given = {*self.loss_inputs, *["z0"] * loss.needs_z0, *["reward_delta_P"] * loss.needs_rewards}
         if loss.inputs != given:
             takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"

@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 from annotated_types import Gt, Le
 
+from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.losses.loss import Loss
 
 
@@ -24,8 +25,20 @@ def tempered(log_ratios_N, desirable_N, *, z0, beta, desirable_weight, undesirab
     return weights_N * torch.tanh(beta * (log_ratios_N - z0) / tau)
 
 
+class Watch(Callback):
+    def __init__(self, *, every=1):
+        self.every = every
+
+
 LOSS = Loss(function=tempered, needs_z0=True)
 OTHER = Loss(function=tempered)
+
+
+def with_rewards(log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, reward_delta_P):
+    raise AssertionError("pairs have rewards, single answers have none")
+
+
+FOREIGN = Loss(function=with_rewards, needs_rewards=True)
 """,
     "dpo": """
 from typing import Annotated
@@ -42,6 +55,13 @@ def margins(chosen_logratios_P, rejected_logratios_P, *, beta, tau: Annotated[fl
 
 LOSS = Loss(function=margins)
 OTHER = Loss(function=margins, needs_rewards=True)
+
+
+def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
+    raise AssertionError("pairs have no KL examples")
+
+
+FOREIGN = Loss(function=with_z0, needs_z0=True)
 """,
 }
 NAMES = {"kto": "kto or apo_zero_unpaired", "dpo": "dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo"}
@@ -110,9 +130,20 @@ def test_a_loss_whose_function_does_not_take_what_it_would_be_given(tmp_path: Pa
     assert done == (2, "", f"  model.{name}.preference_loss must name a loss whose function {text}\n")
 
 
+@pytest.mark.parametrize(("name", "need"), [("kto", "needs_rewards"), ("dpo", "needs_z0")])
+def test_a_loss_that_needs_what_the_algorithm_does_not_have(tmp_path: Path, name: str, need: str) -> None:
+    text = f"must name a loss without {need}, which `nemo-kto {name}` cannot give, got own.FOREIGN"
+    done = train(tmp_path, name, f"model.{name}.preference_loss=own.FOREIGN")
+    assert done == (2, "", f"  model.{name}.preference_loss {text}\n")
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
+        (
+            "[{_target_: own.Watch, often: 3}]",
+            "must have the arguments that own.Watch takes, got {'often': 3}: got an unexpected keyword argument 'often'",
+        ),
         (
             "[nowhere.Watch]",
             "must be a path that can be imported, got nowhere.Watch; ModuleNotFoundError: No module named 'nowhere'",
