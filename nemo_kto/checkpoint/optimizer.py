@@ -7,7 +7,7 @@ counters are not weights and go their own way here: one number, saved and put ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -43,8 +43,12 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> None:
-    """Put back what :func:`optimizer_state` saved."""
+    """Put back the moments, main weights and counters that :func:`optimizer_state` saved.
+
+    Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them.
+    """
     parts = _parts(optimizer)
+    settings = [[_settings(group) for group in part.param_groups] for part in parts]
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
     for part, its_state in zip(parts, states, strict=True):
         # megatron-core would look for Adam's counters among the saved tensors, so these are loaded without them
@@ -58,6 +62,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
             for kept in part.optimizer.state.values():
                 # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
+    for part, of_part in zip(parts, settings, strict=True):
+        for group, of_group in zip(part.param_groups, of_part, strict=True):  # loading keeps the order of the groups
+            group.update(of_group)
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    """All that a group of parameters says of how they are trained; not the parameters, nor the counter of some optimizers."""
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
