@@ -46,7 +46,7 @@ PACKAGES = {
         own=names("losses"),
         outside=names("torch numpy typing_extensions"),
         never=names("torch.distributed torch.cuda"),
-        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("cache.py dataset.py"))),
+        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("cache.py dataset.py fingerprint.py"))),
     ),
     "parallel": Package(
         outside=names("torch numpy megatron.core"),

@@ -45,6 +45,16 @@ class TrainerConfig:
         steps = self.steps_per_epoch(batches) * self.max_epochs
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
+    def what_ends(self, batches: int) -> tuple[str, tuple[str, ...]]:
+        """What ends a run over ``batches`` global batches an epoch, in words, and the settings to raise for a longer one."""
+        epochs = "one epoch" if self.max_epochs == 1 else f"{self.max_epochs} epochs"
+        of_epochs = self.steps_per_epoch(batches) * self.max_epochs
+        if self.max_steps < 0 or self.max_steps > of_epochs:
+            return epochs, ("max_epochs",)
+        if self.max_steps == of_epochs:
+            return epochs, ("max_epochs", "max_steps")
+        return f"max_steps={self.max_steps}", ("max_steps",)
+
 
 def limit_batches(batches: int, limit: int | float) -> int:
     """How many of ``batches`` a limit lets through: a float is a fraction of them, never less than one unless it is 0."""

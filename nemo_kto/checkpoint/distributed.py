@@ -4,7 +4,7 @@
       state/        weights, optimizer and schedule, loadable at any layout
       rng/          generators of each rank, used at the same layout
       hf/           configuration and tokenizer: the checkpoint needs no other folder
-      trainer.json  where the run stands, its metrics, the layout and the versions
+      trainer.json  where the run stands, what it is of, its metrics, the layout and the versions
 
 A model with adapters is saved as only its adapters; trainer.json then names the base model.
 
@@ -22,7 +22,7 @@ import random
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -51,7 +51,7 @@ _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are
 
 
 class _Info(TypedDict, total=False):
-    """The content of a trainer.json; those of earlier versions lack the reference, those of plain models the adapters."""
+    """The content of a trainer.json; earlier versions lack reference and run, plain models the adapters."""
 
     trainer: dict[str, int]
     metrics: dict[str, float]
@@ -61,6 +61,7 @@ class _Info(TypedDict, total=False):
     files: dict[str, int]
     adapters: dict[str, object]
     moving_reference: bool
+    run: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class CheckpointManager:
         hugging_face_source: folder whose configuration and tokenizer belong to the model.
         base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
         reference_weights: the weights of a reference that is synced; None for a reference that never changes.
+        run: what must stay when the run is resumed; kept in every checkpoint.
     """
 
     folder: Path
@@ -153,6 +155,7 @@ class CheckpointManager:
     hugging_face_source: Path
     base_model: Path | None = None
     reference_weights: SwappedWeights | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._adapters = model_state.adapters_of(self.chunks)
@@ -182,6 +185,7 @@ class CheckpointManager:
         if self._adapters is not None:
             info["adapters"] = model_state.adapters_info(self._adapters, self.base_model or self.hugging_face_source)
         info["moving_reference"] = self.reference_weights is not None
+        info["run"] = dict(self.run)
         info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
         info |= {"layout": _layout(), "distributed_optimizer": is_distributed(self.optimizer)}
         state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
@@ -195,28 +199,12 @@ class CheckpointManager:
             The trainer's state; None if there is no checkpoint.
 
         Raises:
-            ValueError: it holds weights of another precision, the state of the other kind of optimizer or of reference, or
-                other adapters.
+            ValueError: it holds other adapters.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
             return None
         newest = checkpoints[-1]
-        if (before := newest.info["dtype"]) != (now := model_state.dtype_name(self.chunks)):
-            raise ValueError(
-                f"trainer.precision must stay that of {before} in a resumed run, got that of {now}; "
-                "use trainer.precision=auto, which keeps it, or start a new run in another folder"
-            )
-        if (kind := newest.info["distributed_optimizer"]) != is_distributed(self.optimizer):
-            raise ValueError(
-                f"use_distributed_optimizer must stay {kind} in a resumed run, got {not kind}; "
-                "change it back, or start a new run in another folder"
-            )
-        if (synced := newest.info.get("moving_reference", False)) != (self.reference_weights is not None):
-            raise ValueError(
-                f"the reference must {'stay synced' if synced else 'not become synced'} in a resumed run; change "
-                "model.reference.sync_interval back, or start a new run in another folder"
-            )
         model_state.check_adapters(model_state.adapters_in(newest.info), self.chunks)
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
         model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
@@ -227,19 +215,6 @@ class CheckpointManager:
         if newest.info["layout"] == _layout():
             _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
         return {name: int(value) for name, value in newest.info["trainer"].items()}
-
-    def refuse_to_mix(self) -> None:
-        """Make sure that a new run has no checkpoints of another run beside its own.
-
-        Raises:
-            FileExistsError: it would have.
-        """
-        if checkpoints := find_checkpoints(self.folder):
-            raise FileExistsError(
-                f"a new run must have a folder without checkpoints, but {self.folder} has {len(checkpoints)}, "
-                f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or choose "
-                "another exp_manager.name"
-            )
 
     def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = self._adapters is not None

@@ -68,7 +68,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    """All that a group of parameters says of how they are trained; not the parameters, nor the counter of some optimizers."""
+    """How a group of parameters is trained: all but the parameters, and the counter that some optimizers keep there."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 

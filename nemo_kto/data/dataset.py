@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.cache import ExampleKind, TokenCache
 from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.fingerprint import examples_hash
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
 from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
 from nemo_kto.data.truncation import Truncation
@@ -48,6 +49,10 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     def __getitems__(self, places: Sequence[int]) -> list[Example]:
         """Many examples in one look-up (torch's DataLoader calls it by this name)."""
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
+
+    def fingerprint(self) -> str:
+        """Hash of the token ids, labels and rewards of the examples in their order, wherever their files lie."""
+        return examples_hash([Path(file["filename"]) for file in self._table.cache_files], self._index)
 
     def log_counts(self, split: str) -> None:
         """Say how many examples the split has, and warn of what looks wrong."""

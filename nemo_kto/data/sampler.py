@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,12 +68,19 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         self._epoch, self._consumed = epoch, consumed_in_epoch
 
+    def order_hash(self) -> str:
+        """Hash of the order of the first epoch; another release of numpy may draw another one from the same seed."""
+        return hashlib.sha256(self._order(0).astype("<i8").tobytes()).hexdigest()
+
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.arange(self.num_examples)
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, self._epoch)).permutation(self.num_examples)
+        order = self._order(self._epoch)
         for start, stop in self._ranges(self._consumed):
             yield order[start:stop].tolist()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.shuffle:
+            return np.random.default_rng((self.seed, epoch)).permutation(self.num_examples)
+        return np.arange(self.num_examples)
 
     def _ranges(self, first: int) -> list[tuple[int, int]]:
         """(start, stop) of each batch within the order, from example ``first`` of it on."""

@@ -6,6 +6,7 @@ Configuration objects stop here and in the recipes; everything below takes plain
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager, hugging_face_folder
 from nemo_kto.data.chat import load_tokenizer
-from nemo_kto.launch.build_data import build_data
+from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
+from nemo_kto.launch.resume import Resumption, look_for_run
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
@@ -47,8 +49,14 @@ def train(cfg: RunConfig) -> None:
     )
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     cfg = resolve_precision(cfg)
+    start = prepare(cfg)
+    if start.run.finished is not None:
+        if state.is_rank_zero():
+            print(f"nemo-kto: {start.run.finished}", flush=True)
+        state.destroy()
+        return
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
-    trainer = build_trainer(cfg, policy)
+    trainer = build_trainer(cfg, policy, start)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     trainer.fit()
@@ -58,11 +66,30 @@ def train(cfg: RunConfig) -> None:
     state.destroy()
 
 
-def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
-    """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
-    timers = PhaseTimers(synchronize=device.synchronize)
-    data = build_data(cfg, load_tokenizer(policy.folder))
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What is known of a run before its model is built: data, length, and what its folder says."""
+
+    data: RunData
+    trainer_cfg: TrainerConfig
+    run: Resumption
+
+
+def prepare(cfg: RunConfig) -> Start:
+    """Read the data, and compare the run with the one in its folder; collective.
+
+    Raises:
+        UserError: the data cannot be used, or the run cannot be resumed as it is.
+    """
+    source = Path(cfg.pretrained_checkpoint.restore_from_path)
+    data = build_data(cfg, load_tokenizer(hugging_face_folder(source) or source))
     trainer_cfg = TrainerConfig(global_batch_size=cfg.model.global_batch_size, **cfg.loop.duration())
+    return Start(data=data, trainer_cfg=trainer_cfg, run=look_for_run(cfg, data, trainer_cfg))
+
+
+def build_trainer(cfg: RunConfig, policy: Policy, start: Start) -> DPOTrainer:
+    """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
+    timers, data, trainer_cfg = PhaseTimers(synchronize=device.synchronize), start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
     make_model = cfg.recipe.model(cfg.loss, data.examples, lr=cfg.model.optim.lr)
@@ -77,10 +104,9 @@ def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
         hugging_face_source=policy.folder,
         base_model=policy.base_model,
         reference_weights=reference.synced_weights,
+        run=start.run.facts,
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
-    if not cfg.exp_manager.resume_if_exists:
-        checkpoints.refuse_to_mix()
     resumed = checkpoints.load_latest()
     resumed_step = None if resumed is None else resumed["step"]
     trainer = cfg.recipe.trainer(data.collate_fn)(

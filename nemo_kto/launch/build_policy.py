@@ -70,7 +70,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
 
     With adapters, these are all that is trained.
     """
-    adapters = _adapter_settings(cfg.peft)
+    adapters = adapter_settings(cfg.peft)
     architecture = read_architecture(hugging_face_folder(source) or source, tensor_parallel=cfg.tensor_model_parallel_size)
     gpt = build_gpt(
         architecture,
@@ -106,7 +106,7 @@ def _load_weights(policy: Policy) -> None:
         load_weights_only(policy.source, policy.chunks)
 
 
-def _adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
+def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
     """What is to be adapted; adapters that are there already say it themselves."""
     if cfg.peft_scheme == "none":
         return None

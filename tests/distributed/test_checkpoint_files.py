@@ -69,30 +69,6 @@ def what_stops(*arguments: object) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "exp_manager.resume_if_exists=false",
-            "FileExistsError: a new run must have a folder without",
-        ),
-        (
-            "model.optim.use_distributed_optimizer=false",
-            "ValueError: use_distributed_optimizer must stay True in a resumed run, got",
-        ),
-        ("model.global_batch_size=8", "ValueError: global_batch_size must stay 16 in a resumed run, got 8"),
-        ("trainer.kto.limit_train_batches=2", "ValueError: an epoch must stay 6 steps long in a resumed run, got 2"),
-    ],
-)
-def test_what_a_run_cannot_be_resumed_with(
-    override: str, message: str, run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
-    (told,) = ranks.run(1, what_stops, tiny_llama, kto_rows, tmp_path, 1, [override])
-    assert told.startswith(message)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1, 2]
-
-
 def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
     """A job whose disk takes no file of more than 50 kB from the second save on; the error it ends with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

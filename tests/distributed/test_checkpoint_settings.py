@@ -1,4 +1,4 @@
-"""A resumed run learns with the settings it is given: learning rates, betas, eps and weight decay are not the checkpoint's."""
+"""A resumed run learns with the settings it is given: learning rates, betas, eps and weight decay are its own."""
 
 from __future__ import annotations
 

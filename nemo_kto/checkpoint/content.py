@@ -1,0 +1,75 @@
+"""What a model is, by the content of its files: the same wherever its folder lies, another if a single value differs.
+
+Every byte of the weights is read, since a part of them would not show what changed elsewhere. That costs as much as loading
+them, once: files are hashed next to each other, and the hash of a large one is kept until its size or its time changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from nemo_kto.checkpoint.safetensors_files import INDEX
+from nemo_kto.files import publish_file
+
+_THREADS = 8  # hashlib lets other threads run while it works
+_MIN_KEPT_BYTES = 2**20  # a smaller file is hashed in less time than its hash is found
+_CHUNK_BYTES = 2**24
+_TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files that decide what a model or an adapter computes: its weights and its configuration.
+
+    ``folder``: a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, which has its weights in
+    state/. A checkpoint of adapters, and a folder in PEFT's format, also need their base model, which lies elsewhere.
+    """
+    if (folder / "trainer.json").is_file():
+        weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
+        return sorted([*weights, folder / "trainer.json", folder / "hf" / "config.json"])
+    names = {"config.json", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+    if (folder / INDEX).is_file():
+        names = {"config.json", INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+    return sorted(file for file in (folder / name for name in names) if file.is_file())
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that decide how a row becomes tokens, with the chat template."""
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name.startswith(_TOKENIZER_FILES))
+
+
+def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path) -> str:
+    """Hash of the names and the content of files in ``folder``.
+
+    Args:
+        folder: the names count from here on.
+        files: in any order; all below ``folder``.
+        cache_dir: where the hashes of large files are kept; made if absent.
+    """
+    files = sorted(files)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        hashes = list(pool.map(partial(_file_hash, cache_dir=cache_dir / "hashes"), files))
+    named = [(str(file.relative_to(folder)), of_file) for file, of_file in zip(files, hashes, strict=True)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _file_hash(file: Path, *, cache_dir: Path) -> str:
+    state = file.stat()
+    if state.st_size < _MIN_KEPT_BYTES:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    about = [str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    kept = cache_dir / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
+    if kept.is_file():
+        return kept.read_text(encoding="ascii")
+    found = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            found.update(chunk)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with publish_file(kept) as writing:
+        writing.write_text(found.hexdigest(), encoding="ascii")
+    return found.hexdigest()

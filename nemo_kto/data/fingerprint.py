@@ -1,0 +1,61 @@
+"""What the examples of a run are, by their content: a hash that a resumed run compares."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from datasets import Dataset
+
+from nemo_kto.files import publish_file
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_NOT_CONTENT = ("line",)  # where an example came from
+
+
+def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
+    """Hash of examples and their order.
+
+    Every file is hashed once and its hash kept beside it, so that millions of examples cost no more than the index does.
+
+    Args:
+        files: of ``TokenCache``, one after the other.
+        index: [N] int64, the place in these files of each example.
+    """
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(_file_hash(file).encode())
+    whole.update(np.ascontiguousarray(index, dtype="<i8").tobytes())
+    return whole.hexdigest()
+
+
+def _file_hash(file: Path) -> str:
+    """Of token ids, labels and rewards, however the file groups them; the file's name says all that it was made of."""
+    kept = file.parent / "hashes" / f"{file.stem}.sha256"
+    if kept.is_file():
+        return kept.read_text(encoding="ascii")
+    table = Dataset.from_file(str(file)).data
+    whole = hashlib.sha256()
+    for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
+        whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
+    kept.parent.mkdir(exist_ok=True)
+    with publish_file(kept) as writing:
+        writing.write_text(whole.hexdigest(), encoding="ascii")
+    return whole.hexdigest()
+
+
+def _column_hash(column: pyarrow.ChunkedArray) -> str:
+    lengths, values = hashlib.sha256(), hashlib.sha256()
+    for chunk in column.chunks:
+        if hasattr(chunk, "value_lengths"):  # a list for each example
+            lengths.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(), dtype="<i8").tobytes())
+            chunk = chunk.flatten()
+        array = np.ascontiguousarray(chunk.to_numpy(zero_copy_only=False))
+        assert array.dtype != object, f"{column.type} has no bytes of its own"
+        values.update(array.tobytes())
+    return lengths.hexdigest() + values.hexdigest()

@@ -1,0 +1,254 @@
+"""What a run is: the keys that must stay when it is resumed, what of them is compared, and the keys that may change.
+
+`python -m nemo_kto.launch.identity` prints the table of docs/checkpoints.md, which a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
+from nemo_kto.checkpoint.distributed import hugging_face_folder, saved_adapters
+from nemo_kto.checkpoint.model_state import adapters_in
+from nemo_kto.launch.build_data import RunData
+from nemo_kto.launch.build_policy import adapter_settings
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.recipes.words import echo
+
+
+class Rule(NamedTuple):
+    """Keys, which may be patterns and where NAME is the algorithm, and what becomes of them in a resumed run."""
+
+    keys: tuple[str, ...]
+    meaning: str
+
+
+# A key of its own counts before a pattern.
+MUST_STAY = (
+    Rule(("algorithm",), "the algorithm"),
+    Rule(("pretrained_checkpoint.restore_from_path",), "weights, configuration, tokenizer and chat template, by content"),
+    Rule(("model.reference.restore_from_path",), "weights and configuration, by content"),
+    Rule(("model.reference.sync_interval", "model.reference.sync_alpha"), "the same; `sync_alpha` where it is used"),
+    Rule(("model.peft.peft_scheme", "model.peft.lora_tuning.*"), "which adapters there are, however they are written"),
+    Rule(("model.peft.restore_from_path",), "the adapters, by content"),
+    Rule(("model.NAME.*",), "the loss, its weights and options; `null` is the same as the default of the loss"),
+    Rule(
+        ("model.data.data_prefix", "model.data.splits_string"),
+        "tokens, labels and order of the training and the validation rows, by content",
+    ),
+    Rule(("trainer.NAME.limit_train_batches",), "the number of steps in an epoch"),
+    Rule(("model.data.seq_length", "model.data.truncation_mode"), "the same"),
+    Rule(("model.data.reset_attention_mask", "model.data.eod_mask_loss"), "the same"),
+    Rule(("model.data.default_chosen_reward", "model.data.default_rejected_reward"), "the same"),
+    Rule(("model.global_batch_size", "model.seed"), "the same"),
+    Rule(("trainer.precision",), "the same; `auto` keeps it"),
+    Rule(("model.optim.name", "model.optim.use_distributed_optimizer"), "the same"),
+)
+MAY_CHANGE = (
+    Rule(
+        ("trainer.num_nodes", "trainer.devices", "trainer.accelerator", "model.*_parallel_size", "model.sequence_parallel"),
+        "the layout: results agree within rounding",
+    ),
+    Rule(
+        (
+            *("model.micro_batch_size", "model.NAME.log_prob_forward_micro_batch_size", "model.logprob_chunk_size"),
+            *(f"model.activations_checkpoint_{part}" for part in ("granularity", "method", "num_layers")),
+            *("model.fp8", "model.data.num_workers", "trainer.timeout_minutes"),
+        ),
+        "speed and memory",
+    ),
+    Rule(("model.reference.mode",), "how the reference is held"),
+    Rule(
+        (
+            *("model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "model.optim.sched.*"),
+            *("trainer.NAME.gradient_clip_val", "model.peft.lora_tuning.adapter_dropout"),
+        ),
+        "counts from the next step on",
+    ),
+    Rule(
+        ("trainer.NAME.max_epochs", "trainer.NAME.max_steps"),
+        "the run becomes longer or shorter, and its schedule is that of the new length",
+    ),
+    Rule(
+        (
+            *("trainer.NAME.val_check_interval", "trainer.NAME.val_before_training", "trainer.NAME.save_interval"),
+            *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.callbacks"),
+        ),
+        "when to validate, save and end, and what hangs on the loop",
+    ),
+    Rule(("exp_manager.*",), "logging, and which checkpoints are kept; another folder is another run"),
+    Rule(("model.data.cache_dir", "export.*"), "where files are written"),
+)
+
+
+def rule_of(key: str, *, name: str) -> tuple[Rule, bool] | None:
+    """The rule of a key of the algorithm ``name``, and whether the key must stay; None if there is none."""
+    rules = [(rule, True) for rule in MUST_STAY] + [(rule, False) for rule in MAY_CHANGE]
+    for matches in (str.__eq__, fnmatchcase):
+        for rule, stays in rules:
+            if any(matches(key, pattern.replace("NAME", name)) for pattern in rule.keys):
+                return rule, stays
+    return None
+
+
+Facts = dict[str, Any]  # what is compared -> a value, or {"sha256": of the content, "from": where it lies}; in JSON's types
+_TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
+_DATA_KEYS = ("seq_length", "truncation_mode", "reset_attention_mask", "eod_mask_loss")
+_DATA, _MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
+_SAME_CONTENT = {
+    _MODEL: f"{_MODEL} must hold the same weights and configuration",
+    _TOKENIZER: f"{_MODEL} must hold the same tokenizer and chat template",
+    "model.reference.restore_from_path": "model.reference.restore_from_path must hold the same weights and configuration",
+    "model.peft.restore_from_path": "model.peft.restore_from_path must hold the same adapters",
+    _DATA: f"{_DATA} and splits_string must give the same training rows in the same order",
+    _VALIDATION: f"{_DATA} and splits_string must give the same validation rows",
+    _ORDER: "model.seed must draw the rows in the same order",
+}
+# End of a key -> what it follows from: it is only named where those are the same.
+_OF_TOKENS = (_TOKENIZER, "model.data.seq_length", "model.data.truncation_mode", "model.seed")  # a blend is drawn
+_FOLLOWS = {
+    _DATA: _OF_TOKENS,
+    _VALIDATION: _OF_TOKENS,
+    _ORDER: (_DATA, "model.seed"),
+    "limit_train_batches": (_DATA, "model.global_batch_size"),
+}
+
+
+def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Facts:
+    """What must stay, of a configuration whose precision is known; reads all weights unless their hashes are known.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    cache_dir, name, model = Path(cfg.model.data.cache_dir), cfg.recipe.name, cfg.model
+    source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
+    sampler: Any = data.train.batch_sampler  # torch's loader, of which the trainer needs less
+    validation: Any = data.validation
+    tokenizer_folder = hugging_face_folder(source) or source
+    tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
+    facts: Facts = {
+        "algorithm": name,
+        _MODEL: _model_content(source, cache_dir),
+        _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
+        "model.reference.restore_from_path": _model_content(held.restore_from_path, cache_dir),
+        "model.reference.sync_interval": held.sync_interval,
+        "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
+        "model.peft.peft_scheme": model.peft.peft_scheme,
+        **_adapter_facts(adapter_settings(model.peft)),
+        "model.peft.restore_from_path": _model_content(model.peft.restore_from_path, cache_dir),
+        **_loss_facts(cfg),
+        **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
+        _DATA: {"sha256": data.examples.fingerprint(), "from": f"{len(data.examples)} rows"},
+        _VALIDATION: None
+        if validation is None
+        else {"sha256": validation.dataset.fingerprint(), "from": f"{len(validation.dataset)} rows"},
+        _ORDER: {"sha256": sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
+        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(sampler)),
+        "trainer.precision": cfg.trainer.precision,
+        **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed")},
+        **{f"model.data.{key}": getattr(model.data, key) for key in _DATA_KEYS},
+        **{f"model.optim.{key}": getattr(model.optim, key) for key in ("name", "use_distributed_optimizer")},
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def _loss_facts(cfg: RunConfig) -> dict[str, object]:
+    """All of the section of the loss but what may change; options that were not given have the default of the loss."""
+    prefix, name = f"model.{cfg.recipe.name}", cfg.recipe.name
+    values: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
+    values |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
+    rules = {key: rule_of(f"{prefix}.{key}", name=name) for key in values}
+    return {f"{prefix}.{key}": values[key] for key, rule in rules.items() if rule is not None and rule[1]}
+
+
+def _adapter_facts(settings: LoRASettings | None) -> Facts:
+    if settings is None:
+        return {}
+    values = {"adapter_dim": settings.rank, "alpha": float(settings.alpha), "target_modules": settings.modules}
+    return {f"model.peft.lora_tuning.{key}": value for key, value in (values | {"layer_selection": settings.layers}).items()}
+
+
+def _model_content(folder: str | Path | None, cache_dir: Path) -> dict[str, str] | None:
+    """The content of a model or an adapter; of a checkpoint of adapters with that of their base model."""
+    if folder is None:
+        return None
+    path = Path(folder)
+    found = content_hash(path, model_files(path), cache_dir=cache_dir)
+    if hugging_face_folder(path) is not None and (saved := saved_adapters(path)) is not None:
+        base = _model_content(saved.base_model, cache_dir)
+        found = f"{found} on {base and base['sha256']}"
+    return {"sha256": found, "from": str(path)}
+
+
+def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
+    """What a checkpoint of an earlier version, whose trainer.json has no facts, says of its run.
+
+    ``now``: of the run that is to be resumed.
+    """
+    trainer, saved = info["trainer"], adapters_in(info)
+    known: Facts = {
+        "trainer.precision": {"bfloat16": "bf16", "float32": "32"}[info["dtype"]],
+        "model.optim.use_distributed_optimizer": info["distributed_optimizer"],
+        "model.peft.peft_scheme": "none" if saved is None else "lora",
+        **_adapter_facts(None if saved is None else saved.settings),
+        "model.global_batch_size": trainer["consumed_samples"] // max(trainer["step"], 1),
+    }
+    if "steps_per_epoch" in trainer:
+        key = next(key for key in now if key.endswith("limit_train_batches"))
+        known[key] = trainer["steps_per_epoch"]
+    interval = now["model.reference.sync_interval"]
+    known["model.reference.sync_interval"] = (interval or "above 0") if info.get("moving_reference") else 0
+    return dict(json.loads(json.dumps(known)))
+
+
+def differences(before: Facts, now: Facts) -> list[str]:
+    """Everything that is not what it was, a sentence each; what only one of them says is not compared."""
+    return list(_differences(before, now))
+
+
+def _differences(before: Facts, now: Facts) -> Iterator[str]:
+    changed = {key for key in now if key in before and not _same(before[key], now[key])}
+    for key in (key for key in now if key in changed):
+        if any(key.endswith(end) and changed.intersection(causes) for end, causes in _FOLLOWS.items()):
+            continue
+        old, new = before[key], now[key]
+        if key in _SAME_CONTENT:
+            yield f"{_SAME_CONTENT[key]} in a resumed run, got {_others(old, new)}"
+        elif key.endswith(".limit_train_batches"):
+            yield f"{key} must give epochs of {old} steps in a resumed run, got {new}"
+        else:
+            yield f"{key} must stay {echo(old)} in a resumed run, got {echo(new)}"
+
+
+def _same(before: object, now: object) -> bool:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return bool(before["sha256"] == now["sha256"])
+    return before == now
+
+
+def _others(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
+    places = [None if content is None else content["from"] for content in (before, now)]
+    old, new = ("none" if place is None else place for place in places)
+    return f"others ({new}; then {old})" if old != new else f"others ({new})"
+
+
+def as_markdown() -> str:
+    """The table of docs/checkpoints.md."""
+    lines = ["| must stay | what is compared |", "|---|---|", *map(_line, MUST_STAY)]
+    return "\n".join([*lines, "", "| may change | in a resumed run |", "|---|---|", *map(_line, MAY_CHANGE)])
+
+
+def _line(rule: Rule) -> str:
+    return f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.meaning} |"
+
+
+if __name__ == "__main__":
+    print(as_markdown())

@@ -1,0 +1,93 @@
+"""May this run be resumed, and is anything left to do? Found out before the model is built and anything is written."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, find_checkpoints
+from nemo_kto.errors import SharedUserError
+from nemo_kto.launch.build_data import RunData
+from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.parallel import state
+
+logger = logging.getLogger(__name__)
+
+_ANOTHER = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """What the run folder says of a run.
+
+    Attributes:
+        facts: what must stay when the run is resumed, for its checkpoints.
+        finished: there is nothing left to do, in words; None otherwise.
+        refused: why it cannot be resumed; None otherwise.
+    """
+
+    facts: Facts = field(default_factory=dict)
+    finished: str | None = None
+    refused: str | None = None
+
+
+def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
+    """What is known of the run in the run folder, the same on every rank; collective. Rank 0 reads, and nothing is written.
+
+    Raises:
+        UserError: there is another run, or what must stay has changed; lists all of it.
+    """
+    found = state.from_rank_zero(_look(cfg, data, trainer_cfg) if state.is_rank_zero() else Resumption())
+    if found.refused is not None:
+        raise SharedUserError(found.refused)
+    return found
+
+
+def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    checkpoints = find_checkpoints(folder / CHECKPOINTS)
+    if checkpoints and not cfg.exp_manager.resume_if_exists:
+        return Resumption(
+            refused=f"a new run must have a folder without checkpoints, but {folder / CHECKPOINTS} has {len(checkpoints)}, "
+            f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
+        )
+    facts = facts_of_run(cfg, data, trainer_cfg)
+    if not checkpoints:
+        return Resumption(facts=facts)
+    if changed := differences(_facts_of(checkpoints[-1], facts), facts):
+        count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
+        lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
+        return Resumption(
+            refused="\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"])
+        )
+    return Resumption(facts=facts, finished=_finished(cfg, checkpoints[-1], trainer_cfg, len(data.train.batch_sampler)))
+
+
+def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
+    kept = checkpoint.info.get("run")
+    if kept is None:
+        logger.warning(
+            "%s is of an earlier version, which did not note what its run is of: that weights, data, seed and loss are the "
+            "same cannot be checked",
+            checkpoint.folder,
+        )
+    return facts_of_earlier(checkpoint.info, now) if kept is None else kept
+
+
+def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
+    """That nothing is left to do; None if something is."""
+    step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
+    if step < total:
+        return None
+    why, settings = trainer_cfg.what_ends(batches)
+    folder = cfg.exp_manager.explicit_log_dir
+    longer = " and ".join(f"trainer.{cfg.recipe.name}.{setting}" for setting in settings)
+    text = (
+        f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; raise {longer} to train longer"
+    )
+    lost = cfg.export.enabled and not Path(cfg.export.path).exists()
+    remedy = f"; {cfg.export.path} is not there: `nemo-kto export {folder} OUT` writes the model" if lost else ""
+    return f"{text}, or {_ANOTHER}{remedy}"

@@ -1,0 +1,237 @@
+"""A run is resumed as the same run, or refused with every difference, and nothing in its folder is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from nemo_kto.checkpoint.distributed import find_checkpoints
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint, make_rows, write_rows
+
+ONE_EPOCH = ["trainer.kto.max_epochs=1", "trainer.kto.max_steps=-1", "model.global_batch_size=4"]
+REMEDY = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+
+
+class Folders(NamedTuple):
+    """A model, its rows, and a run of two steps (one epoch) with them."""
+
+    model: Path
+    rows: Path
+    run: Path
+
+
+def started(folders: Folders, overrides: list[str]) -> tuple[str, str]:
+    """On a rank: start the run again; what it printed, and its error."""
+    printed, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            train(folders.model, folders.rows, folders.run, 1, [*ONE_EPOCH, "trainer.kto.limit_val_batches=0", *overrides])
+        except ValueError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return printed.getvalue(), error
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Time and size of every file and folder."""
+    states = ((path, path.stat()) for path in folder.rglob("*"))
+    return {str(path.relative_to(folder)): (state.st_mtime_ns, state.st_size) for path, state in states}
+
+
+@pytest.fixture(scope="module")
+def first(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("first")
+    folders = Folders(make_checkpoint(root / "model", "llama"), write_rows(root / "rows.jsonl", make_rows(8)), root / "run")
+    assert ranks.run(1, started, folders, [])[0][1] == ""
+    return folders
+
+
+@pytest.fixture
+def copied(first: Folders, tmp_path: Path) -> Folders:
+    """The same in another place."""
+    shutil.copytree(first.run.parent, tmp_path / "moved")
+    return Folders(*(tmp_path / "moved" / path.name for path in first))
+
+
+def change_a_weight(folders: Folders) -> None:
+    file = folders.model / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.2.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def change_the_template(folders: Folders) -> None:
+    (file,) = folders.model.glob("chat_template*")
+    file.write_text(file.read_text() + "\n")
+
+
+def edit(change: Callable[[list[dict[str, str]]], object]) -> Callable[[Folders], object]:
+    """What rewrites the rows with a change."""
+
+    def edited(folders: Folders) -> None:
+        rows = make_rows(8)
+        change(rows)
+        write_rows(folders.rows, rows)
+
+    return edited
+
+
+def other_rows(got: str = "8 rows") -> list[str]:
+    but = f"got others ({got})" if got == "8 rows" else f"got others ({got}; then 8 rows)"
+    start = "model.data.data_prefix and splits_string must give the same"
+    return [
+        f"{start} training rows in the same order in a resumed run, {but}",
+        f"{start} validation rows in a resumed run, {but}",
+    ]
+
+
+SOURCE = "pretrained_checkpoint.restore_from_path must hold the same"
+FILES: dict[str, tuple[Callable[[Folders], object], Callable[[Folders], list[str]]]] = {
+    "a value of a weight": (
+        change_a_weight,
+        lambda folders: [f"{SOURCE} weights and configuration in a resumed run, got others ({{}}; then {{}})"],
+    ),
+    "the chat template": (
+        change_the_template,
+        lambda folders: [f"{SOURCE} tokenizer and chat template in a resumed run, got others ({{}}; then {{}})"],
+    ),
+    "a token of a row": (edit(lambda rows: rows[3].update(response=rows[3]["response"] + "s")), lambda _: other_rows()),
+    "a label of a row": (
+        edit(lambda rows: rows[3].update(preference={"chosen": "rejected"}.get(rows[3]["preference"], "chosen"))),
+        lambda _: other_rows(),
+    ),
+    "the order of the rows": (edit(lambda rows: rows.reverse()), lambda _: other_rows()),
+    "one row more": (edit(lambda rows: rows.append(rows[0])), lambda _: other_rows("9 rows")),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_changed_files_are_noticed(what: str, first: Folders, copied: Folders, ranks: RankPool) -> None:
+    change, told = FILES[what]
+    change(copied)
+    before = snapshot(copied.run)
+    ((printed, error),) = ranks.run(1, started, copied, [])
+    lines = [line.format(copied.model, first.model) for line in told(copied)]
+    count = "1 change" if len(lines) == 1 else f"{len(lines)} changes"
+    assert error.splitlines() == [
+        f"SharedUserError: the run in {copied.run} cannot be resumed with {count}, nothing was written",
+        *(f"  {line}" for line in lines),
+        f"  change {'it' if len(lines) == 1 else 'them'} back, or {REMEDY}",
+    ]
+    assert printed == ""
+    assert snapshot(copied.run) == before
+
+
+KEYS: dict[str, str] = {
+    "model.kto.preference_loss=apo_zero_unpaired": "model.kto.preference_loss must stay kto",
+    "model.kto.ref_policy_kl_penalty=0.3": "model.kto.ref_policy_kl_penalty must stay 0.2",
+    "model.kto.undesirable_loss_weight=2.5": "model.kto.undesirable_loss_weight must stay 1.0",
+    "model.kto.sft_loss_weight=0.5": "model.kto.sft_loss_weight must stay 0.0",
+    "model.data.seq_length=63": "model.data.seq_length must stay 64",
+    "model.data.truncation_mode=keep_start": "model.data.truncation_mode must stay keep_end",
+    "model.data.reset_attention_mask=true": "model.data.reset_attention_mask must stay false",
+    "model.data.eod_mask_loss=true": "model.data.eod_mask_loss must stay false",
+    "model.seed=7": "model.seed must stay 1234",
+    "model.optim.use_distributed_optimizer=false": "model.optim.use_distributed_optimizer must stay true",
+    "model.reference.sync_interval=2": "model.reference.sync_interval must stay 0",
+    "model.peft.peft_scheme=lora": "model.peft.peft_scheme must stay none",
+}
+
+
+def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPool) -> None:
+    before = snapshot(first.run)
+    ((_, error),) = ranks.run(1, started, first, list(KEYS))
+    _, *lines, remedy = error.splitlines()
+    assert len(lines) == len(KEYS) + 1
+    assert "  model.reference.sync_alpha must stay null in a resumed run, got 0.6" in lines
+    for override, told in KEYS.items():
+        assert f"  {told} in a resumed run, got {override.split('=')[1]}" in lines
+    assert remedy == f"  change them back, or {REMEDY}"
+    assert snapshot(first.run) == before
+
+
+def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -> None:
+    ((_, error),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
+    assert error == (
+        f"SharedUserError: a new run must have a folder without checkpoints, but {first.run / 'checkpoints'} has 1, the "
+        f"last of step 2; resume it with exp_manager.resume_if_exists=true, or {REMEDY}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs to train longer"),
+        (
+            ["trainer.kto.max_steps=50"],
+            "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs to train longer",
+        ),
+        (
+            ["trainer.kto.max_steps=2"],
+            "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs and trainer.kto.max_steps to train "
+            "longer",
+        ),
+        (
+            ["trainer.kto.max_steps=1", "trainer.kto.max_epochs=2"],
+            "2 of 1 (max_steps=1), nothing was done in {}; raise trainer.kto.max_steps to train longer",
+        ),
+    ],
+)
+def test_a_finished_run_says_so_and_touches_nothing(
+    overrides: list[str], told: str, copied: Folders, ranks: RankPool
+) -> None:
+    before = snapshot(copied.run)
+    ((printed, error),) = ranks.run(1, started, copied, overrides)
+    assert error == ""
+    assert printed == f"nemo-kto: already finished at step {told.format(copied.run)}, or {REMEDY}\n"
+    assert snapshot(copied.run) == before
+
+
+def test_an_export_that_is_missing_is_named_and_not_made(first: Folders, ranks: RankPool) -> None:
+    ((printed, _),) = ranks.run(1, started, first, ["export.enabled=true"])
+    hf = first.run / "hf"
+    assert printed.endswith(f"{REMEDY}; {hf} is not there: `nemo-kto export {first.run} OUT` writes the model\n")
+    assert not hf.exists()
+
+
+def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders, ranks: RankPool) -> None:
+    overrides = [
+        *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=3", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
+        *("model.micro_batch_size=2", "model.optim.weight_decay=0", "model.optim.sched.name=LinearAnnealing"),
+    ]
+    ((_, error),) = ranks.run(1, started, copied, overrides)
+    assert error == ""
+    rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
+    facts = [checkpoint.info["run"] for checkpoint in find_checkpoints(copied.run / "checkpoints")]
+    hashes = [{key: value["sha256"] if isinstance(value, dict) else value for key, value in fact.items()} for fact in facts]
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+
+
+def forget(run: Path) -> None:
+    """Make the checkpoint one of an earlier version."""
+    (file,) = run.glob("checkpoints/*/trainer.json")
+    info = json.loads(file.read_text())
+    del info["run"]
+    file.write_text(json.dumps(info))
+
+
+def test_an_earlier_checkpoint_is_resumed_with_a_warning(
+    copied: Folders, ranks: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forget(copied.run)
+    ((_, error),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.kto.ref_policy_kl_penalty=0.3"])
+    assert error.splitlines()[1] == "  model.global_batch_size must stay 4 in a resumed run, got 8"
+    ((_, error),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
+    assert error == ""
+    assert [checkpoint.step for checkpoint in find_checkpoints(copied.run / "checkpoints")] == [2, 4]
