@@ -39,7 +39,8 @@ def model_files(folder: Path) -> list[Path]:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a Hugging Face folder that decide how a row becomes tokens, with the chat template."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name.startswith(_TOKENIZER_FILES))
+    files = [file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_FILES)]
+    return sorted(file for file in [*files, *folder.glob("additional_chat_templates/*")] if file.is_file())
 
 
 def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path) -> str:

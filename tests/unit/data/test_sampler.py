@@ -121,3 +121,12 @@ def test_impossible_sizes_and_positions_are_refused() -> None:
         training().set_position(0, 11)
     with pytest.raises(ValueError, match="got epoch -1"):
         training().set_position(-1, 0)
+
+
+def test_the_order_has_a_hash() -> None:
+    samplers = [training(20), training(20, seed=4), training(21), validation(20)]
+    hashes = [sampler.order_hash() for sampler in samplers]
+    assert len(set(hashes)) == 4
+    samplers[0].set_position(3, 4)
+    assert samplers[0].order_hash() == hashes[0], "wherever it stands"
+    assert training(20, size=2).order_hash() == hashes[0], "the size of a batch is another matter"

@@ -1,0 +1,85 @@
+"""The hash of examples: of what is trained on and its order, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
+from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+
+TOKENIZER = chatml_tokenizer()
+
+
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
+    settings: dict[str, Any] = {"kind": KTO_EXAMPLES, "make": KTODataset, "tokenizer": TOKENIZER, "seq_length": 32}
+    settings |= {"truncation_mode": "keep_end", "seed": 5, "cache_dir": tmp_path / "cache", **changes}
+    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+
+
+def fingerprint(data_prefix: object, tmp_path: Path, **changes: object) -> str:
+    dataset = splits(data_prefix, tmp_path, **changes).train
+    assert dataset is not None
+    return dataset.fingerprint()
+
+
+def test_other_files_with_the_same_rows_are_the_same(tmp_path: Path) -> None:
+    rows = numbered_rows(5)
+    a, b = (write_rows(tmp_path / f"{name}.jsonl", rows) for name in "ab")
+    b.write_text("\n" + b.read_text().replace("\n", "\n\n"))  # other lines, in another file
+    assert fingerprint(str(a), tmp_path) == fingerprint(str(b), tmp_path, cache_dir=tmp_path / "elsewhere")
+
+
+CHANGES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "a prompt": lambda rows: rows[2].update(prompt=rows[2]["prompt"] + "?"),
+    "a label": lambda rows: rows[2].update(preference={"chosen": "rejected"}.get(rows[2]["preference"], "chosen")),
+    "the order": lambda rows: rows.reverse(),
+    "a row more": lambda rows: rows.append(rows[0]),
+    "a row less": lambda rows: rows.pop(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_trained_on_counts(what: str, tmp_path: Path) -> None:
+    rows = numbered_rows(5)
+    before = fingerprint(str(write_rows(tmp_path / "a.jsonl", rows)), tmp_path)
+    CHANGES[what](rows)
+    assert fingerprint(str(write_rows(tmp_path / "b.jsonl", rows)), tmp_path) != before
+
+
+def test_where_a_token_ends_up_counts(tmp_path: Path) -> None:
+    """The same tokens one after the other, with another border between two prompts."""
+    rows = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("ab", "c")]
+    moved = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("a", "bc")]
+    files = [write_rows(tmp_path / f"{name}.jsonl", found) for name, found in (("a", rows), ("b", moved))]
+    assert len({fingerprint(str(file), tmp_path) for file in files}) == 2
+
+
+def test_which_rows_are_used_and_how_they_are_blended_counts(tmp_path: Path) -> None:
+    a, b = (str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(count))) for name, count in (("a", 20), ("b", 10)))
+    prefixes: list[object] = [[a, b], [b, a], [1, a, 2, b], [2, a, 1, b]]
+    assert len({fingerprint(prefix, tmp_path) for prefix in prefixes}) == 4
+    assert len({fingerprint([1, a, 2, b], tmp_path, seed=seed) for seed in (1, 2)}) == 2
+    assert len({fingerprint(a, tmp_path, splits_string=shares) for shares in ("9,1", "8,2", None)}) == 3
+
+
+def test_rewards_count(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no"} for number in range(3)]
+    rewarded = [{**pair, "chosen_reward": 2.0, "rejected_reward": 1.0} for pair in pairs]
+    make = partial(DPODataset, default_rewards=(1.0, 0.0))
+    files = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", pairs), ("b", rewarded), ("c", pairs))]
+    first, other, again = (fingerprint(str(file), tmp_path, kind=DPO_EXAMPLES, make=make) for file in files)
+    assert first == again != other
+
+
+def test_a_file_is_hashed_once(tmp_path: Path) -> None:
+    file = str(write_rows(tmp_path / "a.jsonl", numbered_rows(5)))
+    before = fingerprint(file, tmp_path)
+    (kept,) = (tmp_path / "cache" / "hashes").iterdir()
+    kept.write_text("0" * 64)
+    assert fingerprint(file, tmp_path) != before, "what is kept is used"
