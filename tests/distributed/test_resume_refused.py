@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +31,27 @@ class Folders(NamedTuple):
     run: Path
 
 
-def started(folders: Folders, overrides: list[str]) -> tuple[str, str]:
-    """On a rank: start the run again; what it printed, and its error."""
-    printed, error = io.StringIO(), ""
-    with contextlib.redirect_stdout(printed):
-        try:
+class Told(NamedTuple):
+    """What a start printed, its error, and its warnings."""
+
+    printed: str
+    error: str
+    warnings: list[str]
+
+
+def started(folders: Folders, overrides: list[str]) -> Told:
+    """On a rank: start the run again."""
+    printed, warnings, error = io.StringIO(), io.StringIO(), ""
+    handler = logging.StreamHandler(warnings)
+    logging.getLogger("nemo_kto").addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(printed):
             train(folders.model, folders.rows, folders.run, 1, [*ONE_EPOCH, "trainer.kto.limit_val_batches=0", *overrides])
-        except ValueError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    return printed.getvalue(), error
+    except ValueError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        logging.getLogger("nemo_kto").removeHandler(handler)
+    return Told(printed.getvalue(), error, warnings.getvalue().splitlines())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -51,7 +64,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 def first(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("first")
     folders = Folders(make_checkpoint(root / "model", "llama"), write_rows(root / "rows.jsonl", make_rows(8)), root / "run")
-    assert ranks.run(1, started, folders, [])[0][1] == ""
+    assert ranks.run(1, started, folders, [])[0].error == ""
     return folders
 
 
@@ -119,7 +132,7 @@ def test_changed_files_are_noticed(what: str, first: Folders, copied: Folders, r
     change, told = FILES[what]
     change(copied)
     before = snapshot(copied.run)
-    ((printed, error),) = ranks.run(1, started, copied, [])
+    ((printed, error, _),) = ranks.run(1, started, copied, [])
     lines = [line.format(copied.model, first.model) for line in told(copied)]
     count = "1 change" if len(lines) == 1 else f"{len(lines)} changes"
     assert error.splitlines() == [
@@ -149,7 +162,7 @@ KEYS: dict[str, str] = {
 
 def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPool) -> None:
     before = snapshot(first.run)
-    ((_, error),) = ranks.run(1, started, first, list(KEYS))
+    ((_, error, _),) = ranks.run(1, started, first, list(KEYS))
     _, *lines, remedy = error.splitlines()
     assert len(lines) == len(KEYS) + 1
     assert "  model.reference.sync_alpha must stay null in a resumed run, got 0.6" in lines
@@ -160,7 +173,7 @@ def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPo
 
 
 def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -> None:
-    ((_, error),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
+    ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
     assert error == (
         f"SharedUserError: a new run must have a folder without checkpoints, but {first.run / 'checkpoints'} has 1, the "
         f"last of step 2; resume it with exp_manager.resume_if_exists=true, or {REMEDY}"
@@ -190,14 +203,14 @@ def test_a_finished_run_says_so_and_touches_nothing(
     overrides: list[str], told: str, copied: Folders, ranks: RankPool
 ) -> None:
     before = snapshot(copied.run)
-    ((printed, error),) = ranks.run(1, started, copied, overrides)
+    ((printed, error, _),) = ranks.run(1, started, copied, overrides)
     assert error == ""
     assert printed == f"nemo-kto: already finished at step {told.format(copied.run)}, or {REMEDY}\n"
     assert snapshot(copied.run) == before
 
 
 def test_an_export_that_is_missing_is_named_and_not_made(first: Folders, ranks: RankPool) -> None:
-    ((printed, _),) = ranks.run(1, started, first, ["export.enabled=true"])
+    ((printed, _, _),) = ranks.run(1, started, first, ["export.enabled=true"])
     hf = first.run / "hf"
     assert printed.endswith(f"{REMEDY}; {hf} is not there: `nemo-kto export {first.run} OUT` writes the model\n")
     assert not hf.exists()
@@ -208,7 +221,7 @@ def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders,
         *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=3", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
         *("model.micro_batch_size=2", "model.optim.weight_decay=0", "model.optim.sched.name=LinearAnnealing"),
     ]
-    ((_, error),) = ranks.run(1, started, copied, overrides)
+    ((_, error, _),) = ranks.run(1, started, copied, overrides)
     assert error == ""
     rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
@@ -226,12 +239,60 @@ def forget(run: Path) -> None:
     file.write_text(json.dumps(info))
 
 
-def test_an_earlier_checkpoint_is_resumed_with_a_warning(
-    copied: Folders, ranks: RankPool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks: RankPool) -> None:
     forget(copied.run)
-    ((_, error),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.kto.ref_policy_kl_penalty=0.3"])
-    assert error.splitlines()[1] == "  model.global_batch_size must stay 4 in a resumed run, got 8"
-    ((_, error),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
-    assert error == ""
+    ((_, error, warnings),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.seed=7"])
+    assert error.splitlines()[1:-1] == ["  model.global_batch_size must stay 4 in a resumed run, got 8"]
+    told = (
+        f"{copied.run}/checkpoints/step_000002 is of an earlier version, which did not note what its run is of: that "
+        "weights, data, seed and loss are the same cannot be checked"
+    )
+    assert warnings == [told]
+    ((_, error, warnings),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
+    assert (error, warnings[0]) == ("", told)
     assert [checkpoint.step for checkpoint in find_checkpoints(copied.run / "checkpoints")] == [2, 4]
+
+
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.reference.mode=auto"]
+
+
+@pytest.fixture(scope="module")
+def adapted(first: Folders, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A run of adapters, which start from those of another run."""
+    root = tmp_path_factory.mktemp("adapted")
+    exported = ["export.enabled=true", f"export.adapter_path={root / 'adapter'}", f"export.path={root / 'hf'}"]
+    ranks.run(1, started, first._replace(run=root / "before"), [*LORA, *exported])
+    folders = first._replace(run=root / "run")
+    ((_, error, _),) = ranks.run(1, started, folders, [*LORA, f"model.peft.restore_from_path={root / 'adapter'}"])
+    assert error == ""
+    return folders
+
+
+def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: RankPool) -> None:
+    before, tuning = adapted._replace(run=adapted.run.parent / "before"), "model.peft.lora_tuning"
+    changed = [f"{tuning}.adapter_dim=8", f"{tuning}.target_modules=[q_proj,o_proj]", f"{tuning}.layer_selection=[1,2]"]
+    ((_, error, _),) = ranks.run(1, started, before, [*LORA, *changed])
+    assert error.splitlines()[1:-1] == [
+        f"  {tuning}.adapter_dim must stay 4 in a resumed run, got 8",
+        f"  {tuning}.alpha must stay 4.0 in a resumed run, got 8.0",
+        f"  {tuning}.target_modules must stay ['q_proj', 'k_proj', 'v_proj'] in a resumed run, got ['q_proj', 'o_proj']",
+        f"  {tuning}.layer_selection must stay null in a resumed run, got [1, 2]",
+    ]
+    same = [f"{tuning}.target_modules=[v_proj,q_proj,k_proj]", f"{tuning}.alpha=4", f"{tuning}.adapter_dropout=0.1"]
+    ((printed, error, _),) = ranks.run(1, started, before, [*LORA, *same])
+    assert error == ""
+    assert printed.startswith("nemo-kto: already finished at step 2 of 2 (one epoch)")
+
+
+def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
+    given = adapted.run.parent / "adapter"
+    other = Path(shutil.copytree(given, tmp_path / "other"))
+    ((printed, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
+    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
+    weights = load_file(other / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] += 1
+    save_file(weights, other / "adapter_model.safetensors", metadata={"format": "pt"})
+    ((_, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
+    assert error.splitlines()[1:-1] == [
+        f"  model.peft.restore_from_path must hold the same adapters in a resumed run, got others ({other}; then {given})"
+    ]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -180,6 +180,38 @@ def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Pa
     first, second = load_file(ours), load_file(theirs)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_command_of_a_finished_run_touches_nothing(
+    job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    before = snapshot(whole)
+    done = finish(command(tiny_llama, rows, whole, job), job, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
+    assert told.startswith(f"nemo-kto: already finished at step {job.steps} of {job.steps} (")
+    assert snapshot(whole) == before
+
+
+def test_another_run_in_the_same_folder_is_refused_once_and_touches_nothing(
+    job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    before = snapshot(whole)
+    changes = ("model.kto.ref_policy_kl_penalty=0.3", "model.kto.preference_loss=apo_zero_unpaired")
+    changed = replace(job, overrides=(*job.overrides, *changes))
+    done = finish(command(tiny_llama, rows, whole, changed), changed, cwd=tmp_path)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "resumed" in line or "Traceback" in line] == [
+        f"nemo-kto: the run in {whole} cannot be resumed with 2 changes, nothing was written",
+        "  model.kto.preference_loss must stay kto in a resumed run, got apo_zero_unpaired",
+        "  model.kto.ref_policy_kl_penalty must stay 0.1 in a resumed run, got 0.3",
+    ]
+    assert snapshot(whole) == before
+
+
+def snapshot(folder: Path) -> dict[Path, int]:
+    """The time of every file and folder."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
