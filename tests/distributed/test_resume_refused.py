@@ -218,11 +218,15 @@ def test_an_export_that_is_missing_is_named_and_not_made(first: Folders, ranks: 
 
 def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders, ranks: RankPool) -> None:
     overrides = [
-        *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=3", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
+        *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=9", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
         *("model.micro_batch_size=2", "model.optim.weight_decay=0", "model.optim.sched.name=LinearAnnealing"),
     ]
-    ((_, error, _),) = ranks.run(1, started, copied, overrides)
+    ((_, error, warnings),) = ranks.run(1, started, copied, overrides)
     assert error == ""
+    assert warnings[1:] == [  # the first is about the balance of the rows
+        "trainer.kto.max_steps must be at most 4 for 2 epochs, got 9; the run ends after step 4, raise "
+        "trainer.kto.max_epochs to train longer"
+    ]
     rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
     facts = [checkpoint.info["run"] for checkpoint in find_checkpoints(copied.run / "checkpoints")]
