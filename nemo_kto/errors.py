@@ -13,10 +13,6 @@ class UserError(ValueError):
     """The message says what is wrong, which value was found, and what to do."""
 
 
-class SharedUserError(UserError):
-    """A mistake that every rank raises alike; rank 0 speaks for all."""
-
-
 class ConfigError(NamedTuple):
     """One mistake in a configuration.
 

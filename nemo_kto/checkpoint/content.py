@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from nemo_kto.checkpoint.safetensors_files import INDEX
 from nemo_kto.files import publish_file
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 8  # hashlib lets other threads run while it works
 _MIN_KEPT_BYTES = 2**20  # a smaller file is hashed in less time than its hash is found
@@ -66,6 +69,7 @@ def _file_hash(file: Path, *, cache_dir: Path) -> str:
     kept = cache_dir / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
     if kept.is_file():
         return kept.read_text(encoding="ascii")
+    logger.info("hashing %s (%.1f GB), once", file, state.st_size / 1e9)
     found = hashlib.sha256()
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):

@@ -21,19 +21,19 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_kto.checkpoint.content import model_files
 from nemo_kto.files import publish_file
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the same sequences and model give other keys or values
+_FORMAT = 2  # raise it when the same sequences and model give other keys or values
 
 
 def model_state(folder: Path) -> dict[str, list[int]]:
     """What changes when the weights in ``folder`` do: size and time of change of every file of weights or configuration."""
-    files = [file for file in sorted(folder.rglob("*")) if file.suffix in (".safetensors", ".json", ".distcp")]
-    return {str(file.relative_to(folder)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {str(file.relative_to(folder)): [file.stat().st_size, file.stat().st_mtime_ns] for file in model_files(folder)}
 
 
 class ReferenceCache:

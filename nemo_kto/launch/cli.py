@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto import __version__
-from nemo_kto.errors import ConfigError, SharedUserError, UserError
+from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
@@ -223,10 +223,9 @@ class Job:
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
         except UserError as error:  # says what to correct; where in the program it was found helps nobody
-            if isinstance(error, SharedUserError) and self.world is not None and self.world.rank > 0:
-                time.sleep(_SECONDS_TO_SPEAK)
-            else:
-                print(f"nemo-kto: {error}", file=sys.stderr)
+            if self.world is not None and self.world.rank > 0:
+                time.sleep(_SECONDS_TO_SPEAK)  # the launcher ends it meanwhile if rank 0 has said the same
+            print(f"nemo-kto: {error}", file=sys.stderr)
             ranks.exit_rank(ranks.USAGE_ERROR, world=self.world)
         except Exception as error:
             ranks.fail(error, world=self.world)

@@ -130,7 +130,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     """
     cache_dir, name, model = Path(cfg.model.data.cache_dir), cfg.recipe.name, cfg.model
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
-    sampler: Any = data.train.batch_sampler  # torch's loader, of which the trainer needs less
+    train: Any = data.train  # torch's loader, of which the trainer needs less
     validation: Any = data.validation
     tokenizer_folder = hugging_face_folder(source) or source
     tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
@@ -146,12 +146,12 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
         "model.peft.restore_from_path": _model_content(model.peft.restore_from_path, cache_dir),
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
-        _DATA: {"sha256": data.examples.fingerprint(), "from": f"{len(data.examples)} rows"},
+        _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
         _VALIDATION: None
         if validation is None
         else {"sha256": validation.dataset.fingerprint(), "from": f"{len(validation.dataset)} rows"},
-        _ORDER: {"sha256": sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
-        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(sampler)),
+        _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
+        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
         "trainer.precision": cfg.trainer.precision,
         **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed")},
         **{f"model.data.{key}": getattr(model.data, key) for key in _DATA_KEYS},

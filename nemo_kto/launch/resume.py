@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, find_checkpoints
-from nemo_kto.errors import SharedUserError
+from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
 from nemo_kto.launch.schema import RunConfig
@@ -42,7 +42,7 @@ def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> R
     """
     found = state.from_rank_zero(_look(cfg, data, trainer_cfg) if state.is_rank_zero() else Resumption())
     if found.refused is not None:
-        raise SharedUserError(found.refused)
+        raise UserError(found.refused)
     return found
 
 

@@ -136,7 +136,7 @@ def test_changed_files_are_noticed(what: str, first: Folders, copied: Folders, r
     lines = [line.format(copied.model, first.model) for line in told(copied)]
     count = "1 change" if len(lines) == 1 else f"{len(lines)} changes"
     assert error.splitlines() == [
-        f"SharedUserError: the run in {copied.run} cannot be resumed with {count}, nothing was written",
+        f"UserError: the run in {copied.run} cannot be resumed with {count}, nothing was written",
         *(f"  {line}" for line in lines),
         f"  change {'it' if len(lines) == 1 else 'them'} back, or {REMEDY}",
     ]
@@ -175,7 +175,7 @@ def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPo
 def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -> None:
     ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
     assert error == (
-        f"SharedUserError: a new run must have a folder without checkpoints, but {first.run / 'checkpoints'} has 1, the "
+        f"UserError: a new run must have a folder without checkpoints, but {first.run / 'checkpoints'} has 1, the "
         f"last of step 2; resume it with exp_manager.resume_if_exists=true, or {REMEDY}"
     )
 
