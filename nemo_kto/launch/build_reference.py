@@ -83,9 +83,9 @@ def _hold(cfg: RunConfig, policy: Policy, engine: LogProbEngine, timers: PhaseTi
     # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
     other_base = cfg.model.reference.restore_from_path is not None
     parameters = [weight for chunk in policy.chunks for weight in chunk.parameters() if other_base or weight.requires_grad]
-    weights = SwappedWeights(parameters=parameters, phase=timers.phase)
-    live = LiveReference(engine=engine, active=weights.active)
-    return ReferenceSetup(live, weights if cfg.model.reference.sync_interval else None)
+    moves = cfg.model.reference.sync_interval > 0
+    weights = SwappedWeights(parameters=parameters, moves=moves, phase=timers.phase)
+    return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
 
 
 def _precompute(
