@@ -27,7 +27,7 @@ from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the same sequences and model give other keys or values
+_FORMAT = 2  # raise it when the same sequences and model give other keys or values
 
 
 def model_state(folder: Path) -> dict[str, list[int]]:
