@@ -6,12 +6,17 @@ Only small JSON files are read and nothing heavy is imported, so that a command 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.errors import UserError
 
 PEFT_CONFIG, OUR_INFO, HF_CONFIG = "adapter_config.json", "trainer.json", "config.json"
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,37 @@ def named_base(adapters: Path) -> Path | None:
     name = _json(adapters / PEFT_CONFIG).get("base_model_name_or_path")
     base = Path(str(name)).expanduser()
     return base if name and is_whole_model(base) else None
+
+
+def check_same_shape(policy: Path, other: Path) -> None:
+    """Refuse a model whose config.json says that it is not of the policy's shape; the whole comparison takes the models.
+
+    Raises:
+        UserError: it is not.
+    """
+    ours, theirs = _config(policy), _config(other)
+    pairs = {key: (theirs[key], ours[key]) for key in _SHAPE if key in ours and key in theirs}
+    refuse_other_shape(policy, other, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse a model that differs from the policy in values, if there are any: name -> (its own, the policy's).
+
+    Raises:
+        UserError: there are.
+    """
+    if differing:
+        values = ", ".join(f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in differing.items())
+        raise UserError(
+            f"must be a model of the same shape as the policy in {policy}, got {other} with {values}; name another model, "
+            "or train one of its shape"
+        )
+
+
+def _config(folder: Path) -> dict[str, object]:
+    """The Hugging Face configuration of a whole model; empty where it is not there."""
+    files = (folder / HF_CONFIG, folder / "hf" / HF_CONFIG)
+    return next((_json(file) for file in files if file.is_file()), {})
 
 
 def _peft_base(folder: Path, default_base: Path | None) -> Path:

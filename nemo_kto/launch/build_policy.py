@@ -22,7 +22,7 @@ from nemo_kto.checkpoint.distributed import (
     saved_adapters,
 )
 from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base
+from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
 from nemo_kto.launch.schema import GPTConfig, PeftConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
@@ -145,13 +145,11 @@ def load_base_weights(policy: Policy, source: Path) -> None:
         raise UserError(f"the model {error}") from error
     folder = hugging_face_folder(base) or base
     found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
-    if found != policy.architecture:
-        values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
-        others = [f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in values.items() if theirs != ours]
-        raise UserError(
-            f"the reference must be a model of the same shape as the policy in {policy.folder}, got {folder} with "
-            f"{', '.join(others)}; name another model, or train one of its shape"
-        )
+    values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
+    try:
+        refuse_other_shape(policy.folder, folder, {name: pair for name, pair in values.items() if pair[0] != pair[1]})
+    except UserError as error:
+        raise UserError(f"the reference {error}") from error
     if folder == base:
         load_weights(policy.chunks, policy.architecture, folder)
     else:

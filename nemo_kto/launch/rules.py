@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.checkpoint.sources import find_source, is_peft_folder
+from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, UserError, either, error_of
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
@@ -127,9 +127,9 @@ def _sources(cfg: RunConfig) -> Errors:
                 text = f"must be null where {key} brings adapters of its own, got {peft.restore_from_path}; give one of them"
                 yield ConfigError("model.peft.restore_from_path", text, (key,))
     if reference is not None:
-        wrong = error_of(lambda: find_source(Path(reference), default_base=base))
+        wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
         if wrong is not None:
-            yield ConfigError("model.reference.restore_from_path", wrong, about_files=True)
+            yield ConfigError("model.reference.restore_from_path", wrong, (key,), about_files=True)
 
 
 def _data_files(cfg: RunConfig) -> Errors:

@@ -322,6 +322,19 @@ def test_adapters_without_their_base_model_are_refused(said: Said, recipe: Recip
         ]
 
 
+def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    for name, size in (("model", 64), ("other", 32)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": size, "num_hidden_layers": 4}))
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "other")
+    for reference in (tmp_path / "other", trained):
+        assert said(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
+            f"model.reference.restore_from_path must be a model of the same shape as the policy in {tmp_path}/model, got "
+            f"{tmp_path}/other with hidden_size 32 instead of 64; name another model, or train one of its shape"
+        ]
+    assert said(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
+
+
 def test_every_target_that_is_offered_is_taken(said: Said) -> None:
     assert f"{', '.join(TARGET_MODULES[:-1])} or {TARGET_MODULES[-1]}" == MODULES
     assert said(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
