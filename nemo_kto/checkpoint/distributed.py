@@ -223,7 +223,7 @@ class CheckpointManager:
         optimizer = optimizer_state(self.optimizer, of_chunks, is_loading=is_loading)
         reference = {}
         if self.reference_weights is not None:
-            reference = model_state.sharded_reference(self.chunks, self.reference_weights, adapters=adapters)
+            reference = model_state.sharded_reference(self.chunks, self.reference_weights)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _begin(self, final: Path) -> None:

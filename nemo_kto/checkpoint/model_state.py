@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from nemo_kto.errors import UserError
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.reference import SwappedWeights
@@ -58,11 +59,11 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
     """Make sure that the adapters of a model are those of a checkpoint; their dropout may differ.
 
     Raises:
-        ValueError: they are not.
+        UserError: they are not.
     """
     theirs, ours = _described(None if saved is None else saved.settings), _described(adapters_of(chunks))
     if theirs != ours:
-        raise ValueError(
+        raise UserError(
             f"the model must have the adapters of the checkpoint ({theirs}), got {ours}; change model.peft back, or start a "
             "new run in another folder"
         )
@@ -93,13 +94,20 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
 
 
-def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, *, adapters: bool) -> ShardedStateDict:
-    """The sharded state of a reference that is synced: that of the model, with the reference's values in it."""
-    whole, states = {}, sharded_state(chunks, adapters=adapters)
-    for (part, state), held in zip(states.items(), _reference_values(chunks, weights), strict=True):
+def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> ShardedStateDict:
+    """The sharded state of a reference that is synced: that of the model, with the reference's fp32 values in it.
+
+    Of a model with adapters these are the adapters, and the base model too where the reference has another one.
+    """
+    base, adapters = (sharded_state(chunks, adapters=adapters) for adapters in (False, True))
+    whole: ShardedStateDict = {}
+    for part, held in zip(base, _reference_values(chunks, weights), strict=True):
+        state = {**base[part], **adapters[part]}
         entries = {name: entry for name, entry in state.items() if name in held}
         for name, entry in entries.items():
             entry.key, entry.data = f"reference.{entry.key}", held[name]
+            if isinstance(entry, ShardedTensor):
+                entry.dtype = held[name].dtype
         whole[part.replace("model", "reference")] = entries
     return whole
 
@@ -109,14 +117,15 @@ def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded:
     for number, held in enumerate(_reference_values(chunks, weights)):
         for name, values in loaded.get(f"reference{number}", {}).items():
             held[name].copy_(values)
+    weights.round_values()
 
 
 def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> Iterator[dict[str, Tensor]]:
     """The reference's values of each chunk, by the names of its parameters."""
-    host = {id(parameter): values for parameter, values in zip(weights.parameters, weights.host, strict=True)}
+    values_of = {id(parameter): values for parameter, values in zip(weights.parameters, weights.values, strict=True)}
     for chunk in chunks:
         named = unwrap_model(chunk).named_parameters()
-        yield {name: host[id(parameter)] for name, parameter in named if id(parameter) in host}
+        yield {name: values_of[id(parameter)] for name, parameter in named if id(parameter) in values_of}
 
 
 def _described(settings: LoRASettings | None) -> str:

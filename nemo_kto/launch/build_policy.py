@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from nemo_kto.checkpoint.distributed import (
     saved_adapters,
 )
 from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.checkpoint.model_state import SavedAdapters
+from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
+from nemo_kto.errors import UserError
 from nemo_kto.launch.schema import GPTConfig, PeftConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_gpt
@@ -29,6 +31,8 @@ from nemo_kto.models.lora import add_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +58,15 @@ class Policy:
         return hugging_face_folder(self.source) or self.source
 
     @property
-    def has_pretrained_adapters(self) -> bool:
-        """True where the run starts from adapters that were there before; these are the reference too."""
-        return self.adapter_folder is not None or (self.adapters is not None and _saved_adapters(self.source) is not None)
+    def start(self) -> ModelSource:
+        """What the run starts from; adapters that are there before the run are the reference too."""
+        source = find_source(self.source)
+        return source if self.adapter_folder is None else replace(source, adapters=Path(self.adapter_folder))
 
     @property
     def base_model(self) -> Path:
         """The model that adapters are put on: where the weights come from, or what those are themselves adapters of."""
-        saved = _saved_adapters(self.source)
-        return self.source.absolute() if saved is None else saved.base_model
+        return self.start.base.absolute()
 
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
@@ -94,15 +98,20 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         adapters=adapters,
         adapter_folder=cfg.peft.restore_from_path,
     )
-    _load_weights(policy)
+    load_policy_weights(policy)
     return policy
 
 
-def _load_weights(policy: Policy) -> None:
+def load_policy_weights(policy: Policy) -> None:
+    """Fill the model with what the policy starts from; new adapters keep their values."""
     load_base_weights(policy, policy.source)
     if policy.adapter_folder is not None:
+        named = named_base(Path(policy.adapter_folder))
+        if named is not None and named.resolve() != policy.base_model.resolve() and state.is_rank_zero():
+            text = "the adapters %s, which name %s as their base model, are put on %s"
+            logger.warning(text, policy.adapter_folder, named, policy.base_model)
         load_adapter(policy.chunks, policy.architecture, policy.adapter_folder)
-    elif policy.has_pretrained_adapters:
+    elif policy.start.adapters is not None:
         load_weights_only(policy.source, policy.chunks)
 
 
@@ -122,36 +131,29 @@ def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
     )
 
 
-def _saved_adapters(source: Path) -> SavedAdapters | None:
-    """The adapters of one of our checkpoints that holds nothing else; None for any other source."""
-    return None if hugging_face_folder(source) is None else saved_adapters(source)
-
-
 def load_base_weights(policy: Policy, source: Path) -> None:
-    """Fill the model from a Hugging Face folder or one of our checkpoints of the same shape.
+    """Fill the model, but for its adapters, from a Hugging Face folder or one of our checkpoints of the same shape.
+
+    Of a checkpoint of adapters it is their base model.
 
     Raises:
-        ValueError: it is of another shape.
+        UserError: it is of another shape, or a base model is not there.
     """
-    folder = hugging_face_folder(source) or source
+    try:
+        base = find_source(source).base
+    except UserError as error:
+        raise UserError(f"the model {error}") from error
+    folder = hugging_face_folder(base) or base
     found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
-    if found != policy.architecture:
-        raise ValueError(
-            f"the reference must be a model of the same shape as the policy in {policy.folder}, got {found} from {folder} "
-            f"instead of {policy.architecture}"
-        )
-    saved = _saved_adapters(source)
-    if saved is not None and policy.adapters is None:
-        raise ValueError(
-            f"{source} holds adapters alone, and model.peft.peft_scheme is none; set it to lora, or merge them into their "
-            f"base model first: nemo-kto export {source} FOLDER"
-        )
-    if saved is not None:
-        load_base_weights(policy, saved.base_model)
-    elif folder == source:
+    values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
+    try:
+        refuse_other_shape(policy.folder, folder, {name: pair for name, pair in values.items() if pair[0] != pair[1]})
+    except UserError as error:
+        raise UserError(f"the reference {error}") from error
+    if folder == base:
         load_weights(policy.chunks, policy.architecture, folder)
     else:
-        load_weights_only(source, policy.chunks)
+        load_weights_only(base, policy.chunks)
 
 
 def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
@@ -197,6 +199,6 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
     policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)
-    _load_weights(policy)
+    load_policy_weights(policy)
     export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
     state.destroy()

@@ -6,14 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from megatron.core.utils import unwrap_model
+
 from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
+from nemo_kto.checkpoint.adapter import load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.cached_reference import CachedReference
+from nemo_kto.checkpoint.distributed import hugging_face_folder, load_weights_only, saved_adapters
 from nemo_kto.checkpoint.reference_cache import ReferenceCache
+from nemo_kto.checkpoint.sources import ModelSource, find_source
 from nemo_kto.launch.build_data import RunData
-from nemo_kto.launch.build_policy import Policy, load_base_weights
+from nemo_kto.launch.build_policy import Policy, load_base_weights, load_policy_weights
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
-from nemo_kto.models.lora import disable_adapters
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters_of, zero_adapters
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.progress import progress_bar
@@ -49,43 +56,80 @@ def build_reference(
     Where the reference is another model, its weights are in the model while they are kept or evaluated.
 
     Raises:
-        ValueError: there is another model, and the policy brings trained adapters, which are the reference.
+        UserError: there is another model, which is not there or of another shape.
     """
     mode, why = choose_mode(cfg)
+    other = _find_other(cfg, policy)
     if state.is_rank_zero():
-        print(f"reference policy: {mode} ({why})", flush=True)
+        print(f"reference policy: {mode} ({why})" + ("" if other is None else f", {other}"), flush=True)
     if mode == "none":
         return ReferenceSetup(None)
-    other = cfg.model.reference.restore_from_path
-    if other is not None and policy.has_pretrained_adapters:
-        raise ValueError(
-            f"model.reference.restore_from_path must be null where {policy.source} brings trained adapters, which are the "
-            f"reference, got {other}; leave it out, or merge the adapters first: nemo-kto export"
-        )
     if other is not None:
-        load_base_weights(policy, Path(other))
+        load_model(policy, other)
     if mode == "cached":
-        cached = CachedReference(cache=_open_cache(cfg, policy, engine))
+        cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
         _precompute(cached, cfg, engine, data, trainer_cfg)
         timers.report_and_reset()  # not the phases of a step
         setup = ReferenceSetup(cached)
     else:
-        setup = _hold(cfg, policy, engine, timers, adapter=mode == "adapter")
+        setup = _hold(cfg, policy, other, engine, timers, adapter=mode == "adapter")
     if other is not None:
-        load_base_weights(policy, policy.source)
+        load_policy_weights(policy)
     return setup
 
 
-def _hold(cfg: RunConfig, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, adapter: bool) -> ReferenceSetup:
+def load_model(policy: Policy, other: ModelSource) -> None:
+    """Fill the policy's model with another one: its adapters become part of the weights, and the policy's own add nothing.
+
+    Raises:
+        UserError: it is of another shape.
+    """
+    load_base_weights(policy, other.base)
+    zero_adapters(policy.chunks)
+    if (adapters := other.adapters) is None:
+        return
+    saved = None if hugging_face_folder(adapters) is None else saved_adapters(adapters)
+    settings = read_adapter_settings(adapters) if saved is None else saved.settings
+    for chunk in policy.chunks:
+        gpt = unwrap_model(chunk)
+        # fp32, whatever the policy is: adapters are small beside their weights, and are rounded once with them
+        carrier = build_gpt(
+            policy.architecture,
+            params_dtype=torch.float32,
+            pipeline_parallel=gpt.config.pipeline_model_parallel_size,
+            pre_process=False,  # nothing outside of the layers is adapted
+            post_process=False,
+            adaptable=True,
+            empty=True,
+        )
+        add_adapters(carrier, settings, architecture=policy.architecture, seed=0)
+        if saved is None:
+            load_adapter([carrier], policy.architecture, adapters)
+        else:
+            load_weights_only(adapters, [carrier])
+        merge_adapters_of(carrier, chunk)
+
+
+def _find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
+    """What the configuration names as the reference; None where that is what the policy starts from."""
+    if (folder := cfg.model.reference.restore_from_path) is None:
+        return None
+    named, start = find_source(Path(folder), default_base=policy.base_model), policy.start
+    return None if named.resolve() == start.resolve() else named
+
+
+def _hold(
+    cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine, timers: PhaseTimers, *, adapter: bool
+) -> ReferenceSetup:
     """Hold the weights that the model has now."""
-    if adapter and not policy.has_pretrained_adapters:
+    if adapter and policy.start.adapters is None:
         return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
     # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
-    other_base = cfg.model.reference.restore_from_path is not None
-    parameters = [weight for chunk in policy.chunks for weight in chunk.parameters() if other_base or weight.requires_grad]
-    weights = SwappedWeights(parameters=parameters, phase=timers.phase)
-    live = LiveReference(engine=engine, active=weights.active)
-    return ReferenceSetup(live, weights if cfg.model.reference.sync_interval else None)
+    weights_of = [weight for chunk in policy.chunks for weight in chunk.parameters()]
+    parameters = [weight for weight in weights_of if other is not None or weight.requires_grad]
+    moves = cfg.model.reference.sync_interval > 0
+    weights = SwappedWeights(parameters=parameters, moves=moves, phase=timers.phase)
+    return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
 
 
 def _precompute(
@@ -104,13 +148,13 @@ def _precompute(
         print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
 
-def _open_cache(cfg: RunConfig, policy: Policy, engine: LogProbEngine) -> ReferenceCache:
+def _open_cache(cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine) -> ReferenceCache:
     settings = {
         "precision": cfg.trainer.precision,
         "device": device.current_device().type,
         "mean over tokens": engine.average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
     }
-    models = [cfg.model.reference.restore_from_path or policy.source, policy.base_model, policy.adapter_folder]
+    models = [policy.source, policy.base_model, policy.adapter_folder] if other is None else [other.base, other.adapters]
     folders = [Path(model) for model in models if model is not None]
     return ReferenceCache(folder=Path(cfg.model.data.cache_dir), settings=settings, models=folders)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
 from nemo_kto.data.prefix import read_data_prefix
-from nemo_kto.errors import ConfigError, either, error_of
+from nemo_kto.errors import ConfigError, UserError, either, error_of
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
@@ -26,7 +27,18 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _export)
+    checks = (
+        _callbacks,
+        _files,
+        _sources,
+        _data_files,
+        _checkpoints,
+        _loss,
+        _recompute,
+        _learning_rate,
+        _reference,
+        _export,
+    )
     found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
@@ -81,16 +93,43 @@ def _checkpoints(cfg: RunConfig) -> Errors:
 
 
 def _files(cfg: RunConfig) -> Errors:
-    for name, section in (("pretrained_checkpoint", cfg.pretrained_checkpoint), ("model.reference", cfg.model.reference)):
-        folder = section.restore_from_path
-        if folder is not None and not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "trainer.json")):
-            form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
-            text = f"{form}, got {folder}; download it or correct the path"
-            yield ConfigError(f"{name}.restore_from_path", text, about_files=True)
+    key, folder = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
+    if is_peft_folder(Path(folder)):
+        remedy = "name it in model.peft.restore_from_path, and here the model that they belong to"
+        yield ConfigError(key, f"must be a model, got {folder}, which holds adapters in PEFT format; {remedy}")
+    elif not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "trainer.json")):
+        form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
+        yield ConfigError(key, f"{form}, got {folder}; download it or correct the path", about_files=True)
     adapter = cfg.model.peft.restore_from_path
     if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"
         yield ConfigError("model.peft.restore_from_path", text, about_files=True)
+
+
+def _sources(cfg: RunConfig) -> Errors:
+    """What the folders of policy and reference hold, where they are there: all that is named must be used."""
+    key, reference = "pretrained_checkpoint.restore_from_path", cfg.model.reference.restore_from_path
+    peft, source = cfg.model.peft, Path(cfg.pretrained_checkpoint.restore_from_path)
+    base = source
+    if os.path.isfile(source / "trainer.json") or (os.path.isfile(source / "config.json") and not is_peft_folder(source)):
+        try:
+            policy = find_source(source)
+        except UserError as error:
+            yield ConfigError(key, str(error), about_files=True)
+        else:
+            base = policy.base
+            if policy.adapters is not None and peft.peft_scheme == "none":
+                remedy = f"set model.peft.peft_scheme=lora, or merge them first: nemo-kto export {source} FOLDER"
+                yield ConfigError(
+                    key, f"must be a whole model without adapters, got {source}, which holds only adapters; {remedy}"
+                )
+            if policy.adapters is not None and peft.restore_from_path is not None:
+                text = f"must be null where {key} brings adapters of its own, got {peft.restore_from_path}; give one of them"
+                yield ConfigError("model.peft.restore_from_path", text, (key,))
+    if reference is not None:
+        wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
+        if wrong is not None:
+            yield ConfigError("model.reference.restore_from_path", wrong, (key,), about_files=True)
 
 
 def _data_files(cfg: RunConfig) -> Errors:
@@ -198,9 +237,6 @@ def _reference(cfg: RunConfig) -> Errors:
     if held.mode == "cached" and moves:
         text = f"must be 0 with mode cached, whose log-probs are computed once, got {held.sync_interval}"
         yield ConfigError(sync, f"{text}; use {prefix}.mode=swap", (f"{prefix}.mode",))
-    if held.restore_from_path is not None and peft.restore_from_path is not None:
-        text = f"must be null where model.peft.restore_from_path names the reference, got {held.restore_from_path}"
-        yield ConfigError(path, f"{text}; give one of them", ("model.peft.restore_from_path",))
     if peft.restore_from_path is not None and not adapted:
         text = f"must be null without adapters, got {peft.restore_from_path}; set {scheme}=lora"
         yield ConfigError("model.peft.restore_from_path", text, (scheme,))

@@ -60,7 +60,8 @@ class LogProbEngine:
         chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
         vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
         micro_batch_size: prompts of one forward and backward pass.
-        forward_micro_batch_size: sequences of one pass without gradient.
+        forward_micro_batch_size: sequences of one pass without gradient; None for those of a pass with gradient, so that
+            the same weights give the same log-probs to the last bit.
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
         forward_flops: operations of one forward pass, to be counted.
@@ -69,7 +70,7 @@ class LogProbEngine:
     chunks: list[DistributedDataParallel]
     vocab_size: int
     micro_batch_size: int
-    forward_micro_batch_size: int
+    forward_micro_batch_size: int | None
     average_log_probs: bool
     logprob_chunk_size: int
     forward_flops: ForwardFlops
@@ -89,7 +90,9 @@ class LogProbEngine:
         logps_B = torch.zeros(len(sequences), device=device.current_device())
         if not len(sequences):
             return logps_B.cpu()
-        prompts = max(1, self.forward_micro_batch_size // sequences.answers)
+        prompts = self.micro_batch_size
+        if self.forward_micro_batch_size is not None:
+            prompts = max(1, self.forward_micro_batch_size // sequences.answers)
 
         def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
             logps_B[sequence_index_b.to(logps_B.device)] = logps_b

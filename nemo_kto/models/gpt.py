@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def build_gpt(
     recompute_num_layers: int | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     adaptable: bool = False,
+    empty: bool = False,
 ) -> HiddenStateGPT:
     """Build this rank's part of the model, with random weights.
 
@@ -117,6 +119,8 @@ def build_gpt(
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         adaptable: the model is to get adapters: its linear layers are megatron-core's own even where Transformer Engine is
             installed, whose linear layers have the norm before them inside and keep to themselves what an adapter must see.
+        empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
+            put on and added to the weights of another model.
 
     Raises:
         ValueError: the layers cannot be shared out evenly over the pipeline.
@@ -130,18 +134,20 @@ def build_gpt(
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
+        use_cpu_initialization=empty,  # whose tensors are on the device of the context below
     )
     engine = uses_transformer_engine() and not adaptable
-    model = HiddenStateGPT(
-        config=config,
-        transformer_layer_spec=_block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type),
-        vocab_size=architecture.padded_vocab_size,
-        max_sequence_length=architecture.max_position_embeddings,
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        pre_process=pre_process,
-        post_process=post_process,
-    )
+    with torch.device("meta") if empty else contextlib.nullcontext():
+        model = HiddenStateGPT(
+            config=config,
+            transformer_layer_spec=_block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type),
+            vocab_size=architecture.padded_vocab_size,
+            max_sequence_length=architecture.max_position_embeddings,
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="rope",
+            pre_process=pre_process,
+            post_process=post_process,
+        )
     model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(device.current_device())
     return model
 

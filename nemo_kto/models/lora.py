@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from nemo_kto.models.architecture import Architecture
@@ -132,6 +133,21 @@ def merge_adapters(chunks: Iterable[nn.Module]) -> None:
         raise RuntimeError("the adapters are already merged into the weights")
     for adapter in adapters:
         adapter.merge()
+
+
+@torch.no_grad()
+def merge_adapters_of(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
+    """Add the adapters of one model to the weights of another of the same names and shapes; its own adapters stay."""
+    for name, adapter in adapted.named_modules():
+        if isinstance(adapter, Adapter):
+            adapter.add_to(unwrap_model(chunk).get_parameter(f"{name}.weight"))
+
+
+@torch.no_grad()
+def zero_adapters(chunks: Iterable[nn.Module]) -> None:
+    """Make the adapters add nothing: B becomes zero, as where training begins."""
+    for adapter in _adapters(chunks):
+        adapter.lora_b.zero_()
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:

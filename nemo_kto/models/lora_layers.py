@@ -26,6 +26,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from nemo_kto.parallel import device
+
 Metadata = dict[str, torch.distributed.ProcessGroup]  # what megatron-core passes on to every layer
 Offsets = tuple[tuple[int, int, int], ...]  # dimension, number and count of the shards that a module is one of
 Output = tuple[Tensor, Tensor | None]  # and the bias, where the caller adds it
@@ -57,10 +59,14 @@ class Adapter:
         return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
 
     def merge(self) -> None:
-        """Add the adapter to the weight; fp32 arithmetic, rounded once."""
-        delta = self.full_b().float() @ self.lora_a.float()
-        self.weight.copy_(self.weight.float().add_(delta, alpha=self.adapter_scale))
+        """Add the adapter to the weight."""
+        self.add_to(self.weight)
         self.adapter_is_merged = True
+
+    def add_to(self, weight: Tensor) -> None:
+        """Add what the adapter adds to a weight like this layer's; fp32 arithmetic, rounded once."""
+        full_b, lora_a = (factor.to(weight.device, torch.float32) for factor in (self.full_b(), self.lora_a))
+        weight.copy_(weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale))
 
     def _adds(self) -> bool:
         return self.adapter_is_on and not self.adapter_is_merged
@@ -182,7 +188,7 @@ def adapt_linear(
     linear.__class__ = LoRAColumnParallelLinear if is_column else LoRARowParallelLinear
     shapes = {LORA_A: (parts * rank, weight.size(1)), LORA_B: (weight.size(0), rank)}
     for name, shape in shapes.items():
-        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=device.current_device()))
         parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts have a group of their own
         if linear.is_expert or (name == LORA_B) == is_column:
             # Only this rank's: in the norm of the gradient it counts on every rank. What all hold counts on the first.
@@ -193,6 +199,6 @@ def adapt_linear(
         linear.register_parameter(name, parameter)
     if part_of_row is None:
         part_of_row = torch.zeros(weight.size(0), dtype=torch.long)
-    linear.register_buffer("part_of_row", part_of_row.to(weight.device), persistent=False)
+    linear.register_buffer("part_of_row", part_of_row.to(device.current_device()), persistent=False)
     linear.adapter_scale, linear.adapter_dropout, linear.adapter_parts = scale, dropout, parts
     linear.adapter_is_on, linear.adapter_is_merged = True, False

@@ -46,18 +46,28 @@ class SwappedWeights:
     """Reference weights in host memory, swapped in place with those of the policy while the reference is evaluated.
 
     A swap moves one tensor after the other, so it needs room for two tensors at most, not for a model. Host memory
-    (pinned on a GPU) holds one copy of what is swapped: this rank's weights, or only its adapters.
+    (pinned on a GPU) holds one copy of what is swapped: this rank's weights, or only its adapters. A reference that moves
+    has fp32 values besides: in bf16, moves smaller than half a step between two numbers would be rounded away.
+
+    Attributes:
+        parameters: what the policy and the reference do not share.
+        host: the reference as the model computes with it, in the dtype of the parameters; the policy's while it is active.
+        values: what ``host`` is the rounding of: fp32 where the reference moves, ``host`` itself otherwise or in fp32.
     """
 
-    def __init__(self, *, parameters: Iterable[torch.nn.Parameter], phase: Phase = contextlib.nullcontext) -> None:
+    def __init__(
+        self, *, parameters: Iterable[torch.nn.Parameter], moves: bool = False, phase: Phase = contextlib.nullcontext
+    ) -> None:
         """Keep the present values as the reference; call before the policy moves.
 
         Args:
             parameters: what the policy and the reference do not share.
+            moves: :meth:`mix` will be called.
             phase: names the swap to a timer.
         """
         self.parameters = list(parameters)
         self.host = [_host_copy(parameter) for parameter in self.parameters]
+        self.values = [host.float() for host in self.host] if moves else self.host
         self._phase = phase
 
     @contextlib.contextmanager
@@ -75,15 +85,22 @@ class SwappedWeights:
 
     @torch.no_grad()
     def mix(self, mixup_alpha: float) -> None:
-        """Mix the policy into the reference: reference = alpha * policy + (1 - alpha) * reference.
+        """Mix the policy into the reference: reference = alpha * policy + (1 - alpha) * reference, in fp32.
 
         TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): an alpha of 1 replaces the reference.
 
         Args:
             mixup_alpha: share of the policy, in (0, 1].
         """
-        for parameter, host in zip(self.parameters, self.host, strict=True):
-            host.copy_(torch.lerp(host.float(), parameter.detach().to("cpu", torch.float32), mixup_alpha))
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            value.lerp_(parameter.detach().to("cpu", torch.float32), mixup_alpha)
+        self.round_values()
+
+    @torch.no_grad()
+    def round_values(self) -> None:
+        """Take over into ``host`` what ``values`` has become."""
+        for host, value in zip(self.host, self.values, strict=True):
+            host.copy_(value)
 
 
 def _host_copy(parameter: Tensor) -> Tensor:

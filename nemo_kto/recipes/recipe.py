@@ -37,7 +37,7 @@ class LossConfig(BaseModel):
     preference_loss_weight: Weight
     sft_loss_weight: Weight
     sft_average_log_probs: bool
-    log_prob_forward_micro_batch_size: Annotated[int, Ge(1)]
+    log_prob_forward_micro_batch_size: Annotated[int, Ge(1)] | None
 
     def loss_options(self) -> dict[str, float]:
         """The options of the loss that were given; the others have the default of its function."""

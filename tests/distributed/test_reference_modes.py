@@ -177,8 +177,13 @@ def test_adapters_that_come_trained_are_the_reference(
 
 def test_another_model_of_another_shape_is_refused(job: Callable[[str], Job], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=32)
-    with pytest.raises(RuntimeError, match="the reference must be a model of the same shape as the policy"):
-        job("dpo")(f"model.reference.restore_from_path={other}")
+    run = job("dpo")
+    with pytest.raises(RuntimeError) as error:
+        run(f"model.reference.restore_from_path={other}")
+    assert str(error.value).splitlines()[-1] == (
+        f"nemo_kto.errors.UserError: the reference must be a model of the same shape as the policy in {run.model}, got "
+        f"{other} with hidden_size 32 instead of 64, head_dim 4 instead of 8; name another model, or train one of its shape"
+    )
 
 
 def test_a_moving_reference(job: Callable[[str], Job]) -> None:

@@ -191,12 +191,13 @@ def test_mistakes_are_listed_in_the_order_of_the_command_line_and_then_the_rest(
 
 
 def test_what_is_wrong_takes_its_default_and_hides_what_is_made_of_it(recipe: Recipe) -> None:
-    config = composed(["model.micro_batch_size=two", "model.seed=7", f"model.{recipe.name}.preference_loss=none"], recipe)
-    cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4"], recipe))
+    loss, dim = f"model.{recipe.name}.preference_loss", "model.peft.lora_tuning.adapter_dim"
+    config = composed(["model.micro_batch_size=two", f"{dim}=four", "model.seed=7", f"{loss}=none"], recipe)
+    cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4", f"{dim}=8"], recipe))
     wrong = {mistake.key for mistake in found if "must be given" not in mistake.text}
-    assert wrong == {"model.micro_batch_size", f"model.{recipe.name}.preference_loss"}
+    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, which is made of adapter_dim, is not listed"
     assert cfg is not None
-    assert (cfg.model.micro_batch_size, cfg.loss.log_prob_forward_micro_batch_size, cfg.model.seed) == (4, 8, 7)
+    assert (cfg.model.micro_batch_size, cfg.model.peft.lora_tuning.alpha, cfg.model.seed) == (4, 8, 7)
     assert cfg.loss.preference_loss == recipe.name
 
 

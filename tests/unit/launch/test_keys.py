@@ -142,7 +142,10 @@ def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
     assert comments["model.micro_batch_size"] == "pairs of one forward and backward pass"
     assert comments["model.global_batch_size"] == "pairs of one optimizer step, over all ranks"
-    assert comments["model.dpo.log_prob_forward_micro_batch_size"] == "sequences of one forward pass without gradient"
+    assert comments["model.dpo.log_prob_forward_micro_batch_size"] == (
+        "sequences of one forward pass without gradient; null: those of a micro-batch, so that equal models give equal "
+        "log-probs"
+    )
     assert {key.name: key.comment for key in keys.all_keys(KTO)}["model.micro_batch_size"] == (
         "rows of one forward and backward pass"
     )

@@ -5,6 +5,7 @@ ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -142,8 +143,9 @@ BROKEN = [
     (
         ["model.reference.restore_from_path=/nowhere"],
         [
-            "model.reference.restore_from_path must be a Hugging Face folder (with config.json) or one of our checkpoints "
-            "(with trainer.json), got /nowhere; download it or correct the path"
+            "model.reference.restore_from_path must be a Hugging Face folder (with config.json), one of our checkpoints "
+            "(with trainer.json) or adapters in PEFT format (with adapter_config.json), got /nowhere; download it or "
+            "correct the path"
         ],
     ),
     (
@@ -187,10 +189,10 @@ BROKEN = [
         ],
     ),
     (
-        ["model.reference.restore_from_path=MODEL", "model.peft.restore_from_path=ADAPTER", LORA],
+        ["pretrained_checkpoint.restore_from_path=ADAPTER"],
         [
-            "model.reference.restore_from_path must be null where model.peft.restore_from_path names the reference, "
-            "got MODEL; give one of them"
+            "pretrained_checkpoint.restore_from_path must be a model, got ADAPTER, which holds adapters in PEFT format; "
+            "name it in model.peft.restore_from_path, and here the model that they belong to"
         ],
     ),
     (["model.peft.peft_scheme=dora"], ["model.peft.peft_scheme must be none or lora, got dora"]),
@@ -263,6 +265,9 @@ RIGHT = [
     ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
     ["model.reference.mode=cached", LORA],
     ["model.reference.restore_from_path=MODEL", LORA],
+    ["model.reference.restore_from_path=ADAPTER", LORA],
+    ["model.reference.restore_from_path=ADAPTER"],
+    ["model.reference.restore_from_path=MODEL", "model.peft.restore_from_path=ADAPTER", LORA],
     [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=0.5"],
 ]
 
@@ -285,6 +290,49 @@ def test_a_checkpoint_of_ours_can_be_the_reference(said: Said, recipe: Recipe, t
     (tmp_path / "step=3").mkdir()
     (tmp_path / "step=3" / "trainer.json").write_text("{}")
     assert said(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
+
+
+def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
+    folder.mkdir()
+    (folder / "trainer.json").write_text(json.dumps({"adapters": {"base_model": str(base), "settings": {}}}))
+    return folder
+
+
+def test_a_policy_whose_adapters_would_not_be_used_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    key = "pretrained_checkpoint.restore_from_path"
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "model")
+    named, adapter = f"{key}={trained}", f"model.peft.restore_from_path={tmp_path}/adapter"
+    assert said(named, LORA, recipe=recipe) == []
+    assert said(named, recipe=recipe) == [
+        f"{key} must be a whole model without adapters, got {trained}, which holds only adapters; set "
+        f"model.peft.peft_scheme=lora, or merge them first: nemo-kto export {trained} FOLDER"
+    ]
+    assert said(named, LORA, adapter, recipe=recipe) == [
+        f"model.peft.restore_from_path must be null where {key} brings adapters of its own, got {tmp_path}/adapter; give "
+        "one of them"
+    ]
+
+
+def test_adapters_without_their_base_model_are_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    lost = checkpoint_of_adapters(tmp_path / "step", tmp_path / "gone")
+    for key in ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path"):
+        assert said(f"{key}={lost}", LORA, recipe=recipe) == [
+            f"{key} must have the base model of its adapters where trainer.json names it, got {lost} with {tmp_path}/gone, "
+            "which is no model on this machine; put it there, or correct trainer.json"
+        ]
+
+
+def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    for name, size in (("model", 64), ("other", 32)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": size, "num_hidden_layers": 4}))
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "other")
+    for reference in (tmp_path / "other", trained):
+        assert said(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
+            f"model.reference.restore_from_path must be a model of the same shape as the policy in {tmp_path}/model, got "
+            f"{tmp_path}/other with hidden_size 32 instead of 64; name another model, or train one of its shape"
+        ]
+    assert said(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
 
 
 def test_every_target_that_is_offered_is_taken(said: Said) -> None:

@@ -1,0 +1,153 @@
+"""What a folder that names a model holds: a whole model, or adapters and where their base model is.
+
+Only small JSON files are read and nothing heavy is imported, so that a command line can be checked with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_kto.errors import UserError
+
+PEFT_CONFIG, OUR_INFO, HF_CONFIG = "adapter_config.json", "trainer.json", "config.json"
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the weights of a model come from.
+
+    Attributes:
+        base: a Hugging Face folder, or one of our checkpoints of a whole model.
+        adapters: a folder in PEFT format, or one of our checkpoints of adapters; None for the base model as it is.
+    """
+
+    base: Path
+    adapters: Path | None = None
+
+    def resolve(self) -> ModelSource:
+        """The same with absolute paths, to be compared."""
+        return ModelSource(base=self.base.resolve(), adapters=self.adapters and self.adapters.resolve())
+
+    def __str__(self) -> str:
+        return f"{self.base}" if self.adapters is None else f"the adapters {self.adapters} on {self.base}"
+
+
+def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSource:
+    """The model that ``folder`` names.
+
+    Args:
+        folder: a Hugging Face folder, one of our checkpoints, or a folder in PEFT format.
+        default_base: the base model of adapters in PEFT format that name none, or one of a hub, which has no folder here.
+
+    Raises:
+        UserError: it is none of these, or it is adapters whose base model is not there.
+    """
+    if (folder / OUR_INFO).is_file():
+        adapters = _json(folder / OUR_INFO).get("adapters")
+        if not isinstance(adapters, dict):
+            return ModelSource(base=folder)
+        return ModelSource(base=_base_there(folder, str(adapters["base_model"])), adapters=folder)
+    if (folder / PEFT_CONFIG).is_file():
+        if not is_peft_folder(folder):
+            raise UserError(
+                f"must be a model or adapters, got {folder}, which has {PEFT_CONFIG} and weights of a whole model; "
+                "move one of them to another folder"
+            )
+        return ModelSource(base=_peft_base(folder, default_base), adapters=folder)
+    if (folder / HF_CONFIG).is_file():
+        return ModelSource(base=folder)
+    raise UserError(
+        f"must be a Hugging Face folder (with {HF_CONFIG}), one of our checkpoints (with {OUR_INFO}) or adapters in PEFT "
+        f"format (with {PEFT_CONFIG}), got {folder}; download it or correct the path"
+    )
+
+
+def is_whole_model(folder: Path) -> bool:
+    """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
+    if (folder / OUR_INFO).is_file():
+        return _json(folder / OUR_INFO).get("adapters") is None
+    return (folder / HF_CONFIG).is_file()
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """True for adapters in PEFT format without the weights of a whole model beside them."""
+    has_adapters = (folder / PEFT_CONFIG).is_file() and not (folder / OUR_INFO).is_file()
+    return has_adapters and not any(folder.glob("model*.safetensors"))
+
+
+def named_base(adapters: Path) -> Path | None:
+    """The base model that adapters in PEFT format name, if it is a folder of this machine and not only a name of a hub."""
+    name = _json(adapters / PEFT_CONFIG).get("base_model_name_or_path")
+    base = Path(str(name)).expanduser()
+    return base if name and is_whole_model(base) else None
+
+
+def check_same_shape(policy: Path, other: Path) -> None:
+    """Refuse a model whose config.json says that it is not of the policy's shape; the whole comparison takes the models.
+
+    Raises:
+        UserError: it is not.
+    """
+    ours, theirs = _config(policy), _config(other)
+    pairs = {key: (theirs[key], ours[key]) for key in _SHAPE if key in ours and key in theirs}
+    refuse_other_shape(policy, other, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse a model that differs from the policy in values, if there are any: name -> (its own, the policy's).
+
+    Raises:
+        UserError: there are.
+    """
+    if differing:
+        values = ", ".join(f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in differing.items())
+        raise UserError(
+            f"must be a model of the same shape as the policy in {policy}, got {other} with {values}; name another model, "
+            "or train one of its shape"
+        )
+
+
+def _config(folder: Path) -> dict[str, object]:
+    """The Hugging Face configuration of a whole model; empty where it is not there."""
+    files = (folder / HF_CONFIG, folder / "hf" / HF_CONFIG)
+    return next((_json(file) for file in files if file.is_file()), {})
+
+
+def _peft_base(folder: Path, default_base: Path | None) -> Path:
+    if (base := named_base(folder)) is not None:
+        return base
+    name = _json(folder / PEFT_CONFIG).get("base_model_name_or_path")
+    is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else of a hub: organisation/model
+    return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
+
+
+def _base_there(folder: Path, base: str) -> Path:
+    if not is_whole_model(Path(base).expanduser()):
+        where = PEFT_CONFIG if (folder / PEFT_CONFIG).is_file() else OUR_INFO
+        raise UserError(
+            f"must have the base model of its adapters where {where} names it, got {folder} with {base}, which is no model "
+            f"on this machine; put it there, or correct {where}"
+        )
+    return Path(base).expanduser()
+
+
+def _json(file: Path) -> dict[str, object]:
+    """The content of a file.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"must have readable files, got {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"must have readable files, got {file}, which is no JSON object")
+    return content
