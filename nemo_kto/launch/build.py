@@ -15,9 +15,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager, hugging_face_folder
 from nemo_kto.data.chat import load_tokenizer
-from nemo_kto.launch.build_data import build_data
+from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.compose import save_config
@@ -47,8 +47,11 @@ def train(cfg: RunConfig) -> None:
     )
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     cfg = resolve_precision(cfg)
-    policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
-    trainer = build_trainer(cfg, policy)
+    source = Path(cfg.pretrained_checkpoint.restore_from_path)
+    # Before the model: what is wrong with the rows is said at once.
+    data = build_data(cfg, load_tokenizer(hugging_face_folder(source) or source))
+    policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
+    trainer = build_trainer(cfg, policy, data)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     trainer.fit()
@@ -58,14 +61,13 @@ def train(cfg: RunConfig) -> None:
     state.destroy()
 
 
-def build_trainer(cfg: RunConfig, policy: Policy) -> DPOTrainer:
+def build_trainer(cfg: RunConfig, policy: Policy, data: RunData) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
     timers = PhaseTimers(synchronize=device.synchronize)
-    data = build_data(cfg, load_tokenizer(policy.folder))
     trainer_cfg = TrainerConfig(global_batch_size=cfg.model.global_batch_size, **cfg.loop.duration())
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
-    make_model = cfg.recipe.model(cfg.loss, data.examples, lr=cfg.model.optim.lr)
+    make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
