@@ -9,6 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from nemo_kto.data.prefix import AUTO, Source, read_splits_string
+
+Range = tuple[Source, int, int]  # rows of a source: the first, and the one after the last
+
 logger = logging.getLogger(__name__)
 
 _MAX_REPEATS = 100
@@ -34,6 +38,55 @@ def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[in
             cut += 1
         cuts.append(cut)
     return list(pairwise([*cuts, num_rows]))
+
+
+def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_validation_rows: int) -> list[str]:
+    """Give the validation rows to the training where they are too few, in place.
+
+    Args:
+        ranges: of each split; those of a source adjoin, in the order of ``prefix.SPLITS``.
+        splits_string: that they come from; None where all is for training.
+        min_validation_rows: fewer are too few.
+
+    Returns:
+        What is to be said: of this, of a validation split without rows, and of rows that nothing reads.
+    """
+    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
+    total, found, warnings = sum(rows.values()), rows["validation"], []
+    shares = None if splits_string is None else read_splits_string(splits_string)
+    if found < max(min_validation_rows, 1) and (splits_string == AUTO or (shares is not None and shares[1])):
+        if found:
+            ranges["train"] = [
+                (source, start, stop)
+                for (source, start, _), (_, _, stop) in zip(ranges["train"], ranges["validation"], strict=True)
+            ]
+            ranges["validation"] = []
+        what = f"{found} of {total} rows is too few and is used for training" if found else f"no row, of {total} rows in all"
+        remedy = f'model.data.splits_string="{"90,10" if total >= 20 else "50,50"}" for more'
+        warnings.append(f"validation: {what}; set {remedy}, or null for no validation")
+    if rows["test"]:
+        unread = f"{rows['test']} of {total} rows are set aside for it, and nothing reads them"
+        warnings.append(f"test: {unread}; leave the third number out of model.data.splits_string={splits_string}")
+    return warnings
+
+
+def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) -> list[str]:
+    """Leave out a validation split of files of its own where its rows are too few, in place; returns what is to be said."""
+    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
+    warnings = []
+    if 0 < rows.get("validation", 0) < min_validation_rows:
+        ranges["validation"] = []
+        least = f"at least {min_validation_rows} are needed"
+        warnings.append(
+            f"validation: {rows['validation']} row is too few and is left out, {least}; see model.data.data_prefix"
+        )
+    if "test" in rows:
+        warnings.append(f"test: {rows['test']} rows, and nothing reads them; leave them out of model.data.data_prefix")
+    return warnings
+
+
+def _num_rows(parts: Sequence[Range]) -> int:
+    return sum(stop - start for _, start, stop in parts)
 
 
 def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -49,6 +50,7 @@ class RecordEncoder:
             raise ValueError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
         self._eos_id: int = tokenizer.eos_token_id
+        self._template = str(tokenizer.chat_template)
         self._special_tokens = _special_tokens(tokenizer)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
         self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
@@ -99,8 +101,12 @@ class RecordEncoder:
             return _RenderedText(record.prompt, record.response, templated=False)
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
-        prompt = self._render(record.prompt, asks=True)
-        whole = self._render([*record.prompt, *record.response], asks=False)
+        if "tools" in record.template and "tools" not in self._template:
+            raise RowError(
+                '"tools" would be lost: the tokenizer\'s chat template does not use them; change it or remove the key'
+            )
+        prompt = self._render(record.prompt, record.template, asks=True)
+        whole = self._render([*record.prompt, *record.response], record.template, asks=False)
         if not whole.startswith(prompt):
             raise RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
@@ -112,9 +118,9 @@ class RecordEncoder:
             answer = answer.rstrip()
         return _RenderedText(prompt, answer, templated=True)
 
-    def _render(self, messages: TextOrMessages, *, asks: bool) -> str:
+    def _render(self, messages: TextOrMessages, given: Mapping[str, Any], *, asks: bool) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise RowError(f"the tokenizer's chat template refuses the messages: {error}") from error
         return rendered  # type: ignore[return-value]  # one conversation, not tokenised: a string

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import datasets
 import numpy as np
 import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.blend import blend, split_ranges
+from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, split_ranges
 from nemo_kto.data.cache import ExampleKind, TokenCache
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.fingerprint import examples_hash
-from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, read_splits_string
-from nemo_kto.data.records import DPOExample, KTOExample, RowErrors
+from nemo_kto.data.counts import SplitCounts
+from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, split_shares
+from nemo_kto.data.reader import Fields
+from nemo_kto.data.records import DataError, DPOExample, KTOExample, RowErrors
 from nemo_kto.data.truncation import Truncation
 
 if TYPE_CHECKING:
     import pyarrow
 
-logger = logging.getLogger(__name__)
-
 Example = TypeVar("Example")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an example comes from: line of its file, and whether truncation cut its prompt and an answer of it."""
+
+    line: int
+    prompt_cut: bool
+    response_cut: bool
+
+    @property
+    def title(self) -> str:
+        """Such as "line 3"."""
+        return f"line {self.line}"
+
+    @property
+    def cuts(self) -> str:
+        """What was cut, as the end of a sentence."""
+        cut = [name for name, is_cut in (("prompt", self.prompt_cut), ("answer", self.response_cut)) if is_cut]
+        return f", {' and '.join(cut)} cut" if cut else ""
 
 
 class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
@@ -54,9 +73,42 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         """Hash of the token ids, labels and rewards of the examples in their order, wherever their files lie."""
         return examples_hash([Path(file["filename"]) for file in self._table.cache_files], self._index)
 
-    def log_counts(self, split: str) -> None:
-        """Say how many examples the split has, and warn of what looks wrong."""
-        logger.info("%s: %d rows", split, len(self))
+    def origins(self, places: Sequence[int]) -> list[Origin]:
+        """Where the examples come from and what truncation took from them."""
+        table = self._table[self._index[np.asarray(places)].tolist()]
+        columns = [table.column(name).to_pylist() for name in ("line", "prompt_cut", "response_cut")]
+        return [Origin(*values) for values in zip(*columns, strict=True)]
+
+    def examples_of_lines(self, count: int) -> int:
+        """How many examples from the first on come from the first ``count`` rows of the file; pairs may be two each."""
+        lines = [origin.line for origin in self.origins(range(min(len(self), 2 * count)))]
+        return sum(line in list(dict.fromkeys(lines))[:count] for line in lines)
+
+    @cached_property
+    def counts(self) -> SplitCounts:
+        """The numbers of the split; the first look takes a second for ten million examples."""
+        return SplitCounts(
+            rows=len(self),
+            desirable=self._desirable(),
+            tokens=sum(self._tokens_in(name) for name in self._sequences),
+            cut_prompts=self._number_of("prompt_cut"),
+            cut_responses=self._number_of("response_cut"),
+        )
+
+    _sequences: ClassVar[tuple[str, ...]]  # the columns of token ids that the sequences of an example are made of
+
+    def _desirable(self) -> int | None:
+        """Number of desirable examples; None where they are pairs."""
+        return None
+
+    def _number_of(self, column: str) -> int:
+        """Number of examples in which a column of the table is true."""
+        return int(self._table.data.column(column).to_numpy()[self._index].sum())
+
+    def _tokens_in(self, column: str) -> int:
+        chunks = self._table.data.column(column).chunks
+        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+        return int(lengths[self._index].sum(dtype=np.int64))
 
     @abstractmethod
     def _examples(self, table: pyarrow.Table) -> list[Example]:
@@ -71,20 +123,20 @@ class KTODataset(_TokenDataset[KTOExample]):
         desirable = table.column("desirable").to_pylist()
         return [KTOExample(*example) for example in zip(prompts, responses, desirable, strict=True)]
 
+    _sequences = ("prompt_ids", "response_ids")
+
     def desirable_count(self) -> int:
         """Number of desirable examples."""
-        return int(self._table.data.column("desirable").to_numpy()[self._index].sum())
+        return self._number_of("desirable")
 
-    def log_counts(self, split: str) -> None:
-        desirable = self.desirable_count()
-        logger.info("%s: %d rows, %d of them desirable", split, len(self), desirable)
-        if desirable in (0, len(self)):
-            label = "desirable" if desirable else "undesirable"
-            logger.warning("%s: all %d rows are %s; is the file sorted by label?", split, len(self), label)
+    def _desirable(self) -> int:
+        return self.desirable_count()
 
 
 class DPODataset(_TokenDataset[DPOExample]):
     """Pairs of answers."""
+
+    _sequences = ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, default_rewards: tuple[float, float]) -> None:
         """Args: default_rewards: of the chosen and of the rejected answer, where an example has none of its own."""
@@ -103,13 +155,18 @@ class DPODataset(_TokenDataset[DPOExample]):
 AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Splits(Generic[AnyDataset]):
-    """The datasets of a run; None where the data has no such split."""
+    """The datasets of a run; None where the data has no such split.
+
+    Attributes:
+        warnings: what was done with columns and rows that is not obvious, one line each.
+    """
 
     train: AnyDataset | None
     validation: AnyDataset | None
     test: AnyDataset | None
+    warnings: tuple[str, ...] = ()
 
 
 def build_splits(
@@ -123,6 +180,8 @@ def build_splits(
     truncation_mode: str,
     cache_dir: str | Path,
     seed: int,
+    fields: Mapping[str, str] | None = None,
+    min_validation_rows: int = 1,
 ) -> Splits[AnyDataset]:
     """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
@@ -130,76 +189,92 @@ def build_splits(
         kind: ``cache.KTO_EXAMPLES`` or ``cache.DPO_EXAMPLES``.
         make: (table, index) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with its defaults bound.
         data_prefix: see ``prefix.read_data_prefix``.
-        splits_string: such as "98,1,1": shares of each file (or folder) in the order of its rows. None: all is for
-            training. It is not needed, and not looked at, where ``data_prefix`` itself names the splits.
+        splits_string: such as "98,2", or "auto": shares of each file (or folder) in the order of its rows, see
+            ``prefix.split_shares``. None: all is for training. It is not needed, and not looked at, where ``data_prefix``
+            itself names the splits.
         tokenizer: the model's.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         cache_dir: folder of the tokenised examples.
         seed: order of the examples within a blend.
+        fields: columns to rename, see ``reader.Fields``.
+        min_validation_rows: a validation split of fewer rows is joined to the training rows, or left out where it has
+            files of its own.
 
     Raises:
-        DataError: files are missing or rows are broken; all broken rows of all files are counted.
+        DataError: files are missing, no file has a column of ``fields``, or rows are broken; all broken rows of all files
+            are counted.
     """
     encoder = RecordEncoder(tokenizer=tokenizer)
     truncation = Truncation(seq_length, truncation_mode, encoder.bos_id)
     sources = read_data_prefix(data_prefix)
-    given = "1" if splits_string is None else splits_string
-    shares = dict(zip(SPLITS, read_splits_string(given), strict=True)) if WHOLE in sources else {}
-    tables = _open_all(sources, TokenCache(kind=kind, folder=Path(cache_dir), encoder=encoder, truncation=truncation))
-    built: dict[str, AnyDataset | None] = dict.fromkeys(SPLITS)
-    for split in SPLITS:
-        if split in sources:
-            built[split] = _assemble(make, sources[split], tables, {split: Fraction(1)}, split, seed)
-        elif shares.get(split):
-            built[split] = _assemble(make, sources[WHOLE], tables, shares, split, seed)
-    return Splits(**built)
+    renamed = Fields(fields or {})
+    cache = TokenCache(kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation)
+    warnings: list[str] = []
+    files = _open_all(sources, cache, warnings)
+    tables = {
+        source: datasets.concatenate_datasets([files[file] for file in source.files])
+        for group in sources.values()
+        for source in group
+    }
+    sizes = {source: len(table) for source, table in tables.items()}
+    ranges: dict[str, list[Range]]
+    if WHOLE not in sources:
+        ranges = {split: [(source, 0, sizes[source]) for source in group] for split, group in sources.items()}
+        warnings += leave_out_small(ranges, min_validation_rows)
+    else:
+        shares = {source: split_shares("1" if splits_string is None else splits_string, sizes[source]) for source in tables}
+        cuts = {source: split_ranges(sizes[source], shares[source], _is_second_of_pair(tables[source])) for source in tables}
+        ranges = {split: [(source, *cuts[source][k]) for source in sources[WHOLE]] for k, split in enumerate(SPLITS)}
+        warnings += join_small(ranges, splits_string, min_validation_rows)
+    built = {split: _assemble(make, tables, ranges.get(split, []), seed) for split in SPLITS}
+    return Splits(**built, warnings=tuple(warnings))
 
 
-def _open_all(sources: dict[str, tuple[Source, ...]], cache: TokenCache) -> dict[Path, datasets.Dataset]:
+def _open_all(
+    sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
+) -> dict[Path, datasets.Dataset]:
     """Every file's examples; all files are read before any broken row is raised."""
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
-    tables = {file: cache.open(file, broken=broken) for file in files}
+    opened = {file: cache.open(file, broken=broken) for file in files}
+    found = {column for _, columns in opened.values() for column in columns.found}
+    if missing := [column for column in cache.fields.columns.values() if column not in found]:
+        has = ", ".join(sorted(found)) or "none"
+        raise DataError(
+            f"model.data.fields must name columns of the rows, got {missing[0]}, which no row has; they have {has}"
+        )
     broken.raise_if_any()
-    return {file: table for file, table in tables.items() if table is not None}
+    for file, (_, columns) in opened.items():
+        if columns.unused:
+            warnings.append(f"{file}: columns that are not used: {columns.unused_text()}")
+    return {file: table for file, (table, _) in opened.items() if table is not None}
 
 
 def _assemble(
     make: Callable[..., AnyDataset],
-    sources: tuple[Source, ...],
-    tables: dict[Path, datasets.Dataset],
-    shares: dict[str, Fraction],
-    split: str,
+    tables: Mapping[Source, datasets.Dataset],
+    ranges: Sequence[Range],
     seed: int,
 ) -> AnyDataset | None:
-    """One split out of its share of each source; None if no row is left for it."""
-    parts, ranges, weights, start = [], [], [], 0
-    for source in sources:
-        table = datasets.concatenate_datasets([tables[file] for file in source.files])
-        first, stop = _range(table, shares, split)
+    """One split out of its range of each source; None if there is no row in it."""
+    parts, places, weights, start = [], [], [], 0
+    for source, first, stop in ranges:
         if first < stop:
-            parts.append(table)
-            ranges.append(np.arange(start + first, start + stop))
+            parts.append(tables[source])
+            places.append(np.arange(start + first, start + stop))
             weights.append(source.weight)
-            start += len(table)
+            start += len(tables[source])
     if not parts:
-        logger.warning("%s: no row is left for this split; give it a larger share in splits_string", split)
         return None
-    index = np.concatenate(ranges)
+    index = np.concatenate(places)
     if blended := [weight for weight in weights if weight is not None]:
-        chosen, places = blend([len(places) for places in ranges], blended, seed=seed)
-        index = np.array([places[0] for places in ranges])[chosen] + places
-    dataset = make(table=datasets.concatenate_datasets(parts), index=index)
-    dataset.log_counts(split)
-    return dataset
+        chosen, within = blend([len(own) for own in places], blended, seed=seed)
+        index = np.array([own[0] for own in places])[chosen] + within
+    return make(table=datasets.concatenate_datasets(parts), index=index)
 
 
-def _range(table: datasets.Dataset, shares: dict[str, Fraction], split: str) -> tuple[int, int]:
-    def is_second_of_pair(place: int) -> bool:
-        return table[place]["line"] == table[place - 1]["line"]
-
-    ranges = split_ranges(len(table), list(shares.values()), is_second_of_pair)
-    return ranges[list(shares).index(split)]
+def _is_second_of_pair(table: datasets.Dataset) -> Callable[[int], bool]:
+    return lambda place: table[place]["line"] == table[place - 1]["line"]
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from nemo_kto.files import publish_file
 if TYPE_CHECKING:
     import pyarrow
 
-_NOT_CONTENT = ("line",)  # where an example came from
+_NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # where an example came from, and what truncation took from it
 
 
 def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:

@@ -11,6 +11,8 @@ from nemo_kto.data.records import DataError
 
 SPLITS = ("train", "validation", "test")
 WHOLE = "all"
+AUTO = "auto"  # a splits_string
+_AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,38 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
     return {WHOLE: _sources(data_prefix)}
 
 
-def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of train, validation and test, which sum to 1.
+def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction] | None:
+    """Shares of train, validation and test, which sum to 1; None for ``AUTO``, where they depend on the number of rows.
 
     Raises:
         ValueError: not one to three numbers of at least 0, or nothing for train.
     """
+    if splits_string == AUTO:
+        return None
     try:
         parts = [Fraction(part.strip()) for part in str(splits_string).split(",")]
     except (ValueError, ZeroDivisionError):
         parts = []
     if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or parts[0] == 0:
         raise ValueError(
-            f'splits_string must give up to three numbers, the first above 0, such as "98,1,1", got {splits_string!r}'
+            f'splits_string must be auto, or up to three numbers, the first above 0, such as "98,2", got {splits_string!r}'
         )
     train, validation, test = [part / sum(parts) for part in (*parts, Fraction(0), Fraction(0))[: len(SPLITS)]]
     return train, validation, test
+
+
+def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of train, validation and test of a source of ``num_rows`` rows, at least 1; they sum to 1.
+
+    With ``AUTO`` the last hundredth is for validation: none where that is fewer than 2, and 10,000 at most, which is
+    enough to see a difference, and costs the same however large the data is.
+    """
+    shares = read_splits_string(splits_string)
+    if shares is not None:
+        return shares
+    validation = min(num_rows // _AUTO_PART, _AUTO_MAX)
+    share = Fraction(validation if validation >= _AUTO_MIN else 0, num_rows)
+    return 1 - share, share, Fraction(0)
 
 
 def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:

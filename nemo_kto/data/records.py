@@ -1,24 +1,25 @@
 """From a line of a jsonl file to a record: a prompt with one answer (unpaired feedback), or with a chosen and a rejected.
 
-A row for KTO may be written in any of these forms (further keys are ignored), one for DPO in the last:
+A row for KTO may be written in any of these forms, one for DPO in the last:
 
     {"prompt": "...", "response": "...", "preference": "chosen" | "rejected"}
     {"prompt": "...", "completion": "...", "label": true | false}
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
-Wherever a string stands, a list of messages may stand instead. A pair may leave out its prompt: it is what both sides share.
-A pair may have "chosen_reward" and "rejected_reward".
+Wherever a string stands, a list of messages may stand instead, or one message. A pair may leave out its prompt: it is what
+both sides share. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
+"chat_template_kwargs", which are for the chat template. ``reader.py`` says what becomes of further columns.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,11 +28,29 @@ from nemo_kto.errors import UserError
 Row = Mapping[str, object]
 Message = Mapping[str, object]
 TextOrMessages = str | list[Message]
-Record = TypeVar("Record")
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 _PREFERENCES = {"chosen": True, "rejected": False}
 _DIALOGUE_ANSWER = "\n\nAssistant:"
+_REWARDS = ("chosen_reward", "rejected_reward")
+_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
+_LABELS = ("preference", "label")
+_ANSWERS = ("response", "completion")
+# The columns that have a meaning; model.data.fields gives a column of another name one of theirs.
+COLUMNS = (
+    "prompt",
+    *_ANSWERS,
+    "messages",
+    *_LABELS,
+    *(key for keys in _PAIR_KEYS for key in keys),
+    *_REWARDS,
+    *_TEMPLATE_KEYS,
+)
+# Arguments of apply_chat_template that are no variables of a template.
+_NOT_FOR_TEMPLATES = frozenset(
+    "conversation tools add_generation_prompt continue_final_message tokenize padding truncation max_length "
+    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 
 
 class DataError(UserError):
@@ -44,24 +63,34 @@ class RowError(ValueError):
 
 @dataclass(kw_only=True)
 class RowErrors:
-    """Counts broken rows and keeps the first ten messages, however many rows are broken."""
+    """Counts broken rows. Of the same fault in one file the first row is shown, of different ones the first ten."""
 
     SHOWN: ClassVar = 10
     total: int = 0
-    shown: list[str] = field(default_factory=list)
+    shown: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (file, fault) -> first line, last line, rows
 
     def add(self, path: str | Path, line: int, what: str) -> None:
         """Note that line ``line`` (counted from 1) of ``path`` cannot be used."""
         self.total += 1
-        if len(self.shown) < self.SHOWN:
-            self.shown.append(f"{path}:{line}: {what}")
+        if (fault := (str(path), what)) in self.shown:
+            self.shown[fault][1:] = [line, self.shown[fault][2] + 1]
+        elif len(self.shown) < self.SHOWN:
+            self.shown[fault] = [line, line, 1]
 
     def raise_if_any(self) -> None:
         """Raise one DataError for all rows that were added."""
         if self.total:
-            first = f", the first {self.SHOWN}" if self.total > self.SHOWN else ""
+            rest = self.total - sum(count for *_, count in self.shown.values())
+            first = f", the first {self.SHOWN} faults" if rest else ""
             head = f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"
-            raise DataError("\n  ".join([head, *self.shown]))
+            raise DataError("\n  ".join([head, *self._lines()]))
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for (path, what), (first, last, count) in self.shown.items():
+            more = f" (the same in {count - 1} more, up to line {last})" if count > 1 else ""
+            lines.append(f"{path}:{first}: {what}{more}")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +102,14 @@ class KTORecord:
         response: plain text, or one assistant message in a list; of the same kind as ``prompt``.
         desirable: whether the answer is one to learn.
         line: where it came from, counted from 1; the two records of a pair share it.
+        template: what the chat template is given besides the messages: ``tools``, and variables of its own.
     """
 
     prompt: TextOrMessages
     response: TextOrMessages
     desirable: bool
     line: int
+    template: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +135,7 @@ class DPORecord:
         prompt: plain text, or the messages before the answer.
         chosen, rejected: plain text, or one assistant message in a list; of the same kind as ``prompt``.
         chosen_reward, rejected_reward: what the row says the answers are worth; both None if it says nothing.
-        line: where it came from, counted from 1.
+        line, template: see :class:`KTORecord`.
     """
 
     prompt: TextOrMessages
@@ -113,6 +144,7 @@ class DPORecord:
     chosen_reward: float | None
     rejected_reward: float | None
     line: int
+    template: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,34 +164,6 @@ class DPOExample:
     rejected_reward: float
 
 
-def read_kto_records(path: str | Path, broken: RowErrors) -> Iterator[KTORecord]:
-    """The labelled answers of one jsonl file, in file order, one line in memory at a time; empty lines are skipped.
-
-    Args:
-        path: the file.
-        broken: collects the rows that are left out, for a caller that reads other files next.
-    """
-    return _read(path, records_of_row, broken)
-
-
-def read_dpo_records(path: str | Path, broken: RowErrors) -> Iterator[DPORecord]:
-    """The pairs of one jsonl file; everything else as in :func:`read_kto_records`."""
-    return _read(path, lambda row, line: [pair_of_row(row, line)], broken)
-
-
-def _read(path: str | Path, records_of: Callable[[Row, int], list[Record]], broken: RowErrors) -> Iterator[Record]:
-    with open(path, "rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if raw.isspace():
-                continue
-            try:
-                records = records_of(_parse(raw), line)
-            except RowError as error:
-                broken.add(path, line, str(error))
-                continue
-            yield from records
-
-
 def records_of_row(row: Row, line: int) -> list[KTORecord]:
     """One record, or two for a pair (the desirable one first).
 
@@ -168,18 +172,18 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
     """
     if keys := _pair_keys(row):
         chosen, rejected = _pair(row, *keys)
-        return [_record(chosen, True, line), _record(rejected, False, line)]
+        return [_record(chosen, True, line, row), _record(rejected, False, line, row)]
     desirable = _label(row)
     if "messages" in row:
-        return [_record(_conversation(row["messages"], "messages"), desirable, line)]
-    answer_keys = [key for key in ("response", "completion") if key in row]
+        return [_record(_conversation(row["messages"], "messages"), desirable, line, row)]
+    answer_keys = [key for key in _ANSWERS if key in row]
     if "prompt" not in row or len(answer_keys) != 1:
         raise RowError(
             'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
             f"got the keys {sorted(row)}"
         )
     key = answer_keys[0]
-    return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line)]
+    return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line, row)]
 
 
 def pair_of_row(row: Row, line: int) -> DPORecord:
@@ -198,11 +202,23 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     chosen, rejected = _pair(row, good, bad)
     if chosen[0] != rejected[0]:
         raise RowError(f'"{good}" and "{bad}" must answer the same prompt; make the messages before the answers equal')
-    rewards = {key: _reward(row, key) for key in ("chosen_reward", "rejected_reward")}
+    rewards = {key: _reward(row, key) for key in _REWARDS}
     missing = [key for key, reward in rewards.items() if reward is None]
     if len(missing) == 1:
         raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing[0]}" is missing')
-    return DPORecord(prompt=chosen[0], chosen=chosen[1], rejected=rejected[1], line=line, **rewards)
+    prompt, template = chosen[0], _template(row, plain=isinstance(chosen[0], str))
+    return DPORecord(prompt=prompt, chosen=chosen[1], rejected=rejected[1], line=line, template=template, **rewards)
+
+
+def used_columns(row: Row, *, as_pair: bool) -> frozenset[str]:
+    """The columns that :func:`records_of_row` reads of a row, or :func:`pair_of_row` with ``as_pair``."""
+    if keys := _pair_keys(row):
+        read = {"prompt", *keys, *(_REWARDS if as_pair else ())}
+    elif "messages" in row:
+        read = {"messages", *_LABELS}
+    else:
+        read = {"prompt", *_ANSWERS, *_LABELS}
+    return frozenset(read | {*_TEMPLATE_KEYS})
 
 
 def _reward(row: Row, key: str) -> float | None:
@@ -214,31 +230,45 @@ def _reward(row: Row, key: str) -> float | None:
     except OverflowError:  # an integer of more than 308 digits
         reward = math.inf
     if not math.isfinite(reward):
-        raise RowError(f'"{key}" must be a finite number, got {_show(value)}; correct it or leave both rewards out')
+        raise RowError(f'"{key}" must be a finite number, got {show(value)}; correct it or leave both rewards out')
     return reward
 
 
-def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int) -> KTORecord:
-    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line)
+def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int, row: Row) -> KTORecord:
+    template = _template(row, plain=isinstance(side[0], str))
+    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line, template=template)
 
 
-def _parse(raw: bytes) -> Row:
+def _template(row: Row, *, plain: bool) -> dict[str, object]:
+    """What a row gives the chat template by keyword; ``plain``: it has strings, which no template sees."""
+    given = [key for key in _TEMPLATE_KEYS if row.get(key)]
+    if not given:
+        return {}
+    if plain:
+        raise RowError(
+            f'"{given[0]}" is for the chat template, which strings do not go through; make "prompt" a list of messages'
+        )
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise RowError(f'"chat_template_kwargs" must be an object, got {show(variables)}')
+    if wrong := sorted(_NOT_FOR_TEMPLATES & variables.keys()):
+        raise RowError(f'"chat_template_kwargs" must hold variables of the chat template, got "{wrong[0]}"; remove it')
+    tools = _tools(row.get("tools") or [])
+    return {**variables, **({"tools": tools} if tools else {})}
+
+
+def _tools(value: object) -> list[object]:
     try:
-        text = raw.decode("utf-8-sig")
-        row = json.loads(text)
-        if "\\u" in text:  # only an escape can hide half a character, which no tokenizer takes
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+        tools = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise RowError(f"not JSON ({error}); write one object per line") from error
-    if not isinstance(row, dict):
-        raise RowError(f"a row must be a JSON object, got {_show(row)}")
-    return row
+        raise RowError(f'"tools" must be a list of JSON schemas, got a string that is not JSON ({error})') from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f'"tools" must be a list of JSON schemas, or that as a string of JSON, got {show(value)}')
+    return tools
 
 
 def _label(row: Row) -> bool:
-    keys = [key for key in ("preference", "label") if key in row]
+    keys = [key for key in _LABELS if key in row]
     if len(keys) != 1:
         raise RowError(
             'a row must have one of "preference" ("chosen" or "rejected") or "label" (true or false); '
@@ -247,10 +277,10 @@ def _label(row: Row) -> bool:
     value = row[keys[0]]
     if keys[0] == "label":
         if not isinstance(value, bool):
-            raise RowError(f'"label" must be true or false, got {_show(value)}; correct it or remove the row')
+            raise RowError(f'"label" must be true or false, got {show(value)}; correct it or remove the row')
         return value
     if not isinstance(value, str) or value not in _PREFERENCES:
-        raise RowError(f'"preference" must be "chosen" or "rejected", got {_show(value)}; correct it or remove the row')
+        raise RowError(f'"preference" must be "chosen" or "rejected", got {show(value)}; correct it or remove the row')
     return _PREFERENCES[value]
 
 
@@ -287,7 +317,7 @@ def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
         return mark + len(_DIALOGUE_ANSWER)
     cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
     if cut == 0 or chosen == rejected:
-        sides = f"{_show(chosen)}, {_show(rejected)}"
+        sides = f"{show(chosen)}, {show(rejected)}"
         raise RowError(f'"{good}" and "{bad}" show no prompt that both share ({sides}); give the row a "prompt"')
     return cut
 
@@ -308,7 +338,7 @@ def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOr
             return [{"role": "user", "content": prompt}], _answer(messages, key)
         before, last = _conversation(messages, key)
         if all(message.get("content") != prompt for message in before):
-            raise RowError(f'"{key}" is a conversation that does not hold the prompt {_show(prompt)}')
+            raise RowError(f'"{key}" is a conversation that does not hold the prompt {show(prompt)}')
         return before, last
     before = _messages(prompt, "prompt")
     if len(messages) > len(before) and messages[: len(before)] == before:
@@ -320,7 +350,7 @@ def _conversation(value: object, key: str) -> tuple[list[Message], list[Message]
     """Messages up to the last, and the last, which is the answer."""
     messages = _messages(value, key)
     if len(messages) < 2:
-        raise RowError(f'"{key}" must have at least one message before the answer, got {_show(value)}')
+        raise RowError(f'"{key}" must have at least one message before the answer, got {show(value)}')
     return messages[:-1], _answer(messages[-1:], key)
 
 
@@ -332,16 +362,18 @@ def _answer(messages: list[Message], key: str) -> list[Message]:
 
 
 def _messages(value: object, key: str) -> list[Message]:
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
-        raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {_show(value)}')
+        raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {show(value)}')
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {_show(message)}')
+            raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {show(message)}')
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            raise RowError(f'"content" of a message in "{key}" must be a string, got {_show(message.get("content"))}')
+            raise RowError(f'"content" of a message in "{key}" must be a string, got {show(message.get("content"))}')
     return value
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A value as it is named in a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

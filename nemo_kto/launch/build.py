@@ -16,11 +16,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager, hugging_face_folder
-from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
+from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.resume import Resumption, look_for_run
@@ -82,7 +82,7 @@ def prepare(cfg: RunConfig) -> Start:
         UserError: the data cannot be used, or the run cannot be resumed as it is.
     """
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
-    data = build_data(cfg, load_tokenizer(hugging_face_folder(source) or source))
+    data = build_data(cfg, model_tokenizer(source))
     trainer_cfg = TrainerConfig(global_batch_size=cfg.model.global_batch_size, **cfg.loop.duration())
     return Start(data=data, trainer_cfg=trainer_cfg, run=look_for_run(cfg, data, trainer_cfg))
 
@@ -92,7 +92,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start) -> DPOTrainer:
     timers, data, trainer_cfg = PhaseTimers(synchronize=device.synchronize), start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
-    make_model = cfg.recipe.model(cfg.loss, data.examples, lr=cfg.model.optim.lr)
+    make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     if trainer_cfg.max_steps > max_steps and state.is_rank_zero():

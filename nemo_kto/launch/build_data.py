@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
+from nemo_kto.data.dataset import Splits
 from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.launch.build_rows import collate_settings, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, state
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The loaders of a run, the training examples themselves, and what turns what the loaders yield into a batch."""
+    """The loaders of a run, the examples themselves, and what turns what the loaders yield into a batch."""
 
     train: Loader[Any]
     validation: Loader[Any] | None
-    examples: Any
+    splits: Splits[Any]
     collate_fn: Callable[[Any], Any]
 
 
@@ -32,36 +36,37 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """Read, tokenise (once) and split the rows.
 
     Raises:
-        DataError: rows cannot be used, or there are none to train on.
+        DataError: rows cannot be used, or there are too few to train on.
     """
-    data = cfg.model.data
-    source = {
-        "data_prefix": data.data_prefix,
-        "splits_string": data.splits_string,
-        "tokenizer": tokenizer,
-        "seq_length": data.seq_length,
-        "truncation_mode": data.truncation_mode,
-        "cache_dir": Path(data.cache_dir),
-        "seed": cfg.model.seed,
-    }
-    collate = {
-        "eos_id": tokenizer.eos_token_id,
-        "seq_length": data.seq_length,
-        "pad_to_multiple": cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1,
-        "reset_attention_mask": data.reset_attention_mask,
-        "eod_mask_loss": data.eod_mask_loss,
-    }
     with state.main_process_first():
-        splits = cfg.recipe.build_splits(source, cfg.data_options())
+        splits = cfg.recipe.build_splits(source_settings(cfg, tokenizer), cfg.data_options())
     if splits.train is None:
-        raise DataError(f"model.data.data_prefix must give training rows, got none for splits_string={data.splits_string!r}")
-    take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate)
+        raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
+    data_parallel = parallel_state.get_data_parallel_world_size()
+    if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=data_parallel)) is not None:
+        raise DataError(wrong)
+    if state.is_rank_zero():
+        _warn(cfg, splits, rows=len(splits.train))
+    take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate_settings(cfg, tokenizer))
     return RunData(
         train=_loader(cfg, splits.train, take, training=True),
         validation=None if splits.validation is None else _loader(cfg, splits.validation, take, training=False),
-        examples=splits.train,
+        splits=splits,
         collate_fn=collate_fn,
     )
+
+
+def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
+    """Say what is done with the ``rows`` of the training and the others that is not obvious."""
+    for warning in splits.warnings:
+        logger.warning(warning)
+    for name, examples in (("train", splits.train), ("validation", splits.validation)):
+        for warning in () if examples is None else examples.counts.warnings(name, seq_length=cfg.model.data.seq_length):
+            logger.warning(warning)
+    batch = cfg.model.global_batch_size
+    if left_out := rows % batch:
+        text = f"train: each epoch leaves out {left_out} of {rows} rows, others each time, which fill no global batch"
+        logger.warning(f"{text} (model.global_batch_size={batch})")
 
 
 def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training: bool) -> Loader[Any]:

@@ -33,7 +33,8 @@ from nemo_kto.recipes.words import echo, mistakes, names
 
 PACKAGE = "nemo_kto.conf"
 Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
-_FREE_FORM = "model.data.data_prefix"  # may be a mapping, so anything may lie under it
+_FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings, so anything may lie under them
+_UNDER_FREE_FORM = tuple(f"{key}." for key in _FREE_FORM)
 WRONG = (HydraException, OmegaConfBaseException)
 # for expressions in the YAML files
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
@@ -201,7 +202,7 @@ def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") 
     keys = []
     for name in map(str, config):
         given = not (OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name))
-        section = config[name] if given and f"{prefix}{name}" != _FREE_FORM else None
+        section = config[name] if given and f"{prefix}{name}" not in _FREE_FORM else None
         if sections or not isinstance(section, DictConfig):
             keys.append(f"{prefix}{name}")
         if isinstance(section, DictConfig):
@@ -279,7 +280,7 @@ def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, swee
     key = override.key_or_group
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
-    if not (key in known or options or key.startswith(("hydra.", "hydra/", f"{_FREE_FORM}.")) or composed.choices(key)):
+    if not (key in known or options or key.startswith(("hydra.", "hydra/", *_UNDER_FREE_FORM)) or composed.choices(key)):
         return _unknown(key, text, known, recipe)
     if override.is_delete():
         return ConfigError(key, f"cannot be deleted, got {text}; set it to another value")

@@ -41,7 +41,7 @@ MUST_STAY = (
     Rule(("model.peft.restore_from_path",), "the adapters, by content"),
     Rule(("model.NAME.*",), "the loss, its weights and options; `null` is the same as the default of the loss"),
     Rule(
-        ("model.data.data_prefix", "model.data.splits_string"),
+        ("model.data.data_prefix", "model.data.splits_string", "model.data.fields"),
         "tokens, labels and order of the training and the validation rows, by content",
     ),
     Rule(("trainer.NAME.limit_train_batches",), "the number of steps in an epoch"),
@@ -131,7 +131,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     cache_dir, name, model = Path(cfg.model.data.cache_dir), cfg.recipe.name, cfg.model
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
     train: Any = data.train  # torch's loader, of which the trainer needs less
-    validation: Any = data.validation
+    validation = data.splits.validation
     tokenizer_folder = hugging_face_folder(source) or source
     tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
     facts: Facts = {
@@ -147,9 +147,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
-        _VALIDATION: None
-        if validation is None
-        else {"sha256": validation.dataset.fingerprint(), "from": f"{len(validation.dataset)} rows"},
+        _VALIDATION: None if validation is None else {"sha256": validation.fingerprint(), "from": f"{len(validation)} rows"},
         _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
         f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
         "trainer.precision": cfg.trainer.precision,

@@ -10,6 +10,7 @@ from pathlib import Path
 from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, UserError, either, error_of
+from nemo_kto.data.reader import Fields
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
@@ -140,6 +141,8 @@ def _data_files(cfg: RunConfig) -> Errors:
     wrong_form = None if missing else error_of(lambda: read_data_prefix(prefix))
     if wrong_form:
         yield ConfigError(key, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
+    if wrong_names := error_of(lambda: Fields(cfg.model.data.fields or {})):
+        yield ConfigError("model.data.fields", wrong_names)
 
 
 def _paths_in(value: object) -> list[str]:

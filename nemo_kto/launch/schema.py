@@ -45,7 +45,8 @@ Duration = Annotated[
     Name, check(reads(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
 ]
 Splits = Annotated[
-    Name, check(reads(read_splits_string), 'be up to three numbers of at least 0, the first above 0, such as "98,1,1"')
+    Name,
+    check(reads(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
 ]
 Finite = Annotated[float, check(math.isfinite, "be finite")]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
@@ -194,6 +195,7 @@ class DataConfig(Section):
         check(bool, "be given", "name a jsonl file, a folder or a list of them"),
     ]
     splits_string: Splits | None
+    fields: dict[str, Name] | None
     seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
     num_workers: Annotated[int, Ge(0)]

@@ -111,10 +111,11 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
 
     from nemo_kto.data.chat import RecordEncoder
     from nemo_kto.data.collate import kto_custom_collate
-    from nemo_kto.data.records import KTOExample, RowErrors, read_kto_records
+    from nemo_kto.data.reader import Fields, FileColumns, FileReader
+    from nemo_kto.data.records import KTOExample, RowErrors
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    records = list(read_kto_records(rows, RowErrors()))
+    records = list(FileReader(fields=Fields(), broken=RowErrors()).kto_records(rows, FileColumns()))
     encoded: list[Any] = RecordEncoder(tokenizer=tokenizer).encode(records)
     tokenised = [
         KTOExample(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +20,10 @@ from nemo_kto.data.balance import (
 )
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.collate import dpo_custom_collate
+from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.dataset import DPODataset, KTODataset, build_splits
-from nemo_kto.data.records import DataError, DPOExample, RowError, RowErrors, pair_of_row, read_dpo_records
+from nemo_kto.data.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.records import DataError, DPOExample, RowError, RowErrors, pair_of_row
 from nemo_kto.data.truncation import Truncation
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
@@ -65,7 +66,7 @@ def test_a_broken_pair_says_why(row: dict, text: str) -> None:
 def test_a_broken_pair_says_where(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
     broken = RowErrors()
-    assert len(list(read_dpo_records(file, broken))) == 1
+    assert len(list(FileReader(fields=Fields(), broken=broken).dpo_records(file, FileColumns()))) == 1
     with pytest.raises(DataError, match=r"1 broken row:\n  .*rows\.jsonl:2: a pair must have"):
         broken.raise_if_any()
 
@@ -94,10 +95,7 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
     assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
 
 
-def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
     rows = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
@@ -108,11 +106,11 @@ def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
-    assert caplog.messages.count("train: 4 rows") == 2
+        assert splits.train.counts == SplitCounts(rows=4, desirable=None, tokens=24, cut_prompts=0, cut_responses=0)
     judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
     assert judged is not None
     assert len(judged) == 8
-    assert "train: 8 rows, 4 of them desirable" in caplog.messages
+    assert (judged.counts.desirable, judged.counts.undesirable) == (4, 4)
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.records import DataError, KTORecord, RowError, RowErrors, read_kto_records, records_of_row
+from nemo_kto.data.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.records import DataError, KTORecord, RowError, RowErrors, records_of_row
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -33,6 +34,10 @@ def triples(row: dict) -> list[tuple]:
         ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [said("r")], True)]),
         ({"prompt": "hi", "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
         ({"prompt": [USER], "completion": [USER, said("r")], "label": True}, [([USER], [said("r")], True)]),
+        # one message in the place of a list of one
+        ({"prompt": [USER], "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": USER, "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": "hi", "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
     ],
 )
 def test_single_forms(row: dict, expected: list) -> None:
@@ -46,6 +51,7 @@ def test_single_forms(row: dict, expected: list) -> None:
         ({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, "p", "a", "b"),
         ({"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]}, [USER], [said("a")], [said("b")]),
         ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": "b"}, [USER], [said("a")], [said("b")]),
+        ({"prompt": USER, "chosen": said("a"), "rejected": said("b")}, [USER], [said("a")], [said("b")]),
         # the form of UltraFeedback: the prompt as a text and again in both conversations
         ({"prompt": "hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
         ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
@@ -98,7 +104,7 @@ def test_a_broken_row_says_key_value_and_remedy(row: dict, words: list[str]) -> 
 
 def read(path: Path) -> list[KTORecord]:
     broken = RowErrors()
-    records = list(read_kto_records(path, broken))
+    records = list(FileReader(fields=Fields(), broken=broken).kto_records(path, FileColumns()))
     broken.raise_if_any()
     return records
 
@@ -113,14 +119,26 @@ def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> Non
     assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
 
 
-def test_all_broken_rows_are_counted_and_the_first_ten_shown(tmp_path: Path) -> None:
+def test_of_one_fault_the_first_row_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(DataError) as error:
         read(path)
+    assert str(error.value) == (
+        f'23 broken rows:\n  {path}:2: "preference" must be "chosen" or "rejected", got \'good\'; '
+        "correct it or remove the row (the same in 22 more, up to line 46)"
+    )
+
+
+def test_of_different_faults_the_first_ten_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "p", "response": "r", "preference": f"good {i}" if i % 2 else "chosen"} for i in range(46)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read(path)
     lines = str(error.value).splitlines()
-    assert lines[0] == "23 broken rows, the first 10:"
+    assert lines[0] == "23 broken rows, the first 10 faults:"
     assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
 
 
@@ -128,7 +146,7 @@ def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("[1]\n", encoding="utf-8")
-        assert list(read_kto_records(tmp_path / name, broken)) == []
+        assert list(FileReader(fields=Fields(), broken=broken).kto_records(tmp_path / name, FileColumns())) == []
     with pytest.raises(DataError, match=r"2 broken rows:\n.*a\.jsonl:1: a row must be a JSON object.*\n.*b\.jsonl:1"):
         broken.raise_if_any()
 

@@ -177,9 +177,15 @@ BROKEN = [
     (
         ["model.data.splits_string='98,x'"],
         1,
+        ['model.data.splits_string must be auto, or up to three numbers, the first above 0, such as "98,2", got 98,x'],
+    ),
+    (
+        ["model.data.fields={prompt:question,promt:x}"],
+        1,
         [
-            "model.data.splits_string must be up to three numbers of at least 0, the first above 0, such as "
-            '"98,1,1", got 98,x'
+            "model.data.fields must map names out of prompt, response, completion, messages, preference, label, chosen, "
+            "rejected, chosen_response, rejected_response, chosen_reward, rejected_reward, tools, chat_template_kwargs to "
+            "columns, got promt; did you mean prompt?"
         ],
     ),
     (["model.data.seq_length=1"], 1, ["model.data.seq_length must be at least 2, got 1; a row has a prompt and an answer"]),

@@ -1,0 +1,59 @@
+"""From a configuration to the arguments of what reads the rows and of what makes batches of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.launch.schema import RunConfig
+
+
+def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
+    if (source / "config.json").is_file():
+        return load_tokenizer(source)
+    from nemo_kto.checkpoint.distributed import hugging_face_folder  # it loads megatron-core, which a preview can do without
+
+    return load_tokenizer(hugging_face_folder(source) or source)
+
+
+def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What ``data.dataset.build_splits`` takes, besides the kind of the examples."""
+    data = cfg.model.data
+    return {
+        "data_prefix": data.data_prefix,
+        "splits_string": data.splits_string,
+        "fields": data.fields,
+        "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
+        "tokenizer": tokenizer,
+        "seq_length": data.seq_length,
+        "truncation_mode": data.truncation_mode,
+        "cache_dir": Path(data.cache_dir),
+        "seed": cfg.model.seed,
+    }
+
+
+def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the collate functions of ``data.collate`` take by keyword."""
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "seq_length": cfg.model.data.seq_length,
+        "pad_to_multiple": cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1,
+        "reset_attention_mask": cfg.model.data.reset_attention_mask,
+        "eod_mask_loss": cfg.model.data.eod_mask_loss,
+    }
+
+
+def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
+    """Why ``rows`` training rows do not make a global batch, and what to set; None if they do."""
+    wanted = cfg.model.global_batch_size
+    if rows >= wanted:
+        return None
+    step = cfg.model.micro_batch_size * data_parallel
+    largest = rows // step * step
+    fits = f"set model.global_batch_size={largest}, or train on more rows (model.data.data_prefix)"
+    remedy = fits if largest > cfg.loss.record.needs_z0 else "train on more rows (model.data.data_prefix)"
+    return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"

@@ -1,0 +1,90 @@
+"""Rows with tools and variables of the chat template, against transformers and TRL, with the templates of real models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.data.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.records import KTORecord, RowError, pair_of_row, records_of_row
+from tests.tiny import make_tokenizer
+
+pytestmark = pytest.mark.parity
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+USER = {"role": "user", "content": "Is it warm in Paris?"}
+ANSWERED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "31 degrees"}]
+GOOD, BAD = {"role": "assistant", "content": "Yes, it is."}, {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture(params=["qwen2_5", "qwen3"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+    """The byte-level tokenizer with the chat template of a real model, as TRL ships it."""
+    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates and is the oracle")
+    made: PreTrainedTokenizerBase = make_tokenizer()
+    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text()
+    return made
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, record: KTORecord) -> tuple[str, str]:
+    (example,) = RecordEncoder(tokenizer=tokenizer).encode([record])
+    assert isinstance(example, EncodedExample), example
+    return str(tokenizer.decode(example.prompt_ids)), str(tokenizer.decode(example.response_ids))
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("prompt", [[USER], ANSWERED], ids=["question", "called"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_variables_reach_the_template_of_prompt_and_answer(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[dict], variables: dict[str, Any], as_text: bool
+) -> None:
+    from trl.data_utils import apply_chat_template
+
+    tools = json.dumps([TOOL]) if as_text else [TOOL]
+    row: dict[str, Any] = {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}
+    theirs = apply_chat_template({**row, "chat_template_kwargs": variables}, tokenizer, tools=[TOOL])
+    row |= {"tools": tools, "chat_template_kwargs": variables}
+    good, bad = records_of_row(row, 1)
+    for record, name in ((good, "chosen"), (bad, "rejected")):
+        shown, answer = texts(tokenizer, record)
+        # TRL keeps the newline that the template writes after the end of the turn
+        assert (shown, f"{answer}\n") == (theirs["prompt"], theirs[name])
+        assert "get_weather" in shown.split("Is it warm")[0]
+        whole = tokenizer.apply_chat_template([*prompt, *record.response], tools=[TOOL], tokenize=False, **variables)
+        assert f"{shown}{answer}\n" == whole
+    pair = pair_of_row(row, 1)
+    assert pair.template == good.template == {"tools": [TOOL], **variables}
+    plain = {key: value for key, value in row.items() if key not in ("tools", "chat_template_kwargs")}
+    assert texts(tokenizer, records_of_row(plain, 1)[0])[0] != texts(tokenizer, good)[0]
+
+
+def test_a_variable_changes_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {
+        "messages": [USER, GOOD],
+        "label": True,
+        "chat_template_kwargs": {"add_vision_id": True, "enable_thinking": False},
+    }
+    shown, _ = texts(tokenizer, records_of_row(row, 1)[0])
+    thinks = "<think>\n\n</think>\n\n" if "enable_thinking" in str(tokenizer.chat_template) else ""
+    assert shown.endswith(f"<|im_start|>assistant\n{thinks}")
+
+
+def test_tools_are_refused_where_the_template_does_not_know_them() -> None:
+    (record,) = records_of_row({"messages": [USER, GOOD], "label": True, "tools": [TOOL]}, 1)
+    (wrong,) = RecordEncoder(tokenizer=make_tokenizer()).encode([record])
+    assert isinstance(wrong, RowError)
+    assert (
+        str(wrong) == '"tools" would be lost: the tokenizer\'s chat template does not use them; change it or remove the key'
+    )

@@ -1,0 +1,162 @@
+"""Splits of little data and of much, and what a split counts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.data.blend import Range, join_small, split_ranges
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.counts import SplitCounts
+from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.prefix import SPLITS, Source, split_shares
+from nemo_kto.data.records import DataError
+from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+
+TOKENIZER = chatml_tokenizer()
+SOURCE = Source((), None)
+
+
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = "auto", **changes: object) -> Splits[KTODataset]:
+    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset, "min_validation_rows": 2}
+    settings |= {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
+    settings |= {"cache_dir": tmp_path / "cache", **changes}
+    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+
+
+def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[str]]:
+    """Rows of train, validation and test, and what is said, without reading any row."""
+    cuts = split_ranges(rows, split_shares(splits_string, rows), lambda place: False)
+    ranges: dict[str, list[Range]] = {split: [(SOURCE, *cut)] for split, cut in zip(SPLITS, cuts, strict=True)}
+    said = join_small(ranges, splits_string, least)
+    return [sum(stop - start for _, start, stop in ranges[split]) for split in SPLITS], said
+
+
+@pytest.mark.parametrize("least", [1, 2])  # DPO, KTO
+@pytest.mark.parametrize(
+    ("rows", "validation"),
+    [
+        *[(rows, 0) for rows in (2, 3, 40, 63, 64, 65, *range(75, 177), 199)],
+        *[(200, 2), (1000, 10), (999_999, 9999), (1_000_000, 10_000), (40_000_000, 10_000)],
+    ],
+)
+def test_the_default_gives_every_row_to_a_split_that_is_read(rows: int, validation: int, least: int) -> None:
+    found, said = sizes(rows, "auto", least)
+    assert found == [rows - validation, validation, 0]
+    remedy = f'set model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}" for more, or null for no validation'
+    assert said == ([] if validation else [f"validation: no row, of {rows} rows in all; {remedy}"])
+
+
+def test_a_validation_split_of_one_row_is_joined_where_the_loss_needs_two() -> None:
+    found, said = sizes(100, "98,1,1", 2)
+    assert found == [99, 0, 1]
+    assert said == [
+        "validation: 1 of 100 rows is too few and is used for training; set "
+        'model.data.splits_string="90,10" for more, or null for no validation',
+        "test: 1 of 100 rows are set aside for it, and nothing reads them; leave the third number out of "
+        "model.data.splits_string=98,1,1",
+    ]
+    assert sizes(100, "98,1,1", 1)[0] == [98, 1, 1]
+    assert sizes(100, "98,2", 2) == ([98, 2, 0], [])
+    assert sizes(10, "1", 2) == ([10, 0, 0], [])
+
+
+def test_joined_rows_are_trained_on_in_the_order_of_the_file(tmp_path: Path) -> None:
+    files = [str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(10, name))) for name in ("a", "b")]
+    built = splits(files, tmp_path, "95,5", min_validation_rows=3)
+    assert built.validation is None
+    assert built.train is not None
+    prompts = [TOKENIZER.decode(row.prompt_ids) for row in built.train.__getitems__(range(20))]
+    assert prompts == [f"{name} {i}:" for name in ("a", "b") for i in range(10)]
+    built = splits([1, files[0], 3, files[1]], tmp_path, "50,50")
+    assert built.train is not None
+    assert built.validation is not None
+
+
+def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) -> None:
+    files = {name: str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(n, name))) for name, n in (("a", 4), ("b", 1))}
+    built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path)
+    assert built.train is not None
+    assert len(built.train) == 4
+    assert built.validation is None
+    assert built.warnings == (
+        "validation: 1 row is too few and is left out, at least 2 are needed; see model.data.data_prefix",
+        "test: 4 rows, and nothing reads them; leave them out of model.data.data_prefix",
+    )
+    assert splits({"train": files["a"], "validation": files["b"]}, tmp_path, min_validation_rows=1).validation is not None
+
+
+def test_a_split_of_one_label_is_warned_of(tmp_path: Path) -> None:
+    rows = sorted(numbered_rows(10), key=lambda row: row["preference"])
+    built = splits(write_rows(tmp_path / "a.jsonl", rows), tmp_path, "50,50")
+    assert built.train is not None
+    assert built.validation is not None
+    for name, dataset, label in (("train", built.train, "desirable"), ("validation", built.validation, "undesirable")):
+        said = list(dataset.counts.warnings(name, seq_length=32))
+        assert said == [f"{name}: all 5 rows are {label}; is the file sorted by label?"]
+
+
+LONG = [
+    {"prompt": "a" * 6, "response": "b" * 3, "label": True},  # 6 + 4 with the end
+    {"prompt": "a" * 9, "response": "b" * 3, "label": True},
+    {"prompt": "a", "response": "b" * 12, "label": False},
+    {"prompt": "a" * 3, "response": "b" * 12, "label": False},
+]
+
+
+def test_what_truncation_took_is_counted_from_the_cache_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", LONG)
+    for _ in range(2):
+        built = splits(path, tmp_path, None, seq_length=10)
+        assert built.train is not None
+        assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, cut_prompts=2, cut_responses=2)
+        assert list(built.train.counts.warnings("train", seq_length=10)) == [
+            "train: the prompt is cut in 2 of 4 rows, which are longer than model.data.seq_length=10",
+            "train: the answer is cut in 2 of 4 rows, which are longer than model.data.seq_length=10",
+        ]
+        monkeypatch.setattr(RecordEncoder, "encode", None)  # the second time it is not needed
+
+
+def test_counts_of_a_part_of_two_files(tmp_path: Path) -> None:
+    files = [str(write_rows(tmp_path / f"{name}.jsonl", LONG)) for name in "ab"]
+    built = splits(files, tmp_path, "50,50", seq_length=12)
+    assert built.train is not None
+    assert built.validation is not None
+    assert built.train.counts == SplitCounts(rows=4, desirable=4, tokens=44, cut_prompts=2, cut_responses=0)
+    assert built.validation.counts == SplitCounts(rows=4, desirable=0, tokens=48, cut_prompts=2, cut_responses=4)
+
+
+def test_counts_of_pairs(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a" * 4, "chosen": "b", "rejected": "b" * 12, "id": 1},
+        {"prompt": "a" * 4, "chosen": "b", "rejected": "c"},
+    ]
+    make = partial(DPODataset, default_rewards=(1.0, 0.0))
+    built: Splits[DPODataset]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    built = splits(path, tmp_path, None, seq_length=10, kind=DPO_EXAMPLES, make=make)  # type: ignore[assignment]
+    assert built.train is not None
+    assert built.train.counts == SplitCounts(rows=2, desirable=None, tokens=3 + 10 + 12, cut_prompts=1, cut_responses=1)
+    assert built.train.counts.undesirable is None
+    assert list(built.train.counts.warnings("train", seq_length=10))[1] == (
+        "train: the answer is cut in 1 of 2 rows, which are longer than model.data.seq_length=10"
+    )
+
+
+def test_unused_columns_are_said_from_the_cache_too(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [row | {"id": i, "source": "x"} for i, row in enumerate(numbered_rows(3))])
+    for _ in range(2):
+        assert splits(path, tmp_path, None).warnings == (f"{path}: columns that are not used: id, source (3 rows)",)
+
+
+def test_a_renamed_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "q", "response": "r", "label": True}])
+    with pytest.raises(DataError) as error:
+        splits(path, tmp_path, fields={"prompt": "qestion"})
+    assert str(error.value) == (
+        "model.data.fields must name columns of the rows, got qestion, which no row has; they have label, question, response"
+    )
+    assert splits(path, tmp_path, fields={"prompt": "question"}).train is not None
