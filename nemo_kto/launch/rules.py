@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
+from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
@@ -26,7 +27,8 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_callbacks, _files, _data_files, _checkpoints, _loss, _recompute, _learning_rate, _reference, _export)
+    checks = (_callbacks, _files, _data_files, broken_files, _checkpoints, _loss, _recompute, _learning_rate)
+    checks += (_reference, _export)
     found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 

@@ -16,6 +16,7 @@ from nemo_kto.launch.cli import Job
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import KTO, RECIPES, Recipe
+from tests.tiny import write_stub_adapter, write_stub_model
 
 
 class Load(Protocol):
@@ -86,10 +87,8 @@ def other(request: pytest.FixtureRequest) -> Recipe:
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     """Overrides that name a model folder and a data file that exist."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    write_stub_model(tmp_path / "model")
+    write_stub_adapter(tmp_path / "adapter")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
     return [
         f"pretrained_checkpoint.restore_from_path={tmp_path}/model",
