@@ -132,7 +132,8 @@ class RecordEncoder:
         try:
             rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         except Exception as error:  # a template is a program of its own and may raise anything
-            raise RowError(f"the tokenizer's chat template refuses the messages: {error}") from error
+            told = f"the tokenizer's chat template refuses the messages: {error}"
+            raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
         if not isinstance(rendered, str) or not rendered.strip():
             raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
         return rendered

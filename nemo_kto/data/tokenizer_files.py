@@ -49,13 +49,12 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 def _highest(file: Path) -> tuple[str, int]:
     """The token with the highest id, and the id."""
     content = read_json(file, remedy=_REMEDY)
-    model, added = content.get("model"), content.get("added_tokens") or []
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     try:
+        vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
         if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
             ids = {entry[0]: number for number, entry in enumerate(vocabulary)}
         else:
-            ids = dict(vocabulary or {})
+            ids = dict(vocabulary)
         ids |= {token["content"]: token["id"] for token in added}
         return max(((str(token), int(number)) for token, number in ids.items()), key=lambda entry: entry[1])
     except (TypeError, ValueError, LookupError) as error:

@@ -109,7 +109,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"hidden_act must be 'silu', got {activation!r}; choose another model")
     if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
         raise ValueError(
-            "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv"
+            "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv; "
+            "choose another model"
         )
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if types is not None and layers is not None and len(types) != layers:

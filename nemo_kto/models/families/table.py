@@ -61,7 +61,7 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(known))
     if unknown:
-        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
     return tuple(known[kind] for kind in config.layer_types)
 
 
