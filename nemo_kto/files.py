@@ -1,15 +1,36 @@
-"""Files and folders that appear under their names complete or not at all."""
+"""Files of others that are read with one clear error; files and folders of ours that appear complete or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from nemo_kto.errors import UserError
 
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
+
+
+def read_json(file: Path, *, remedy: str = "download or write it again") -> dict[str, Any]:
+    """The JSON object in a file that may hold anything.
+
+    Raises:
+        UserError: the file cannot be read, or is no JSON object; names it, and ends with the remedy.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError) as error:  # bytes that are no text, text that is no JSON, brackets without end
+        raise UserError(f"{file} must be JSON, got something else ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must be a JSON object, got {type(content).__name__}; {remedy}")
+    return content
 
 
 @contextlib.contextmanager

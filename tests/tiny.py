@@ -8,9 +8,12 @@ It needs no more than what nemo_kto itself needs.
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 EOS, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -91,6 +94,34 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), dtype: str = "F32") -> None:
+    """A safetensors file of zeros, in fp32 unless told otherwise."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * {"F32": 4, "BF16": 2, "I8": 1, "F8_E4M3": 1, "I32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def write_stub_model(folder: Path) -> Path:
+    """A folder that a command line may name as a model: of a known family, of no particular size, without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    write_safetensors(folder / "model.safetensors")
+    return folder
+
+
+def write_stub_adapter(folder: Path) -> Path:
+    """A folder that a command line may name as an adapter in PEFT's format: of rank 1, on one layer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    write_safetensors(folder / "adapter_model.safetensors", {name.format("A"): (1, 2), name.format("B"): (2, 1)})
     return folder
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemo_kto.errors import UserError
 from nemo_kto.files import start_folder
 from nemo_kto.parallel import state
 
@@ -15,7 +16,7 @@ from nemo_kto.parallel import state
 def write_together(
     what: str,
     *,
-    prepare: Callable[[], str | None],
+    prepare: Callable[[], None],
     stream: Callable[[], Iterator[tuple[str, Tensor]]],
     write: Callable[[Iterator[tuple[str, Tensor]]], None],
     publish: Callable[[], None],
@@ -24,16 +25,17 @@ def write_together(
 
     Args:
         what: is being done, for the error.
-        prepare: on rank 0, before anything; gives what is in the way, or None.
+        prepare: on rank 0, before anything.
         stream: on every rank of the first copy: sends this rank's part as it is used up; gives on rank 0 what to write.
         write: on rank 0, what the stream gives.
         publish: on rank 0, when all is written.
 
     Raises:
+        UserError: ``prepare`` raised it; on every rank alike.
         RuntimeError: rank 0 failed; says why, on every rank alike.
     """
     first_rank, failure = state.is_rank_zero(), f"{what} failed: {{}}"
-    state.raise_together(prepare() if first_rank else None, failure)
+    state.on_rank_zero(prepare, failure)
     problem = None
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         parts = stream()
@@ -46,9 +48,16 @@ def write_together(
     state.raise_together(problem, failure)
 
 
-def start_partial(target: Path, *, is_ours: Callable[[Path], bool]) -> str | None:
-    """Make the empty folder that becomes ``target``, which is replaced if ``is_ours``; what is in the way, or None."""
+def start_partial(target: Path, *, is_ours: Callable[[Path], bool]) -> None:
+    """Make the empty folder that becomes ``target``, which is replaced if ``is_ours``.
+
+    Raises:
+        UserError: something else is in the way, or the folder cannot be made.
+    """
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not (is_empty or is_ours(target)):
-        return f"{target} exists and is no earlier export; remove it or export to another folder"
-    return state.attempt(lambda: start_folder(target))
+        raise UserError(f"{target} exists and is no earlier export; remove it or export to another folder")
+    try:
+        start_folder(target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be made: {error.strerror}; export to another folder") from error

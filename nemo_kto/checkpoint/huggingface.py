@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from nemo_kto.checkpoint.folders import start_partial, write_together
 from nemo_kto.checkpoint.mapping import differences, rank_weights, wanted_weights
 from nemo_kto.checkpoint.model_state import dtype_name
-from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter, find_weights
+from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, ShardWriter, find_weights, is_our_model
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
+from nemo_kto.errors import UserError
 from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
 
-_WRITTEN_BY = "nemo_kto"
+_SHOWN = 20  # differences; a model of the wrong size differs everywhere
 # What transformers, and the engines that serve its models, read beside the weights and config.json.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -32,8 +33,18 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
     Only the slices that this rank holds are read; adapters stay as they are.
 
     Raises:
-        FileNotFoundError: the folder has no safetensors, or not all of them.
-        ValueError: weights are missing, unexpected or of another shape; lists all of them, on every rank alike.
+        UserError: as :func:`check_weights`, or a value is no finite number.
+    """
+    check_weights(architecture, folder)
+    files = {name: file for name, (file, _) in find_weights(Path(folder)).items()}
+    read_weights(rank_weights(chunks, architecture), architecture, files)
+
+
+def check_weights(architecture: Architecture, folder: str | Path) -> None:
+    """Compare the weights in a folder with those that the architecture has; reads only the headers of the files.
+
+    Raises:
+        UserError: weights are missing, unexpected or of another shape; lists up to 20. Or the files cannot be read.
     """
     found = find_weights(Path(folder))
     # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
@@ -46,8 +57,8 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
             f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
             f"got {len(problems)} differences:"
         )
-        raise ValueError("\n  ".join([told, *problems]))
-    read_weights(rank_weights(chunks, architecture), architecture, {name: file for name, (file, _) in found.items()})
+        shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"and {len(problems) - _SHOWN} more"]
+        raise UserError("\n  ".join([told, *shown, "download the model again, or write it with save_pretrained"]))
 
 
 def export(
@@ -65,6 +76,7 @@ def export(
         max_shard_bytes: size limit of a weight file.
 
     Raises:
+        UserError: something is in the way; says what, on every rank alike.
         RuntimeError: rank 0 could not write; says why, on every rank alike.
     """
     source, target = Path(source), Path(out)
@@ -73,7 +85,7 @@ def export(
         writer = ShardWriter(folder=partial_folder(target), max_shard_bytes=max_shard_bytes)
         for name, tensor in stream:
             writer.add(name, tensor)
-        writer.close(mark=_WRITTEN_BY)
+        writer.close(mark=WRITTEN_BY)
 
     write_together(
         "export to Hugging Face",
@@ -84,18 +96,12 @@ def export(
     )
 
 
-def _prepare(source: Path, target: Path) -> str | None:
+def _prepare(source: Path, target: Path) -> None:
     if not (source / "config.json").is_file():
-        return f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
-    return start_partial(target, is_ours=_is_ours)
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return index.get("metadata", {}).get("written_by") == _WRITTEN_BY
+        raise UserError(
+            f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
+        )
+    start_partial(target, is_ours=is_our_model)
 
 
 def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:

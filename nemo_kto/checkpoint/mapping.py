@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from megatron.core.utils import unwrap_model
 from torch import nn
 
+from nemo_kto.checkpoint.safetensors_files import Shapes
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
-
-Shapes = dict[str, tuple[int, ...]]
-"""Names of weights in a file -> their shapes."""
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
 _ENGINE_NAMES = {

@@ -3,40 +3,127 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_kto.errors import UserError, either
+from nemo_kto.files import read_json
+
 INDEX = "model.safetensors.index.json"
+WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
+_REMEDY = "download or write it again"
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+Shapes = dict[str, tuple[int, ...]]
+"""Names of weights in a file -> their shapes."""
 
 
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a safetensors file; reads only its header."""
-    with safe_open(file, framework="pt") as handle:
-        names = list(handle.keys())
-        return {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+class _Broken(ValueError):
+    """What is wrong with a header."""
+
+
+def tensor_shapes(file: Path) -> Shapes:
+    """Shape of every tensor in a safetensors file; reads only its header.
+
+    Raises:
+        UserError: it is no safetensors file, is cut short, or holds something else than floats.
+    """
+    return _read_header(file)[0]
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What the writer of a safetensors file noted in it; raises as :func:`tensor_shapes` does."""
+    return _read_header(file)[1]
+
+
+def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
+    try:
+        with file.open("rb") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > _MAX_HEADER_BYTES:
+                raise _Broken("it begins with something else than a header")
+            if size < 8 + length:
+                raise _Broken(f"it has {size} bytes, its header alone {length}")
+            header = json.loads(handle.read(length))
+        return _parse_header(header, size - 8 - length)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
+    except _Broken as error:
+        raise UserError(f"{file} must be a whole safetensors file, but {error}; {_REMEDY}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} must be a safetensors file, but its header is no JSON ({error}); {_REMEDY}") from error
+
+
+def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, str]]:
+    if not isinstance(header, dict):
+        raise _Broken("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    shapes, end = {}, 0
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
+                pass
+            case _:
+                raise _Broken(f"its header does not say what {name} is")
+        if dtype not in _FLOATS:
+            floats = either([*_FLOATS])
+            raise _Broken(f"{name} is {dtype} and not {floats}, perhaps quantized; start from the unquantized model")
+        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * _FLOATS[dtype]:
+            raise _Broken(f"its header contradicts itself about {name}")
+        shapes[name], end = tuple(shape), max(end, last)
+    if end != data_bytes:
+        raise _Broken(f"it has {data_bytes} bytes of weights, and its header names {end}: it was cut short or changed")
+    return shapes, metadata if isinstance(metadata, dict) else {}
 
 
 def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """File and shape of every weight in a folder; reads only the headers of the files.
 
     Raises:
-        FileNotFoundError: there are no safetensors, or the index names a file that is not there.
+        UserError: there are no safetensors, not all that the index names, or they cannot be read; lists all such files.
     """
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [folder / name for name in sorted(set(index.values()))]
-    else:
-        files = [folder / "model.safetensors"]
+    files = _weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder} must hold its weights as safetensors, but {', '.join(absent)} is not there; "
             "load the model with transformers and write it with save_pretrained"
         )
-    return {name: (file, shape) for file in files for name, shape in tensor_shapes(file).items()}
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    wrong = []
+    for file in files:
+        try:
+            found |= {name: (file, shape) for name, shape in tensor_shapes(file).items()}
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError("\n  ".join(wrong))
+    return found
+
+
+def is_our_model(folder: Path) -> bool:
+    """Whether this program wrote the folder."""
+    try:
+        return read_json(folder / INDEX)["metadata"]["written_by"] == WRITTEN_BY
+    except (UserError, LookupError, TypeError):
+        return False
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index} must have a weight_map from the name of each weight to its file; {_REMEDY}")
+    return [folder / name for name in sorted(set(files.values()))]
 
 
 @dataclass(kw_only=True, eq=False)

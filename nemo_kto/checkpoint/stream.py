@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemo_kto.checkpoint.mapping import Weight
+from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
@@ -27,6 +29,9 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
 
     Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
+
+    Raises:
+        UserError: a value is no finite number.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
@@ -39,6 +44,8 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
         with safe_open(file, framework="pt") as handle, torch.no_grad():
             for name, piece in wanted[file]:
                 piece.place.copy_(handle.get_slice(name)[piece.where])
+                if not math.isfinite(float(piece.place.sum())):
+                    raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
 
 
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
+from nemo_kto.data.tokenizer_files import check_tokenizer
+from nemo_kto.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,22 @@ class _RenderedText:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, without asking the network."""
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    """The tokenizer of a Hugging Face folder, without asking the network or running code of the folder.
+
+    Raises:
+        UserError: there is none, or transformers cannot read it.
+    """
+    check_tokenizer(Path(folder))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of wrong files transformers and tokenizers may make anything
+        told = f"{folder}: the tokenizer cannot be loaded: {error}"
+        raise UserError(f"{told}; download the tokenizer's files again, or write them with save_pretrained") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(
+            f"{folder} must hold a tokenizer, got {type(tokenizer).__name__}; download the tokenizer's files again"
+        )
+    return tokenizer
 
 
 class RecordEncoder:
@@ -45,9 +61,9 @@ class RecordEncoder:
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Args: tokenizer: must have an EOS token; ValueError if it has none."""
+        """Args: tokenizer: must have an EOS token; UserError if it has none."""
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
+            raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
         self._eos_id: int = tokenizer.eos_token_id
         self._template = str(tokenizer.chat_template)
@@ -122,8 +138,11 @@ class RecordEncoder:
         try:
             rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
         except Exception as error:  # a template is a program of its own and may raise anything
-            raise RowError(f"the tokenizer's chat template refuses the messages: {error}") from error
-        return rendered  # type: ignore[return-value]  # one conversation, not tokenised: a string
+            told = f"the tokenizer's chat template refuses the messages: {error}"
+            raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
+        if not isinstance(rendered, str) or not rendered.strip():
+            raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
+        return rendered
 
     def _finish(self, text: _RenderedText, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
         if text.templated:

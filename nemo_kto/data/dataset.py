@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, split_ranges
 from nemo_kto.data.cache import ExampleKind, TokenCache
 from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.fingerprint import examples_hash
 from nemo_kto.data.counts import SplitCounts
+from nemo_kto.data.fingerprint import examples_hash
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, split_shares
 from nemo_kto.data.reader import Fields
 from nemo_kto.data.records import DataError, DPOExample, KTOExample, RowErrors

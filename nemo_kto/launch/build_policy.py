@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.checkpoint.checkpoint_files import check_checkpoint
 from nemo_kto.checkpoint.distributed import (
     CHECKPOINTS,
     checkpoint_dtype,
@@ -21,7 +22,7 @@ from nemo_kto.checkpoint.distributed import (
     load_weights_only,
     saved_adapters,
 )
-from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.checkpoint.huggingface import check_weights, export, load_weights
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
 from nemo_kto.launch.schema import GPTConfig, PeftConfig
@@ -76,6 +77,8 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     """
     adapters = adapter_settings(cfg.peft)
     architecture = read_architecture(hugging_face_folder(source) or source, tensor_parallel=cfg.tensor_model_parallel_size)
+    if hugging_face_folder(source) is None:
+        check_weights(architecture, source)  # before memory is taken for what may be of another size
     gpt = build_gpt(
         architecture,
         params_dtype=dtype,
@@ -181,17 +184,18 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
-        ValueError: ``adapter`` of a checkpoint without adapters.
+        UserError: there is no complete checkpoint, or none with adapters for ``adapter``; or ``out`` is in the way.
     """
     if hugging_face_folder(checkpoint) is None:
         complete = find_checkpoints(checkpoint / CHECKPOINTS)
         if not complete:
-            raise FileNotFoundError(f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none")
+            told = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
+            raise UserError(f"{told}; correct the path")
         checkpoint = complete[-1].folder
+    check_checkpoint(checkpoint)
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
-        raise ValueError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
+        raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
     architecture = read_architecture(hugging_face_folder(checkpoint) or checkpoint, tensor_parallel=1)

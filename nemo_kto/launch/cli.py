@@ -32,7 +32,6 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
 
-_SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
@@ -114,8 +113,8 @@ def _export(argv: Sequence[str]) -> None:
 
     try:
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
-    except (FileNotFoundError, ValueError) as error:
-        parser.error(str(error))
+    except UserError as error:
+        ranks.fail(error, world=None)
 
 
 def _preview(argv: Sequence[str]) -> None:
@@ -132,7 +131,10 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
     argv = sys.argv[1:] if argv is None else argv
     ranks.end_with_launcher()
-    world = ranks.detect_world()
+    try:
+        world = ranks.detect_world()
+    except UserError as error:
+        ranks.fail(error, world=None)
     flags = _flags(argv)
     if flags.help:
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
@@ -237,11 +239,6 @@ class Job:
             build.train(cfg)
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
-        except UserError as error:  # says what to correct; where in the program it was found helps nobody
-            if self.world is not None and self.world.rank > 0:
-                time.sleep(_SECONDS_TO_SPEAK)  # the launcher ends it meanwhile if rank 0 has said the same
-            print(f"nemo-kto: {error}", file=sys.stderr)
-            ranks.exit_rank(ranks.USAGE_ERROR, world=self.world)
         except Exception as error:
             ranks.fail(error, world=self.world)
 
@@ -264,7 +261,7 @@ def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoRet
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
     else:
-        time.sleep(_SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
+        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
     sys.exit(ranks.USAGE_ERROR)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
 from nemo_kto.data.prefix import read_data_prefix
-from nemo_kto.errors import ConfigError, UserError, either, error_of
 from nemo_kto.data.reader import Fields
+from nemo_kto.errors import ConfigError, UserError, either, error_of
+from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
@@ -28,18 +29,8 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (
-        _callbacks,
-        _files,
-        _sources,
-        _data_files,
-        _checkpoints,
-        _loss,
-        _recompute,
-        _learning_rate,
-        _reference,
-        _export,
-    )
+    checks = (_callbacks, _files, _sources, _data_files, broken_files, _checkpoints, _loss, _recompute, _learning_rate)
+    checks += (_reference, _export)
     found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 

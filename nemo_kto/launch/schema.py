@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -48,7 +47,6 @@ Splits = Annotated[
     Name,
     check(reads(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
 ]
-Finite = Annotated[float, check(math.isfinite, "be finite")]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
@@ -77,7 +75,7 @@ class TrainerConfig(Section):
     accelerator: Literal["auto", "cpu", "gpu"]
     precision: Annotated[Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported")]
     max_time: Duration | None
-    timeout_minutes: Count
+    timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600, which is a year")]
     callbacks: list[str | dict[str, object]]
 
 
@@ -215,7 +213,7 @@ class GPTConfig(Section):
     context_parallel_size: Annotated[Literal[1], Remedy(f"context parallelism is {Unsupported}")]
     expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
     sequence_parallel: bool
-    seed: int
+    seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
     fp8: Annotated[None, Remedy(f"fp8 needs Transformer Engine and is {Unsupported}")]
     activations_checkpoint_granularity: Literal["selective", "full"] | None
     activations_checkpoint_method: Literal["uniform", "block"] | None
@@ -233,7 +231,7 @@ class ExportConfig(Section):
     enabled: bool
     path: FilePath
     adapter_path: FilePath
-    max_shard_size_gb: Annotated[float, Gt(0), Remedy("e.g. 5.0")]
+    max_shard_size_gb: Annotated[float, Gt(0), check(lambda size: size <= 1e6, "be at most 1000000"), Remedy("e.g. 5.0")]
 
 
 class RunConfig(Section):
@@ -277,7 +275,7 @@ def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})
     if loss is not None:
         section.record = loss
-    data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (Finite | None, ...)))
+    data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (float | None, ...)))
     fields: dict[str, tuple[object, object]] = {
         "algorithm": (Literal[recipe.name], ...),
         "trainer": (_extended(TrainerConfig, {recipe.name: (LoopConfig, ...)}), ...),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from nemo_kto.models.families import Family, find_family
+from nemo_kto.errors import UserError
+from nemo_kto.models.config_file import CONFIG, read_config_file
+from nemo_kto.models.families import Family
 from nemo_kto.models.families.table import Windows
-from nemo_kto.models.rope import Rope, check_rope_type, read_rope
+from nemo_kto.models.rope import Rope, read_rope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,32 +105,26 @@ def read_architecture(folder: str | Path, *, tensor_parallel: int) -> Architectu
         tensor_parallel: ranks that will share every layer; decides the padding.
 
     Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: the architecture, the rope type or another property of the model is not supported; names it.
+        UserError: there is none, or it is not of a supported model; names what is wrong with it.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} must be a Hugging Face model folder, but it has no config.json")
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    try:
-        return _read(raw, folder=Path(folder), tensor_parallel=tensor_parallel)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _read(raw: dict[str, Any], *, folder: Path, tensor_parallel: int) -> Architecture:
-    family = find_family(next(iter(raw.get("architectures") or []), ""))
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
-    check_rope_type(raw)  # before transformers sees it, whose own complaint would not say what is supported
+    folder = Path(folder)
+    _, family = read_config_file(folder)  # before transformers sees it, whose own complaint would not say what is supported
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of a wrong field transformers may make anything
+        raise UserError(
+            f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
+        ) from error
+    try:
+        return _architecture(config, family, tensor_parallel=tensor_parallel)
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+
+
+def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: int) -> Architecture:
     heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
     if config.intermediate_size % tensor_parallel:
         raise ValueError(
             f"intermediate_size must be divisible by the tensor-parallel size, got {config.intermediate_size} and "
@@ -136,17 +134,13 @@ def _read(raw: dict[str, Any], *, folder: Path, tensor_parallel: int) -> Archite
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
-    if flags.get("mlp_bias") and not flags.get("qkv_bias"):
-        raise ValueError(
-            "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv"
-        )
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
-        num_query_groups=groups,
+        num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         ffn_hidden_size=config.intermediate_size,
         vocab_size=config.vocab_size,

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
@@ -74,10 +75,10 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
         seed: of the values of A.
 
     Raises:
-        ValueError: a layer's number is larger than the number of layers.
+        UserError: a layer's number is larger than the number of layers.
     """
     if settings.layers is not None and max(settings.layers) > architecture.num_layers:
-        raise ValueError(
+        raise UserError(
             f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers; got {list(settings.layers)}"
         )
     for parameter in chunk.parameters():

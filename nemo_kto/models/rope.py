@@ -60,10 +60,11 @@ def check_rope_type(config: Mapping[str, Any]) -> str:
     settings = _settings(config)
     nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
     if nested:
-        raise ValueError(f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}")
+        told = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
+        raise ValueError(f"{told}; choose another model")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+        raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}; choose another model")
     return kind
 
 
@@ -82,9 +83,10 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[kind]
     missing = [name for name in needed if settings.get(name) is None] + ([] if theta is not None else ["rope_theta"])
     if missing or theta is None:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)")
+        told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
+        raise ValueError(f"{told}; add what is missing")
     if settings.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}")
+        raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}; choose another model")
     rope = Rope(theta=float(theta), kind=kind, factor=float(settings.get("factor") or 1.0))
     if kind != "llama3":
         return rope

@@ -12,19 +12,26 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-USAGE_ERROR = 2  # exit status of a wrong command line, whose mistakes have been listed
+from nemo_kto.errors import UserError
+
+USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
+SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
 _LOCAL = "127.0.0.1"  # not the host name, which need not resolve
 _STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+_MAX_RANKS = 10**6
+_UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
 _LIKELY_CAUSE = {-signal.SIGTERM: 2, USAGE_ERROR: 0}  # other signals are 0 as well, errors 1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -50,26 +57,48 @@ def detect_world(environ: MutableMapping[str, str] | None = None) -> World | Non
     """The ranks that somebody started, None if this process is the only one.
 
     In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
+
+    Raises:
+        UserError: a variable is no number, or out of range, or missing; names it.
     """
     environ = os.environ if environ is None else environ
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         if not _in_srun_step(environ):
             return None
-        _from_slurm(environ)
-    local_size = environ.get("LOCAL_WORLD_SIZE")
-    return World(
-        rank=int(environ["RANK"]),
-        size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ.get("LOCAL_RANK", "0")),
-        local_size=int(local_size) if local_size else None,
+        try:
+            _from_slurm(environ)
+        except (ValueError, LookupError) as error:
+            raise UserError(
+                f"the variables of SLURM must be those of a step of srun, got others ({error}); {_UNSET}"
+            ) from error
+    size = _number(environ, "WORLD_SIZE", 1, _MAX_RANKS)
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, size) if environ.get("LOCAL_WORLD_SIZE") else None
+    world = World(
+        rank=_number(environ, "RANK", 0, size - 1),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", 0, (local_size or size) - 1) if "LOCAL_RANK" in environ else 0,
+        local_size=local_size,
     )
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
+        raise UserError(f"the environment has RANK and WORLD_SIZE, so {' and '.join(absent)} must be set too; {_UNSET}")
+    _number(environ, "MASTER_PORT", 0, 65535)
+    return world
+
+
+def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
+    """The value of a variable of a launcher."""
+    value = environ[name]
+    if not re.fullmatch(r"\d{1,9}", value) or not lowest <= int(value) <= highest:
+        text = f"the environment variable {name} must be an integer from {lowest} to {highest}, got {value!r}"
+        raise UserError(f"{text}; {_UNSET}")
+    return int(value)
 
 
 def _in_srun_step(environ: Mapping[str, str]) -> bool:
     """True in each of several tasks of srun; a batch script or an interactive shell has no step or a step of one task."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    return "SLURM_PROCID" in environ and step is not None and int(tasks) > 1
+    return "SLURM_PROCID" in environ and step is not None and tasks.isdecimal() and int(tasks) > 1
 
 
 def _from_slurm(environ: MutableMapping[str, str]) -> None:
@@ -164,7 +193,9 @@ def _report(failure: _Failure, count: int) -> int:
         print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
         return 1
     recorded = _recorded(failure.error_file)
-    if recorded:
+    if code == USAGE_ERROR and recorded:
+        print(f"nemo-kto: {recorded}", file=sys.stderr)
+    elif recorded:
         print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
     elif code != USAGE_ERROR:
         print(f"{who} ended with status {code}; the other ranks were ended. Its error is above.", file=sys.stderr)
@@ -172,8 +203,10 @@ def _report(failure: _Failure, count: int) -> int:
 
 
 def _recorded(error_file: str) -> str | None:
+    """The traceback of a rank, or the message of its UserError."""
     try:
-        return json.loads(Path(error_file).read_text())["message"]["extraInfo"]["py_callstack"]
+        message = json.loads(Path(error_file).read_text())["message"]
+        return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -189,11 +222,20 @@ def end_with_launcher() -> None:
 
 
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
-    """End this process because of ``error``.
+    """End this process: of a UserError with its message and status 2, of any other error with its traceback and status 1.
 
-    A rank started by :func:`spawn_ranks` leaves its traceback to the process that started it, which prints that of the rank
-    that failed first and not those of the ranks that failed because of it.
+    A rank started by :func:`spawn_ranks` leaves the words to the process that started it, which prints those of the rank
+    that failed first and not those of the ranks that failed because of it. Elsewhere the ranks after the first wait before
+    they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
     """
+    if isinstance(error, UserError):
+        if _STARTED_BY in os.environ:
+            _record(str(error))
+        else:
+            if world is not None and world.rank > 0:
+                time.sleep(SECONDS_TO_SPEAK)
+            print(f"nemo-kto: {error}", file=sys.stderr)
+        exit_rank(USAGE_ERROR, world=world)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -202,6 +244,12 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
         rank = f"rank {world.rank}: " if world is not None else ""
         print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
     exit_rank(1, world=world)
+
+
+def _record(message: str) -> None:
+    """Leave a message where the launcher reads it; torch's own function would write a traceback."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def exit_rank(status: int, *, world: World | None) -> NoReturn:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from nemo_kto.errors import UserError
 from nemo_kto.parallel import device
 from nemo_kto.parallel.cpu import install_cpu_backend
 
@@ -122,23 +123,42 @@ def from_rank_zero(value: Item) -> Item:
     return box[0]
 
 
-def attempt(action: Callable[[], object]) -> str | None:
-    """Do it. Returns what went wrong as text, because the other ranks must hear of it before this one leaves."""
+@dataclass(frozen=True)
+class Problem:
+    """Why a rank cannot go on, and whether that is a mistake of the user."""
+
+    text: str
+    of_user: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        """That of an exception."""
+        of_user = isinstance(error, UserError)
+        return cls(str(error) if of_user else f"{type(error).__name__}: {error}", of_user)
+
+    def error(self, failure: str = "{}") -> Exception:
+        """What is raised: a UserError or a RuntimeError; ``failure`` with the text in the place of ``{}``."""
+        return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
+
+
+def attempt(action: Callable[[], object]) -> Problem | None:
+    """Do it. Returns what went wrong, because the other ranks must hear of it before this one leaves."""
     try:
         action()
     except Exception as error:
-        return _described(error)
+        return Problem.of(error)
     return None
 
 
-def raise_together(problem: str | None, failure: str) -> None:
+def raise_together(problem: Problem | None, failure: str) -> None:
     """Fail on every rank if any rank has a ``problem``; collective.
 
     Raises:
-        RuntimeError: some rank has one; the message is ``failure``, with the first problem in the place of ``{}``.
+        UserError: some rank has one, and the first is a mistake of the user.
+        RuntimeError: some rank has one. The message is ``failure``, with the first problem in the place of ``{}``.
     """
     if (first := _first_problem(problem)) is not None:
-        raise RuntimeError(failure.format(first))
+        raise first.error(failure)
 
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
@@ -157,22 +177,19 @@ def main_process_first() -> Iterator[None]:
         if first:
             yield
     except BaseException as error:
-        problem = _described(error)
+        problem = Problem.of(error)
         raise
     finally:
         problem = _first_problem(problem)
     if problem is not None:
-        raise RuntimeError(f"the first process of a machine failed while the others waited for it: {problem}")
+        told = "{}" if problem.of_user else "the first process of a machine failed while the others waited for it: {}"
+        raise problem.error(told)
     if not first:
         yield
 
 
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _first_problem(problem: str | None) -> str | None:
+def _first_problem(problem: Problem | None) -> Problem | None:
     """The problem of the first rank that has one, on every rank; collective."""
-    problems: list[str | None] = [None] * world_size()
+    problems: list[Problem | None] = [None] * world_size()
     dist.all_gather_object(problems, problem)
     return next((found for found in problems if found is not None), None)

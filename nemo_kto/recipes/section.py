@@ -16,9 +16,9 @@ Value = TypeVar("Value")
 
 
 class Section(BaseModel):
-    """A section: frozen, without unknown keys; an integer must be one, a float may be given as an integer."""
+    """A section: frozen, without unknown keys; an integer must be one, a float may be given as an integer, and is finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
@@ -17,7 +18,7 @@ _WORDS: dict[object, str] = {
     int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
     dict: "a mapping",
 }  # fmt: skip
-_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
 class Field(NamedTuple):
@@ -141,9 +142,17 @@ def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: objec
         return
     broken = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
     for detail in broken:
-        own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": f"be {field.bounds}"}
+        own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": _constraint(field, detail)}
         yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
     if not broken:
         typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
         remedy = "" if typed else field.remedy(key)
         yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"
+
+
+def _constraint(field: Field, detail: ErrorDetails) -> str:
+    """What a value that is out of range, or no finite number, must be."""
+    if detail["type"] == "finite_number" and field.checks:
+        return field.checks[0].text
+    infinite = detail["type"] == "finite_number" and (detail["input"] in (math.inf, -math.inf) or not field.bounds)
+    return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"

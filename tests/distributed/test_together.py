@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from nemo_kto.errors import UserError
 from tests.distributed.ranks import RankPool
 
 
@@ -21,12 +24,28 @@ def fail_on_rank(culprit: int) -> list[str | None]:
         with state.main_process_first():
             break_here()
 
+    def refuse() -> None:
+        raise UserError("rows are broken; correct them")
+
+    def refuse_first() -> None:
+        with state.main_process_first():
+            refuse()
+
+    def message_of(action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     return [
-        state.attempt(action)
+        message_of(action)
         for action in (
             raise_together,
             lambda: state.on_rank_zero(break_here, "no folder: {}"),
             lambda: state.on_rank_zero(lambda: None, "no folder: {}"),
+            lambda: state.on_rank_zero(refuse, "no export: {}"),
+            refuse_first,
             main_process_first,
         )
     ]
@@ -38,6 +57,8 @@ def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
         "RuntimeError: not written: OSError: disk of rank 1 is full",
         "RuntimeError: no folder: OSError: disk of rank 0 is full",
         None,
+        "UserError: no export: rows are broken; correct them",
+        "UserError: rows are broken; correct them",
     ]
     assert first == [*together, "OSError: disk of rank 0 is full"]
     waited = "RuntimeError: the first process of a machine failed while the others waited for it: "

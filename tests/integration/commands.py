@@ -11,6 +11,7 @@ import pytest
 
 from nemo_kto.recipes import RECIPES
 from tests import forked
+from tests.tiny import write_stub_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
@@ -46,8 +47,7 @@ def pretend(folder: Path, body: str) -> dict[str, str]:
     (modules / "job.py").write_text(
         f"import os, sys, time\n\ndef run(cfg):\n    rank = os.environ.get('RANK')\n{indented}\n"
     )
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
+    write_stub_model(folder / "model")
     (folder / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
     return environment(modules)
 

@@ -84,6 +84,7 @@ def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
 def test_the_first_rank_speaks_for_all(tmp_path: Path, rank: int, said: str) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     done = run([*CLI, "kto", *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
@@ -253,12 +254,13 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
         "  something_new must not be set, got 1",
         f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as base_model.model.lm_head.weight",
         "  every adapted layer must have the same modules adapted, got 4 layers that differ",
+        "  train such adapters, or merge these into their base model with peft",
     ]
     folder = edited(adapters["llama-odd-heads"], tmp_path / "other", peft_type="IA3")
     with pytest.raises(ValueError, match="peft_type must be LORA, got IA3"):
         read_adapter_settings(folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError) as missing:
+    with pytest.raises(UserError) as missing:
         read_adapter_settings(tmp_path / "empty")
     assert str(missing.value) == (
         f"{tmp_path / 'empty'} must be an adapter in PEFT's format, but adapter_config.json and adapter_model.safetensors "
@@ -279,7 +281,7 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
     (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
     head, *problems = message.splitlines()
     assert head == (
-        f"ValueError: {adapters[name]}: the adapters must be those that the model was given (rank 3, k_proj, up_proj, "
+        f"UserError: {adapters[name]}: the adapters must be those that the model was given (rank 3, k_proj, up_proj, "
         "down_proj), got 15 differences:"
     )
     prefix = "base_model.model.model.layers"
@@ -307,7 +309,7 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
     for other in (adapters["qwen3"], folders["qwen3"]):
         before = sorted((file.name, file.stat().st_size) for file in other.iterdir())
         assert ranks.run(1, export_only, folders["qwen3"], other) == [
-            f"RuntimeError: export of the adapters failed: {other} exists and is no earlier export; remove it or export to "
+            f"UserError: export of the adapters failed: {other} exists and is no earlier export; remove it or export to "
             "another folder"
         ]
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before

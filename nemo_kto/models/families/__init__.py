@@ -17,5 +17,7 @@ def find_family(hf_architecture: str) -> Family:
         ValueError: there is none; says which there are.
     """
     if hf_architecture not in FAMILIES:
-        raise ValueError(f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}")
+        raise ValueError(
+            f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}; choose another model"
+        )
     return FAMILIES[hf_architecture]

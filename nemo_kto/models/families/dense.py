@@ -72,4 +72,5 @@ QWEN3 = Family(
     mappings=_DENSE_MAPPINGS + _QK_NORM_MAPPINGS,
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     windows=window_by_layer_type,
+    own_head_dim=True,
 )

@@ -61,7 +61,7 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(known))
     if unknown:
-        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
     return tuple(known[kind] for kind in config.layer_types)
 
 
@@ -70,12 +70,13 @@ class Family:
     """Everything the project knows about a model family.
 
     Attributes:
-        name: what we call it.
+        name: what we call it; ``model_type`` in the configuration file too.
         hf_architecture: entry of ``architectures`` in the configuration file.
         mappings: the weights.
         flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
             decides it, or the constant it is.
         windows: tokens each layer sees, itself included; None for all.
+        own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
     """
 
     name: str
@@ -83,3 +84,4 @@ class Family:
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     windows: Callable[[PretrainedConfig], Windows] = no_window
+    own_head_dim: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from nemo_kto.launch.cli import Job
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import KTO, RECIPES, Recipe
+from tests.tiny import write_stub_adapter, write_stub_model
 
 
 class Load(Protocol):
@@ -86,10 +88,8 @@ def other(request: pytest.FixtureRequest) -> Recipe:
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     """Overrides that name a model folder and a data file that exist."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    write_stub_model(tmp_path / "model")
+    write_stub_adapter(tmp_path / "adapter")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
     return [
         f"pretrained_checkpoint.restore_from_path={tmp_path}/model",
@@ -119,3 +119,22 @@ def said(good: list[str]) -> Said:
         return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """A folder with a model, an adapter and rows that nothing is wrong with."""
+    from tests.unit.launch.hostile import make_adapter, make_model, write  # which import what this file holds
+
+    folder = tmp_path_factory.mktemp("whole")
+    make_model(folder / "model", tokenizer_folder)
+    make_adapter(folder / "adapter", folder / "model")
+    write(folder / "rows.jsonl", {"prompt": "p", "response": "r", "preference": "chosen"})
+    return folder
+
+
+@pytest.fixture
+def here(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"

@@ -18,6 +18,7 @@ from nemo_kto.losses import preference as pair_losses
 from nemo_kto.models.lora_settings import TARGET_MODULES
 from nemo_kto.models.optimizer import SCHEDULES
 from nemo_kto.recipes import KTO, Recipe
+from tests.tiny import write_stub_model
 from tests.unit.launch.conftest import Said, of
 
 TUNING = "model.peft.lora_tuning"
@@ -287,8 +288,8 @@ def test_what_is_right_passes_with_the_other_algorithms(said: Said, tmp_path: Pa
 
 
 def test_a_checkpoint_of_ours_can_be_the_reference(said: Said, recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "step=3").mkdir()
-    (tmp_path / "step=3" / "trainer.json").write_text("{}")
+    write_stub_model(tmp_path / "step=3" / "hf")
+    (tmp_path / "step=3" / "trainer.json").write_text('{"dtype": "float32", "files": {}}')
     assert said(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.families import FAMILIES
 from nemo_kto.models.rope import Rope
@@ -136,5 +137,5 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
 
 
 def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"must be a Hugging Face model folder, but it has no config\.json"):
+    with pytest.raises(UserError, match=r"must be a Hugging Face model folder, but it has no config\.json"):
         read_architecture(tmp_path, tensor_parallel=1)

@@ -1,0 +1,124 @@
+"""The folder of an adapter in PEFT's format as it is read: its configuration, and the shapes of its tensors.
+
+No megatron-core here, so that a command line can be checked without it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
+from nemo_kto.errors import UserError
+from nemo_kto.files import read_json
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(
+    rf"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.({'|'.join(HUGGING_FACE_TARGETS)})\.lora_[AB]\.weight"
+)
+# Entries of PEFT's configuration that may hold anything: read here, or without meaning for trained adapters. Any other that
+# is set asks for something that our adapters are not.
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+# Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Fields that are numbers: whether a value is possible, and what is.
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "r": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
+    "lora_alpha": (lambda value: 0 < value < math.inf, "a positive, finite number"),
+    "lora_dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+}
+
+
+def read_adapter_settings(folder: str | Path) -> LoRASettings:
+    """What the adapter in a folder in PEFT's format adapts, and how.
+
+    Rank-stabilised scaling (Kalajdzievski 2023, arXiv 2312.03732), alpha / sqrt(rank), comes out as an alpha that gives the
+    same scale.
+
+    Raises:
+        UserError: it is no adapter, or asks for what our adapters are not; lists all of it.
+    """
+    config, shapes = _read(Path(folder))
+    modules_of_layer: dict[int, set[str]] = defaultdict(set)
+    for match in filter(None, map(_TENSOR.fullmatch, shapes)):
+        modules_of_layer[int(match[1])].add(match[2])
+    if problems := list(_refusals(config, shapes, modules_of_layer.values())):
+        told = f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:"
+        raise UserError(
+            "\n  ".join([told, *problems, "train such adapters, or merge these into their base model with peft"])
+        )
+    layers = sorted(modules_of_layer)
+    modules = modules_of_layer[layers[0]]
+    limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
+    rank, alpha = config["r"], float(config["lora_alpha"])
+    return LoRASettings(
+        rank=rank,
+        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
+        dropout=float(config.get("lora_dropout") or 0.0),
+        target_modules=tuple(module for module in HUGGING_FACE_TARGETS if module in modules),
+        layers=tuple(layer + 1 for layer in layers) if limited or layers != list(range(len(layers))) else None,
+    )
+
+
+def is_our_adapter(folder: Path) -> bool:
+    """Whether this program wrote the folder."""
+    try:
+        return read_metadata(folder / ADAPTER_WEIGHTS).get("written_by") == WRITTEN_BY
+    except UserError:
+        return False
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
+    """The configuration, and the shape of each tensor."""
+    if absent := [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]:
+        raise UserError(
+            f"{folder} must be an adapter in PEFT's format, but {' and '.join(absent)} is not there; "
+            "load it with peft and write it with save_pretrained"
+        )
+    return read_json(folder / ADAPTER_CONFIG), tensor_shapes(folder / ADAPTER_WEIGHTS)
+
+
+def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
+    """What is wrong with an adapter of this configuration, these tensors, and these modules of each adapted layer."""
+    if config.get("peft_type") != "LORA":
+        yield f"peft_type must be LORA, got {config.get('peft_type')}"
+        return
+    if config.get("bias", "none") != "none":
+        yield f"bias must be none, got {config['bias']}"
+    if (start := config.get("init_lora_weights")) not in _STARTS:
+        yield f"init_lora_weights must leave the base model as it is, got {start}"
+    for key, (holds, text) in _NUMBERS.items():
+        value = config.get(key)
+        if (key in config or key in ("r", "lora_alpha")) and not (isinstance(value, int | float) and holds(value)):
+            yield f"{key} must be {text}, got {value!r}"
+    if (targets := config.get("target_modules")) is not None and not isinstance(targets, str | list):
+        yield f"target_modules must be a list of names, got {targets!r}"
+    yield from (f"{key} must not be set, got {value}" for key, value in config.items() if value and key not in _HARMLESS)
+    if others := [name for name in shapes if not _TENSOR.fullmatch(name)]:
+        yield f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+    yield from _wrong_shapes(config.get("r"), shapes)
+    if not adapted:
+        yield "at least one layer must be adapted, got no tensors of adapters"
+    elif len(set(map(frozenset, adapted))) != 1:
+        yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"
+
+
+def _wrong_shapes(rank: object, shapes: Shapes) -> Iterator[str]:
+    """The first tensor whose rank is not that of the configuration."""
+    for name, shape in shapes.items():
+        if not _TENSOR.fullmatch(name):
+            continue
+        along = 0 if ".lora_A." in name else 1
+        if len(shape) != 2 or shape[along] != rank:
+            yield f"tensors must have the rank of the configuration, r = {rank}, got shape {list(shape)} of {name}"
+            return

@@ -1,0 +1,187 @@
+"""What the files of a configuration show before anything is loaded: model, tokenizer, adapters, first rows, folders.
+
+Neither transformers nor megatron-core is imported. Whatever only a loaded model shows is found where it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
+from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.checkpoint.safetensors_files import find_weights, is_our_model
+from nemo_kto.data.prefix import read_data_prefix
+from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
+from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.config_file import CONFIG, read_config_file
+
+Errors = Iterator[ConfigError]
+_MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+_REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
+_SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
+
+
+def broken_files(cfg: RunConfig) -> Errors:
+    """All mistakes that the named files and folders show. A path that leads nowhere is no matter of this module."""
+    source, reference = Path(cfg.pretrained_checkpoint.restore_from_path), cfg.model.reference.restore_from_path
+    yield from _source(_MODEL, source)
+    if reference is not None and Path(reference) != source:
+        yield from _source(_REFERENCE, Path(reference))
+    folder = config_folder(source)
+    try:
+        config, _ = read_config_file(folder)
+    except UserError:  # said above, or the folder is not there
+        config = {}
+    yield from _layout(cfg, config)
+    yield from _adapter(cfg, config)
+    if (folder / CONFIG).is_file():
+        yield from _raised(_MODEL, lambda: check_tokenizer(folder, vocab_size=config.get("vocab_size")))
+        yield from _rows(cfg, folder)
+    yield from _folders(cfg)
+
+
+def _raised(key: str, action: Callable[[], object]) -> Errors:
+    """What the action complains of, as a mistake of the key."""
+    try:
+        action()
+    except UserError as error:
+        yield ConfigError(key, f"cannot be used: {error}", about_files=True)
+
+
+def _source(key: str, source: Path) -> Errors:
+    """What is wrong with a model: its configuration, and the headers of its files."""
+    if is_checkpoint(source):
+        try:
+            base = check_checkpoint(source)
+        except UserError as error:
+            yield ConfigError(key, f"cannot be used: {error}", about_files=True)
+        else:
+            yield from () if base is None else _base(key, source, base)
+        yield from _raised(key, lambda: read_config_file(source / "hf"))
+    elif (source / CONFIG).is_file():
+        yield from _raised(key, lambda: read_config_file(source))
+        yield from _raised(key, lambda: find_weights(source))
+
+
+def _base(key: str, source: Path, base: Path) -> Errors:
+    """What is wrong with the model that the adapters of a checkpoint belong to."""
+    if is_checkpoint(base) or (base / CONFIG).is_file():
+        yield from _source(key, base)
+    else:
+        text = f"must be there with its base model, got {source} without {base}; put the model back where it was"
+        yield ConfigError(key, text, about_files=True)
+
+
+def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
+    """What does not fit the model that config.json describes; fields that it leaves to their defaults are not looked at."""
+    model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+    layers, stages = config.get("num_hidden_layers"), model.pipeline_model_parallel_size
+    if layers is not None and layers % stages:
+        text = f"must divide the {layers} layers of {where}, got {stages}; use {_divisor_below(layers, stages)}"
+        yield ConfigError("model.pipeline_model_parallel_size", text, (_MODEL,))
+    width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
+    if width is not None and width % shards:
+        text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {_divisor_below(width, shards)}"
+        yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
+    positions, length = config.get("max_position_embeddings"), model.data.seq_length
+    if positions is not None and length > positions:
+        text = f"must be at most max_position_embeddings = {positions} of {where}, got {length}; use {positions} or fewer"
+        yield ConfigError("model.data.seq_length", text, (_MODEL,))
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of a number up to a limit."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
+
+
+def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
+    folder, layers = cfg.model.peft.restore_from_path, config.get("num_hidden_layers")
+    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, (_SCHEME, _ADAPTER, _MODEL)
+    if folder is not None:
+        if not (Path(folder) / ADAPTER_CONFIG).is_file():
+            return
+        try:
+            settings = read_adapter_settings(folder)
+        except UserError as error:
+            yield ConfigError(_ADAPTER, f"cannot be used: {error}", about_files=True)
+            return
+        selected, key, reads = list(settings.layers or ()), _ADAPTER, (_SCHEME, _MODEL)
+    if cfg.model.peft.peft_scheme != "none" and layers is not None and max(selected or [0]) > layers:
+        where = cfg.pretrained_checkpoint.restore_from_path
+        text = f"must adapt layers from 1 to {layers}, which {where} has, got layer {max(selected or [0])}; correct it"
+        yield ConfigError(key, text, reads)
+
+
+def _rows(cfg: RunConfig, folder: Path) -> Errors:
+    """A file that cannot be read; messages, for which the tokenizer has no chat template. Looks at first rows only."""
+    try:
+        sources = read_data_prefix(cfg.model.data.data_prefix)
+    except UserError:
+        return  # said elsewhere
+    for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
+        try:
+            with file.open("rb") as handle:
+                row = json.loads(handle.readline())
+        except OSError as error:
+            yield ConfigError(_DATA, f"cannot be read: {file}: {error.strerror}; correct the path", about_files=True)
+            continue
+        except (ValueError, RecursionError):
+            continue  # said with file and line where rows are read
+        if isinstance(row, dict) and any(map(_is_message_list, row.values())) and not _has_template(folder):
+            text = f"must hold plain strings where the tokenizer has no chat template, got messages in {file}"
+            remedy = f"add chat_template.jinja to {folder}, or write prompts and answers as strings"
+            yield ConfigError(_DATA, f"{text}; {remedy}", (_MODEL,), about_files=True)
+            return
+
+
+def _is_message_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def _has_template(folder: Path) -> bool:
+    try:
+        return has_chat_template(folder)
+    except UserError:
+        return True  # said with the tokenizer
+
+
+def _folders(cfg: RunConfig) -> Errors:
+    """Folders that cannot be made or written, and exports that would replace what is no export."""
+    written = {
+        "exp_manager.explicit_log_dir": cfg.exp_manager.explicit_log_dir,
+        "model.data.cache_dir": cfg.model.data.cache_dir,
+    }
+    exports = {"export.path": (cfg.export.path, is_our_model)}
+    if cfg.model.peft.peft_scheme != "none":
+        exports["export.adapter_path"] = (cfg.export.adapter_path, is_our_adapter)
+    if cfg.export.enabled:
+        written |= {key: path for key, (path, _) in exports.items() if path}
+    for key, path in written.items():
+        yield from _unwritable(key, Path(path))
+    checkpoints = Path(cfg.exp_manager.explicit_log_dir) / "checkpoints"
+    if not cfg.exp_manager.resume_if_exists and (earlier := sorted(checkpoints.glob("step_*"))):
+        text = f"must be true in a folder with checkpoints, got false and {earlier[-1]}; or choose another exp_manager.name"
+        yield ConfigError("exp_manager.resume_if_exists", text, ("exp_manager.explicit_log_dir",))
+    for key, (path, is_ours) in exports.items() if cfg.export.enabled else ():
+        target = Path(path)
+        if path and os.path.isdir(target) and any(target.iterdir()) and not is_ours(target):
+            text = f"must be a new folder or an earlier export, got {path}, which holds something else"
+            yield ConfigError(key, f"{text}; remove it or choose another folder", about_files=True)
+
+
+def _unwritable(key: str, path: Path) -> Errors:
+    """Of a folder, or of the nearest one above it that exists: it must be a folder, and one that can be written."""
+    try:
+        nearest = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+        reason = "no folder" if not nearest.is_dir() else "" if os.access(nearest, os.W_OK | os.X_OK) else "not writable"
+    except (OSError, ValueError) as error:  # a name that is too long, or holds what no name can
+        nearest, reason = path, str(error)
+    if reason:
+        where = f"{nearest} is {reason}" if nearest != path else f"it is {reason}"
+        yield ConfigError(
+            key, f"must be a folder that can be written, got {path}; {where}; choose another", about_files=True
+        )

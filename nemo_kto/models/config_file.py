@@ -1,0 +1,139 @@
+"""config.json of a Hugging Face folder: every field that is read has its type and range, before anything is made of it.
+
+Neither transformers nor megatron-core is needed here, so that a command line can be checked without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_kto.errors import UserError
+from nemo_kto.files import read_json
+from nemo_kto.models.families import Family, find_family
+from nemo_kto.models.rope import check_rope_type
+
+CONFIG = "config.json"
+_REMEDY = "download the model again, or write it with save_pretrained"
+_LARGEST = 2**31 - 1
+_MAX_LAYERS = 10_000  # a thousand times too many would first be looked for in the files one after the other
+
+
+class _Form(NamedTuple):
+    """What a field must be, and its name in a message."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count(largest: int = _LARGEST) -> _Form:
+    return _Form(lambda value: type(value) is int and 1 <= value <= largest, f"an integer from 1 to {largest}")
+
+
+_POSITIVE = _Form(lambda value: _is_number(value) and 0 < value < math.inf, "a positive, finite number")
+_FLAG = _Form(lambda value: isinstance(value, bool), "true or false")
+_STRING = _Form(lambda value: isinstance(value, str), "a string")
+_STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value), "a list of strings")
+_MAPPING = _Form(lambda value: isinstance(value, dict), "an object")
+_FIELDS = {
+    "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "layer_types": _STRINGS,
+    "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
+    "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
+    "head_dim": _count(), "sliding_window": _count(),
+    "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE,
+    "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
+    "rope_scaling": _MAPPING, "rope_parameters": _MAPPING, "quantization_config": _MAPPING,
+}  # fmt: skip
+_ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "partial_rotary_factor",
+)  # fmt: skip
+# Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
+_MAY_BE_NULL = {"architectures", "layer_types", "num_key_value_heads", "head_dim", "sliding_window"} | {
+    name for name, form in _FIELDS.items() if form is _MAPPING
+}
+
+
+def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
+    """The content of a folder's config.json, and the family that it names.
+
+    Raises:
+        UserError: there is none, or it is not of a supported model; lists everything that is wrong with it.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
+        )
+    config = read_json(path, remedy=_REMEDY)
+    if wrong := [*_wrong_forms(config, _FIELDS), *_wrong_rope(config)]:
+        raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
+    try:
+        family = find_family(next(iter(config.get("architectures") or []), ""))
+        _refuse_unsupported(config, family)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config, family
+
+
+def _wrong_forms(config: Mapping[str, Any], forms: Mapping[str, _Form], where: str = "") -> Iterator[str]:
+    for name, form in forms.items():
+        value = config.get(name)
+        may_be_absent = name not in config or (value is None and (where or name in _MAY_BE_NULL))
+        if not may_be_absent and not form.holds(value):
+            yield f"{where}{name} must be {form.text}, got {shorten(value)}"
+
+
+def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
+    for section in ("rope_scaling", "rope_parameters"):
+        if isinstance(settings := config.get(section), dict):
+            yield from _wrong_forms(settings, dict.fromkeys(_ROPE_NUMBERS, _POSITIVE), f"{section}.")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    """Raise a ValueError for a property that the model of this program does not have."""
+    if config.get("model_type") != family.name:
+        got = config.get("model_type")
+        raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {got!r}; {_REMEDY}")
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
+    check_rope_type(config)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {activation!r}; choose another model")
+    if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
+        raise ValueError(
+            "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv; "
+            "choose another model"
+        )
+    types, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if types is not None and layers is not None and len(types) != layers:
+        raise ValueError(f"layer_types must name one type for each of the {layers} layers, got {len(types)}; {_REMEDY}")
+    _check_heads(config, family)
+
+
+def _check_heads(config: Mapping[str, Any], family: Family) -> None:
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    hidden, width = config.get("hidden_size"), config.get("head_dim")
+    if heads and groups and heads % groups:
+        raise ValueError(
+            f"num_attention_heads must be divisible by num_key_value_heads, got {heads} and {groups}; {_REMEDY}"
+        )
+    if heads and hidden and not width and not family.own_head_dim:
+        if hidden % heads:
+            raise ValueError(f"hidden_size must be divisible by num_attention_heads, got {hidden} and {heads}; {_REMEDY}")
+        width = hidden // heads
+    if width and width % 2:
+        raise ValueError(f"head_dim must be even, because rotary embeddings turn pairs of channels, got {width}; {_REMEDY}")
+
+
+def shorten(value: object) -> str:
+    """A value in a message, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

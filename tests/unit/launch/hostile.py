@@ -1,0 +1,174 @@
+"""A small whole model folder, ways to break it, and what is said of it when a run would read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.checkpoint.adapter_files import read_adapter_settings
+from nemo_kto.checkpoint.huggingface import check_weights
+from nemo_kto.checkpoint.mapping import wanted_adapters, wanted_weights
+from nemo_kto.data.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.records import KTORecord, RowError
+from nemo_kto.errors import UserError
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.recipes import KTO
+from tests.tiny import write_safetensors
+from tests.unit.launch.conftest import composed, said_of
+
+Break = Callable[[Path], object]
+GONE = object()
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 259,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "rope_theta": 1e4,
+}
+ADAPTED = LoRASettings(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+
+
+def make_model(folder: Path, tokenizer: Path) -> Path:
+    """A llama of two layers, all zeros, with the tokenizer of another folder."""
+    shutil.copytree(tokenizer, folder)
+    write(folder / "config.json", CONFIG)
+    write_safetensors(folder / "model.safetensors", wanted_weights(read_architecture(folder, tensor_parallel=1)))
+    return folder
+
+
+def make_adapter(folder: Path, model: Path) -> Path:
+    folder.mkdir()
+    write(folder / "adapter_config.json", ADAPTER)
+    shapes = wanted_adapters(read_architecture(model, tensor_parallel=1), ADAPTED)
+    write_safetensors(folder / "adapter_model.safetensors", shapes)
+    return folder
+
+
+def write(file: Path, content: object) -> None:
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+# Ways to break a folder. Each is called with the folder.
+def fields(file: str, **changes: object) -> Break:
+    """Other values for fields of a JSON file; GONE removes one."""
+
+    def apply(folder: Path) -> None:
+        content: dict[str, object] = {**json.loads((folder / file).read_text(encoding="utf-8")), **changes}
+        write(folder / file, {name: value for name, value in content.items() if value is not GONE})
+
+    return apply
+
+
+def config(**changes: object) -> Break:
+    return fields("config.json", **changes)
+
+
+def content(file: str, raw: bytes) -> Break:
+    return lambda folder: (folder / file).write_bytes(raw)
+
+
+def removed(*files: str) -> Break:
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+def replaced_by_folder(file: str) -> Break:
+    def apply(folder: Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return apply
+
+
+def linked(file: str, target: str) -> Break:
+    """A link: to itself, to nowhere, or to a file that cannot be read by anyone."""
+
+    def apply(folder: Path) -> None:
+        (folder / file).unlink()
+        os.symlink(target, folder / file)
+
+    return apply
+
+
+def cut(file: str, part: float) -> Break:
+    def apply(folder: Path) -> None:
+        raw = (folder / file).read_bytes()
+        (folder / file).write_bytes(raw[: int(len(raw) * part)])
+
+    return apply
+
+
+def header(change: Callable[[dict[str, Any]], object], file: str = "model.safetensors") -> Break:
+    """Another header for the same values."""
+
+    def apply(folder: Path) -> None:
+        raw = (folder / file).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        known = json.loads(raw[8 : 8 + length])
+        change(known)
+        text = json.dumps(known).encode()
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return apply
+
+
+def shapes(changes: Mapping[str, tuple[int, ...] | None], dtype: str = "F32", file: str = "model.safetensors") -> Break:
+    """Weights of other shapes; None removes one."""
+
+    def apply(folder: Path) -> None:
+        raw = (folder / file).read_bytes()
+        known = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        wanted = {name: tuple(entry["shape"]) for name, entry in known.items()} | changes
+        kept = {name: shape for name, shape in wanted.items() if shape is not None}
+        write_safetensors(folder / file, kept, dtype)
+
+    return apply
+
+
+def indexed(weight_map: object) -> Break:
+    def apply(folder: Path) -> None:
+        write(folder / "model.safetensors.index.json", weight_map)
+
+    return apply
+
+
+def both(*breaks: Break) -> Break:
+    return lambda folder: [each(folder) for each in breaks]
+
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+
+
+def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
+    """What the launcher finds before it starts anything."""
+    given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
+    given += ["trainer.accelerator=cpu", "model.data.seq_length=64", f"exp_manager.exp_dir='{rows.parent}/results'"]
+    return said_of(composed([*given, *overrides]), KTO)
+
+
+def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
+    """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
+    try:
+        check_weights(read_architecture(model, tensor_parallel=1), model)
+        encoder = RecordEncoder(tokenizer=load_tokenizer(model))
+        (encoded,) = encoder.encode([KTORecord(prompt=[USER], response=[ANSWER], desirable=True, line=1)])
+        if isinstance(encoded, RowError):
+            return str(encoded)
+        if adapter is not None:
+            read_adapter_settings(adapter)
+    except UserError as error:
+        return str(error)
+    return None

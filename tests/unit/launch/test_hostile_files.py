@@ -1,0 +1,346 @@
+"""Hostile models, tokenizers and templates: each is refused with the file's name and a remedy.
+
+What their files show is found by the launcher, before anything is started; the rest by the functions that read them on the
+ranks, which raise nothing but a UserError: any other error would end a run with a traceback, and fails a test here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.hostile import (
+    GONE,
+    Break,
+    both,
+    config,
+    content,
+    cut,
+    fields,
+    header,
+    indexed,
+    launcher_says,
+    linked,
+    ranks_say,
+    removed,
+    replaced_by_folder,
+    shapes,
+    write,
+)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+AGAIN = "; download the model again, or write it with save_pretrained"
+FAMILIES = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
+
+# What is broken, and what the launcher says of it: the end of the line, or a part of it.
+AT_START: dict[str, tuple[Break, str]] = {
+    # config.json as a file
+    "config is absent": (removed("config.json"), NO_MODEL),
+    "config is a folder": (replaced_by_folder("config.json"), NO_MODEL),
+    "config is a link to itself": (linked("config.json", "config.json"), NO_MODEL),
+    "config is a link to nowhere": (linked("config.json", "nowhere"), NO_MODEL),
+    "config cannot be read": (
+        linked("config.json", "/proc/self/mem"),
+        "config.json cannot be read: Input/output error" + AGAIN,
+    ),
+    "config is empty": (
+        content("config.json", b""),
+        "config.json must be JSON, got something else (Expecting value: line 1",
+    ),
+    "config is cut": (cut("config.json", 0.5), "config.json must be JSON, got something else ("),
+    "config is text": (content("config.json", b"not found"), "config.json must be JSON, got something else ("),
+    "config is a web page": (content("config.json", b"<html><body>404</body></html>"), "config.json must be JSON"),
+    "config is binary": (content("config.json", b"\x80\x04\x95\xff\xfe\x00"), "config.json must be JSON"),
+    "config is UTF-16": (content("config.json", '{"a": 1}'.encode("utf-16")), "config.json must be JSON"),
+    "config is a list": (content("config.json", b"[1, 2]"), "config.json must be a JSON object, got list" + AGAIN),
+    "config is null": (content("config.json", b"null"), "config.json must be a JSON object, got NoneType" + AGAIN),
+    "config is a string": (content("config.json", b'"llama"'), "config.json must be a JSON object, got str" + AGAIN),
+    "config nests without end": (content("config.json", b"[" * 200_000), "config.json must be JSON"),
+    "config is a Git LFS pointer": (content("config.json", b"version https://git-lfs.github.com/spec/v1\n"), "must be JSON"),
+    "config is an empty object": (content("config.json", b"{}"), f"the architecture must be one of {FAMILIES}, got ''"),
+    # which model
+    "another family": (config(architectures=["GPT2LMHeadModel"]), f"must be one of {FAMILIES}, got 'GPT2LMHeadModel'"),
+    "a mixture of experts": (config(architectures=["MixtralForCausalLM"]), "got 'MixtralForCausalLM'"),
+    "a classifier": (config(architectures=["LlamaForSequenceClassification"]), "got 'LlamaForSequenceClassification'"),
+    "architectures is a string": (
+        config(architectures="LlamaForCausalLM"),
+        "architectures must be a list of strings, got 'Ll",
+    ),
+    "architectures are numbers": (config(architectures=[1]), "architectures must be a list of strings, got [1]"),
+    "architectures are lists": (config(architectures=[["x"]]), "architectures must be a list of strings, got [['x']]"),
+    "architectures is null": (config(architectures=None), f"must be one of {FAMILIES}, got ''"),
+    "architectures is empty": (config(architectures=[]), f"must be one of {FAMILIES}, got ''"),
+    "model_type of another": (
+        config(model_type="qwen2"),
+        "model_type must be 'llama' for LlamaForCausalLM, got 'qwen2'" + AGAIN,
+    ),
+    "model_type is absent": (config(model_type=GONE), "model_type must be 'llama' for LlamaForCausalLM, got None" + AGAIN),
+    "model_type is a number": (config(model_type=3), "model_type must be a string, got 3" + AGAIN),
+    "quantized with GPTQ": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "the weights must not be quantized, got quant_method 'gptq'; start from the unquantized model",
+    ),
+    "quantized by a list": (config(quantization_config=[4]), "quantization_config must be an object, got [4]"),
+    "quantized by nothing": (config(quantization_config={}), "must not be quantized, got quant_method 'unknown'"),
+    "another activation": (config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'; choose another model"),
+    "an activation that is a list": (config(hidden_act=["silu"]), "hidden_act must be a string, got ['silu']"),
+    "a bias on the MLP alone": (config(mlp_bias=True), "mlp_bias=true with attention_bias=false is not supported"),
+    # sizes
+    **{
+        f"{name} is {value!r}": (config(**{name: value}), f"{name} must be an integer from 1 to ")
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        for value in (0, -8, "8", None, 10**30, 2.5)
+    },
+    **{
+        f"{name} is {value!r}": (config(**{name: value}), f"{name} must be an integer from 1 to ")
+        for name in ("intermediate_size", "num_key_value_heads", "max_position_embeddings", "head_dim")
+        for value in (0, [8], True)
+    },
+    "heads and groups": (
+        config(num_key_value_heads=3),
+        "num_attention_heads must be divisible by num_key_value_heads, got 2 and 3" + AGAIN,
+    ),
+    "heads and width": (
+        config(num_attention_heads=3, num_key_value_heads=3),
+        "hidden_size must be divisible by num_attention_heads, got 8 and 3" + AGAIN,
+    ),
+    "an odd head": (config(head_dim=3), "head_dim must be even, because rotary embeddings turn pairs of channels, got 3"),
+    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), "rms_norm_eps must be a positive, finite number, got '1e-5'"),
+    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), "rms_norm_eps must be a positive, finite number, got -1e-05"),
+    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), "positive, finite number, got nan"),
+    "tie_word_embeddings is a string": (
+        config(tie_word_embeddings="yes"),
+        "tie_word_embeddings must be true or false, got 'yes'",
+    ),
+    "attention_bias is a number": (config(attention_bias=1), "attention_bias must be true or false, got 1"),
+    "several fields": (
+        config(hidden_size="8", vocab_size=0, rope_theta="x"),
+        "hidden_size must be an integer from 1 to 2147483647, got '8'; vocab_size must be an integer from 1 to 2147483647, "
+        "got 0; rope_theta must be a positive, finite number, got 'x'" + AGAIN,
+    ),
+    # positions
+    "rope_theta is zero": (config(rope_theta=0), "rope_theta must be a positive, finite number, got 0"),
+    "rope_scaling is a string": (config(rope_scaling="linear"), "rope_scaling must be an object, got 'linear'"),
+    "rope of a type that is not there": (
+        config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "the rope type must be one of default, linear, llama3, got 'yarn'",
+    ),
+    "rope type is a list": (config(rope_scaling={"rope_type": []}), "must be one of default, linear, llama3, got []"),
+    "rope factor is a string": (
+        config(rope_scaling={"rope_type": "linear", "factor": "4"}),
+        "rope_scaling.factor must be a positive, finite number, got '4'",
+    ),
+    "rope for each layer type": (
+        config(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "rope_parameters must be the same for all layers, got one set for each of full_attention",
+    ),
+    "layer_types of another number": (
+        config(layer_types=["full_attention"]),
+        "layer_types must name one type for each of the 2 layers, got 1" + AGAIN,
+    ),
+    # weights
+    "weights are absent": (
+        removed(WEIGHTS),
+        "must hold its weights as safetensors, but model.safetensors is not there; load",
+    ),
+    "weights are a folder": (replaced_by_folder(WEIGHTS), "model.safetensors is not there"),
+    "weights are a link to themselves": (linked(WEIGHTS, WEIGHTS), "model.safetensors is not there"),
+    "weights cannot be read": (linked(WEIGHTS, "/proc/self/mem"), "model.safetensors cannot be read: "),
+    "weights are empty": (
+        content(WEIGHTS, b""),
+        "a whole safetensors file, but it begins with something else than a header",
+    ),
+    "weights are text": (content(WEIGHTS, b"Entry not found"), "but it begins with something else than a header; download"),
+    "weights are a pickle": (content(WEIGHTS, b"PK\x03\x04" + bytes(200)), "model.safetensors must be a"),
+    "weights are cut in the header": (cut(WEIGHTS, 0.1), "must be a whole safetensors file, but it has "),
+    "weights are cut in the values": (cut(WEIGHTS, 0.9), "it was cut short or changed; download or write it again"),
+    "weights are longer": (lambda folder: (folder / WEIGHTS).open("ab").write(b"more"), "it was cut short or changed"),
+    "a header that is no JSON": (content(WEIGHTS, (4).to_bytes(8, "little") + b"nope"), "but its header is no JSON"),
+    "a header that is a list": (content(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "its header is no JSON object"),
+    "a header of empty entries": (header(lambda known: known.update({NORM: {}})), f"does not say what {NORM} is"),
+    "a shape of strings": (header(lambda known: known[NORM].update(shape=["8"])), f"contradicts itself about {NORM}"),
+    "a negative shape": (header(lambda known: known[NORM].update(shape=[-8])), f"contradicts itself about {NORM}"),
+    "a shape that the bytes do not have": (header(lambda known: known[NORM].update(shape=[9])), "contradicts itself about"),
+    "int8": (shapes({}, "I8"), "is I8 and not F64, F32, F16 or BF16, perhaps quantized; start from the unquantized model"),
+    "fp8": (shapes({}, "F8_E4M3"), "is F8_E4M3 and not F64, F32, F16 or BF16, perhaps quantized"),
+    "int32": (shapes({}, "I32"), "is I32 and not F64, F32, F16 or BF16, perhaps quantized"),
+    "the index names a file that is not there": (
+        indexed({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}),
+        "but model-00001-of-00002.safetensors is not there",
+    ),
+    "the index is empty": (content(INDEX, b""), f"{INDEX} must be JSON"),
+    "the index is a list": (indexed([]), f"{INDEX} must be a JSON object, got list"),
+    "the index has no map": (indexed({"metadata": {}}), f"{INDEX} must have a weight_map from the name of each weight"),
+    "the map of the index is a list": (indexed({"weight_map": [1]}), f"{INDEX} must have a weight_map"),
+    "the map of the index holds numbers": (indexed({"weight_map": {NORM: 1}}), f"{INDEX} must have a weight_map"),
+    "the map of the index is empty": (indexed({"weight_map": {}}), f"{INDEX} must have a weight_map"),
+    # tokenizer and template
+    "no tokenizer": (
+        removed(TOKENIZER),
+        "must hold a tokenizer (tokenizer.json or tokenizer.model), got none; copy its files",
+    ),
+    "tokenizer is a folder": (
+        replaced_by_folder(TOKENIZER),
+        "must hold a tokenizer (tokenizer.json or tokenizer.model), got",
+    ),
+    "tokenizer is empty": (content(TOKENIZER, b""), "tokenizer.json must be JSON, got something else"),
+    "tokenizer is cut": (cut(TOKENIZER, 0.5), "tokenizer.json must be JSON, got something else"),
+    "tokenizer is binary": (content(TOKENIZER, bytes(range(256))), "tokenizer.json must be JSON, got something else"),
+    "tokenizer is a list": (content(TOKENIZER, b"[]"), "tokenizer.json must be a JSON object, got list"),
+    "tokenizer without a model": (content(TOKENIZER, b"{}"), "tokenizer.json must have model.vocab, the id of each token"),
+    "tokenizer whose model is a string": (fields(TOKENIZER, model="bpe"), "tokenizer.json must have model.vocab"),
+    "tokenizer whose vocabulary is a number": (
+        fields(TOKENIZER, model={"vocab": 5}),
+        "tokenizer.json must have model.vocab",
+    ),
+    "tokenizer whose ids are strings": (fields(TOKENIZER, model={"vocab": {"a": "x"}}), "must have model.vocab"),
+    "tokenizer whose added tokens are strings": (fields(TOKENIZER, added_tokens=["x"]), "and added_tokens; got something"),
+    "tokens beyond the vocabulary": (
+        config(vocab_size=257),
+        "tokenizer.json: tokens must have ids below the model's vocab_size = 257, got 258 of '<|endoftext|>'; take the "
+        "model's own tokenizer, or resize the embedding with resize_token_embeddings",
+    ),
+    "tokenizer_config is garbage": (content("tokenizer_config.json", b"{"), "tokenizer_config.json must be JSON"),
+    "tokenizer_config is a list": (content("tokenizer_config.json", b"[]"), "tokenizer_config.json must be a JSON object"),
+    "no EOS token": (
+        fields("tokenizer_config.json", eos_token=None),
+        "tokenizer_config.json: the tokenizer must have an EOS token, got none; set eos_token there",
+    ),
+}  # fmt: skip
+
+# What only reading shows, on the ranks.
+ON_RANKS: dict[str, tuple[Break, str]] = {
+    "a weight is missing": (shapes({NORM: None}), f"got 1 differences:\n  missing: {NORM}\n  download the model again"),
+    "a weight too many": (shapes({"model.layers.7.x": (2,)}), "unexpected: model.layers.7.x"),
+    "a weight of another shape": (shapes({NORM: (9,)}), f"{NORM}: expected shape [8], got [9]"),
+    "a weight without dimensions": (shapes({NORM: ()}), f"{NORM}: expected shape [8], got []"),
+    "a weight transposed": (shapes({EMBEDDING: (8, 259)}), f"{EMBEDDING}: expected shape [259, 8], got [8, 259]"),
+    "no weights in the file": (
+        content(WEIGHTS, (2).to_bytes(8, "little") + b"{}"), "got 20 differences:\n  missing: model.embed_tokens.weight"),
+    "the index names weights that are not in the file": (
+        both(shapes({NORM: None}), indexed({"weight_map": {NORM: WEIGHTS}})), f"missing: {NORM}"),
+    "more layers than weights": (config(num_hidden_layers=9000), "got 80982 differences:"),
+    "a model of another width": (config(hidden_size=4096, head_dim=4), "expected shape [4096], got [8]"),
+    "sizes left out": (config(hidden_size=GONE), "expected shape [259, 4096], got [259, 8]"),
+    "rope without its numbers": (
+        config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "config.json"),
+    "layer types that are not there": (
+        config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", layer_types=["full_attention", "strange"]),
+        "config.json"),
+    "a rotation of half a head": (config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "config.json"),
+    "code of its own": (
+        both(fields("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})),
+        "tokenizer"),
+    "a tokenizer of an unknown model": (fields(TOKENIZER, model={"type": "Magic", "vocab": {"a": 0}}), "cannot be loaded"),
+    "a tokenizer with unknown steps": (
+        fields(TOKENIZER, pre_tokenizer={"type": "Magic"}),
+        "the tokenizer cannot be loaded: ",
+    ),
+    "a tokenizer with merges of nothing": (
+        fields(TOKENIZER, model={"type": "BPE", "vocab": {"a": 0}, "merges": ["b c"]}), "the tokenizer cannot be loaded: "),
+    "a vocabulary with holes below zero": (
+        fields(TOKENIZER, model={"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}),
+        "the tokenizer cannot be loaded: "),
+    "no EOS token anywhere": (
+        fields("tokenizer_config.json", eos_token=GONE), "the tokenizer must have an EOS token, got none; set eos_token in"),
+    "an EOS token that is a number": (fields("tokenizer_config.json", eos_token=5), "the tokenizer"),
+    "a template that is absent": (removed(TEMPLATE), "the tokenizer's chat template refuses the messages: "),
+    "a template that is no template": (
+        content(TEMPLATE, b"{% for %}"),
+        "the tokenizer's chat template refuses the messages: ",
+    ),
+    "a template without its end": (
+        content(TEMPLATE, b"{% if true %}x"),
+        "the tokenizer's chat template refuses the messages: ",
+    ),
+    "a template that raises": (content(TEMPLATE, b"{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
+    "a template that divides by zero": (content(TEMPLATE, b"{{ 1 / 0 }}"), "refuses the messages: division by zero"),
+    "a template that asks for what is not there": (content(TEMPLATE, b"{{ messages[9].x.y }}"), "refuses the messages: "),
+    "a template that reaches out": (
+        content(TEMPLATE, b"{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+        "refuses the messages",
+    ),
+    "a template that returns nothing": (content(TEMPLATE, b""), "the tokenizer's chat template"),
+    "a template that returns spaces": (content(TEMPLATE, b"  \n"), "the tokenizer's chat template must give text, got none"),
+    "a template that is binary": (content(TEMPLATE, b"\xff\xfe\x00"), "tokenizer"),
+    "a template that forgets the answer": (
+        content(TEMPLATE, b"{{ messages[0].content }}{{ messages | length }}"),
+        "the chat template must render the prompt the same with and without the answer after it"),
+    "a template that is a number": (
+        both(removed(TEMPLATE), fields("tokenizer_config.json", chat_template=5)), "the tokenizer"),
+}  # fmt: skip
+
+
+def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
+    assert launcher_says(here / "model", here / "rows.jsonl") == []
+    assert ranks_say(here / "model") is None
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(AT_START) + len(ON_RANKS) >= 89
+
+
+@pytest.mark.parametrize("case", AT_START)
+def test_found_before_anything_starts(here: Path, case: str) -> None:
+    breaks, expected = AT_START[case]
+    breaks(here / "model")
+    said = launcher_says(here / "model", here / "rows.jsonl")
+    assert any(expected in line for line in said), said
+    assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in said)
+    assert all(";" in line for line in said), "a remedy is missing"
+    if NO_MODEL not in expected:
+        assert ranks_say(here / "model") is not None
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_found_where_it_is_read(here: Path, case: str) -> None:
+    breaks, expected = ON_RANKS[case]
+    breaks(here / "model")
+    said = ranks_say(here / "model")
+    assert said is not None
+    assert expected in said
+    assert ";" in said or "\n  download" in said, "a remedy is missing"
+
+
+def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
+    model = here / "model"
+    config(vocab_size=100, num_hidden_layers=3)(model)
+    cut(WEIGHTS, 0.9)(model)
+    overrides = [
+        "model.pipeline_model_parallel_size=2",
+        "trainer.devices=2",
+        "model.data.seq_length=65",
+        "model.optim.lr=nan",
+    ]
+    said = launcher_says(model, here / "rows.jsonl", *overrides)
+    assert [line.split()[0] for line in said] == [
+        "model.optim.lr",
+        "pretrained_checkpoint.restore_from_path",
+        "model.pipeline_model_parallel_size",
+        "model.data.seq_length",
+        "pretrained_checkpoint.restore_from_path",
+    ]
+    assert said[2:4] == [
+        f"model.pipeline_model_parallel_size must divide the 3 layers of {model}, got 2; use 1",
+        f"model.data.seq_length must be at most max_position_embeddings = 64 of {model}, got 65; use 64 or fewer",
+    ]
+
+
+def test_tensor_parallel_sizes_that_the_model_cannot_have(here: Path) -> None:
+    overrides = ["model.tensor_model_parallel_size=8", "trainer.devices=8"]
+    assert launcher_says(here / "model", here / "rows.jsonl", *overrides) == [
+        f"model.tensor_model_parallel_size must divide intermediate_size = 12 of {here / 'model'}, got 8; use 6"
+    ]
+
+
+def test_messages_need_a_template(here: Path) -> None:
+    removed(TEMPLATE)(here / "model")
+    write(here / "rows.jsonl", {"messages": [{"role": "user", "content": "p"}], "label": True})
+    assert launcher_says(here / "model", here / "rows.jsonl") == [
+        "model.data.data_prefix must hold plain strings where the tokenizer has no chat template, got messages in "
+        f"{here / 'rows.jsonl'}; add chat_template.jinja to {here / 'model'}, or write prompts and answers as strings"
+    ]
