@@ -31,6 +31,7 @@ from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.telemetry.logs import set_up_logging, take_over
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
@@ -105,8 +106,10 @@ def _export(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
+    set_up_logging(rank=0)
     from nemo_kto.launch.build_policy import export_checkpoint
 
+    take_over()
     try:
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
     except (FileNotFoundError, ValueError) as error:
@@ -118,6 +121,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     ranks.end_with_launcher()
     world = ranks.detect_world()
+    set_up_logging(rank=0 if world is None else world.rank)
     flags = _flags(argv)
     if flags.help:
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
@@ -218,6 +222,7 @@ class Job:
 
         gc.freeze()
         gc.enable()
+        take_over()
         try:
             build.train(cfg)
         except KeyboardInterrupt:
