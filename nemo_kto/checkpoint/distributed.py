@@ -228,6 +228,15 @@ class CheckpointManager:
             _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
         return {name: int(value) for name, value in newest.info["trainer"].items()}
 
+    def best(self) -> Checkpoint | None:
+        """The checkpoint with the best :attr:`monitor` among those that are kept, the newest of equals.
+
+        None if there is none with that metric. Collective: rank 0 decides.
+        """
+        kept = find_checkpoints(self.folder) if state.is_rank_zero() else []
+        ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(self.monitor) is not None]
+        return state.from_rank_zero(min(ranked, key=self._rank, default=None))
+
     def refuse_to_mix(self) -> None:
         """Make sure that a new run has no checkpoints of another run beside its own.
 

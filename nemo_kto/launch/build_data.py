@@ -20,11 +20,12 @@ from nemo_kto.parallel import device, state
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The loaders of a run, the training examples themselves, and what turns what the loaders yield into a batch."""
+    """The loaders of a run, the examples themselves, and what turns what the loaders yield into a batch."""
 
     train: Loader[Any]
     validation: Loader[Any] | None
     examples: Any
+    validation_examples: Any | None
     collate_fn: Callable[[Any], Any]
 
 
@@ -60,6 +61,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         train=_loader(cfg, splits.train, take, training=True),
         validation=None if splits.validation is None else _loader(cfg, splits.validation, take, training=False),
         examples=splits.train,
+        validation_examples=splits.validation,
         collate_fn=collate_fn,
     )
 

@@ -51,9 +51,7 @@ def build_reference(
     Raises:
         ValueError: there is another model, and the policy brings trained adapters, which are the reference.
     """
-    mode, why = choose_mode(cfg)
-    if state.is_rank_zero():
-        print(f"reference policy: {mode} ({why})", flush=True)
+    mode, _ = choose_mode(cfg)
     if mode == "none":
         return ReferenceSetup(None)
     other = cfg.model.reference.restore_from_path

@@ -39,6 +39,10 @@ class KTORecipe(Recipe):
 
         return build_splits(kind=KTO_EXAMPLES, make=KTODataset, **source)
 
+    def classes(self, examples: KTODataset) -> dict[str, int]:
+        desirable = examples.desirable_count()
+        return {"desirable": desirable, "undesirable": len(examples) - desirable}
+
     def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], KTOBatch]]:
         from nemo_kto.algorithms.kto import identity
         from nemo_kto.data.collate import kto_custom_collate
@@ -74,7 +78,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> 
     if section.auto_balance:
         given, weights = weights, balanced_weights(desirable, undesirable, *weights)
         if state.is_rank_zero() and weights != given:
-            print(f"loss weights, balanced: desirable {weights[0]:.4g}, undesirable {weights[1]:.4g}", flush=True)
+            logger.info("loss weights, balanced: desirable %.4g, undesirable %.4g", *weights)
     else:
         warnings.append(balance_warning(desirable, undesirable, *weights))
     for warning in filter(None, warnings if state.is_rank_zero() else ()):
