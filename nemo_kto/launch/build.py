@@ -16,16 +16,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, CheckpointManager, load_weights_only
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.data.chat import load_tokenizer
-from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData, build_data
-from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
+from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.compose import save_config
+from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.launch.summary import say_end, say_start
+from nemo_kto.launch.summary import say_start
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
@@ -52,31 +52,15 @@ def train(cfg: RunConfig) -> None:
     cfg, why = resolve_precision(cfg)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
     data = build_data(cfg, load_tokenizer(policy.folder))
-    if cfg.export.enabled and cfg.export.which == "best" and data.validation is None:
-        text = f"must leave rows for validation with export.which=best, got none from {cfg.model.data.splits_string}"
-        raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set export.which=last')
+    check_export(cfg, data)
     say_start(cfg, policy, data, build_duration(cfg), why_precision=why)
     trainer = build_trainer(cfg, policy, data)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     began = time.monotonic()
     trainer.fit()
-    best = trainer.ckpt_callback.best()
-    if cfg.export.enabled:
-        export_run(cfg, policy, best)
-    say_end(cfg, policy, trainer, best, seconds=time.monotonic() - began)
+    finish(cfg, policy, trainer, seconds=time.monotonic() - began)
     state.destroy()
-
-
-def export_run(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:
-    """Write the model that export.which names; the best checkpoint takes the place of the policy in memory."""
-    if cfg.export.which == "best" and best is not None:
-        load_weights_only(best.folder, policy.chunks)
-    elif cfg.export.which == "best" and state.is_rank_zero():
-        monitor = cfg.exp_manager.checkpoint_callback_params.monitor
-        logger.warning(f"no checkpoint has {monitor}, so that none is the best; the model after the last step is exported")
-    out, adapter_out = Path(cfg.export.path), Path(cfg.export.adapter_path)
-    export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)
 
 
 def build_duration(cfg: RunConfig) -> TrainerConfig:

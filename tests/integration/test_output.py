@@ -15,9 +15,11 @@ from tests.tiny import make_pairs, make_rows, write_rows
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
 
 
-def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str], list[str]]:
-    """The lines of stdout and of stderr of a job of six steps, in which the time it took is N s."""
-    words = [
+def command(model: Path, name: str, *given: str) -> list[str]:
+    """A job of six steps."""
+    return [
+        *CLI,
+        name,
         f"pretrained_checkpoint.restore_from_path={model}",
         "model.data.data_prefix=rows.jsonl",
         'model.data.splits_string="80,20"',
@@ -35,7 +37,11 @@ def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str],
         "export.path=best",
         *given,
     ]
-    done = run([*CLI, name, *words], cwd=folder, env=environment(), preload=TRAINING, timeout=300)
+
+
+def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str], list[str]]:
+    """The lines of stdout and of stderr of the job, in which the time it took is N s."""
+    done = run(command(model, name, *given), cwd=folder, env=environment(), preload=TRAINING, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [SECONDS.sub("N s", text).splitlines() for text in (done.stdout, done.stderr)]
     return lines[0], lines[1]
@@ -154,6 +160,18 @@ def test_the_best_checkpoint_is_exported(stopped_and_resumed: tuple[Path, list[l
         '  load it with    transformers.AutoModelForCausalLM.from_pretrained("again")',
     ]
     assert files_of(folder / "best") == files_of(folder / "again")
+
+
+def test_the_best_checkpoint_needs_a_validation(tiny_llama: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", make_rows(20))
+    words = command(tiny_llama, "kto", 'model.data.splits_string="98,1,1"')
+    done = run(words, cwd=tmp_path, env=environment(), preload=TRAINING)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == (
+        "nemo-kto: model.data.splits_string must leave rows for validation with export.which=best, got none from 98,1,1; "
+        'e.g. "90,10", or set export.which=last'
+    )
+    assert not (tmp_path / "results").exists(), "nothing is written"
 
 
 def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path: Path) -> None:
