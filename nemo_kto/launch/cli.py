@@ -222,6 +222,8 @@ class Job:
 
         gc.freeze()
         gc.enable()
+        # Again, because each job of a sweep warns of what is its own.
+        set_up_logging(rank=0 if self.world is None else self.world.rank)
         take_over()
         try:
             build.train(cfg)

@@ -154,7 +154,7 @@ class RunEnd:
             "train longer" if self.stopped_by is None else "resume": again,
             "metrics": self.metrics,
         }
-        return table(f"{self.command}: {state} after {of} in {duration_text(self.seconds)}", lines)
+        return table(f"{self.command} {state} after {of} in {duration_text(self.seconds)}", lines)
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:

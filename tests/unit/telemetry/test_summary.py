@@ -110,7 +110,7 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
 
 def test_the_end() -> None:
     assert str(END).splitlines() == [
-        "nemo-kto kto: finished after step 375 of 375 (1 epoch of 375 steps) in 12 min",
+        "nemo-kto kto finished after step 375 of 375 (1 epoch of 375 steps) in 12 min",
         "  train loss       0.5000 -> 0.4000 (steps 1 and 375)",
         "  best checkpoint  results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100, the lowest of 4 that are kept)",
         "  exported model   results/gpt_kto/hf (after the last step, 375)",
@@ -127,7 +127,7 @@ def test_the_end_of_a_run_whose_time_was_up() -> None:
     lines = str(end).splitlines()
     assert (
         lines[0]
-        == "nemo-kto kto: stopped by trainer.max_time=00:03:00:00 after step 75 of 375 (0.2 epochs of 375 steps) in 12 min"
+        == "nemo-kto kto stopped by trainer.max_time=00:03:00:00 after step 75 of 375 (0.2 epochs of 375 steps) in 12 min"
     )
     assert lines[3:6] == [
         "  exported adapters  adapter",
