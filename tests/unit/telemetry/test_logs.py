@@ -39,7 +39,7 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
         logger.warning("%s warns", name)
     logging.getLogger("nemo_kto.data.dataset").error("broken")
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", FutureWarning)
         warnings.warn_explicit("old", FutureWarning, "library.py", 7)
     return stream.getvalue().splitlines()
 
