@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from unittest import mock
 
 _SIZE = 1 << 20
 
@@ -147,8 +148,8 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, _SIZE, 2)
         request = json.loads(message)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        # Nothing is shown, and the filters that the modules set on being imported stay.
+        with mock.patch.object(warnings, "showwarning"):
             for name in request["preload"]:
                 importlib.import_module(name)
         gc.freeze()  # looking through all of torch for what can be let go would copy it

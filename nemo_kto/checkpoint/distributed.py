@@ -85,6 +85,26 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
+    """The checkpoint of a run with the best metric, the newest of equals; None if none has that metric.
+
+    Collective: rank 0 decides for all ranks.
+
+    Args:
+        folder: of the checkpoints.
+        monitor, mode: as of :class:`CheckpointManager`.
+    """
+    kept = find_checkpoints(folder) if state.is_rank_zero() else []
+    ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
+    return state.from_rank_zero(min(ranked, key=lambda each: _rank(each, monitor, mode), default=None))
+
+
+def _rank(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
+    """The smaller, the better."""
+    value, sign = checkpoint.info["metrics"].get(monitor), 1.0 if mode == "min" else -1.0
+    return (math.inf if value is None else sign * value, -checkpoint.step)
+
+
 def _whole(path: Path) -> _Info | None:
     """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
     try:
@@ -243,12 +263,8 @@ class CheckpointManager:
         publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
         *older, _ = find_checkpoints(self.folder)
         if self.save_top_k >= 0:
-            for checkpoint in sorted(older, key=self._rank)[self.save_top_k :]:
+            for checkpoint in sorted(older, key=lambda each: _rank(each, self.monitor, self.mode))[self.save_top_k :]:
                 remove_folder(checkpoint.folder)
-
-    def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
-        value, sign = checkpoint.info["metrics"].get(self.monitor), 1.0 if self.mode == "min" else -1.0
-        return (math.inf if value is None else sign * value, -checkpoint.step)
 
     def _clear_leftovers(self) -> None:
         for start in (WRITING, REMOVING):

@@ -6,6 +6,7 @@ Configuration objects stop here and in the recipes; everything below takes plain
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +19,15 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
-from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
+from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
+from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.resume import Resumption, look_for_run
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.summary import say_start
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
@@ -48,21 +51,22 @@ def train(cfg: RunConfig) -> None:
         sequence_parallel=cfg.model.sequence_parallel,
     )
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
-    cfg = resolve_precision(cfg)
+    cfg, why = resolve_precision(cfg)
     start = prepare(cfg)
     if start.run.finished is not None:
         if state.is_rank_zero():
             print(f"nemo-kto: {start.run.finished}", flush=True)
         state.destroy()
         return
+    check_export(cfg, start.data)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
+    say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why)
     trainer = build_trainer(cfg, policy, start)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
+    began = time.monotonic()
     trainer.fit()
-    if cfg.export.enabled:
-        out, adapter_out = Path(cfg.export.path), Path(cfg.export.adapter_path)
-        export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)
+    finish(cfg, policy, trainer, seconds=time.monotonic() - began)
     state.destroy()
 
 

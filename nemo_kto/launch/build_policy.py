@@ -32,6 +32,7 @@ from nemo_kto.models.lora import add_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.parallel import state
+from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 
 logger = logging.getLogger(__name__)
 
@@ -168,14 +169,10 @@ def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None,
     chunks, architecture = policy.chunks, policy.architecture
     if policy.adapters is not None and adapter_out is not None:
         export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model)
-        if state.is_rank_zero():
-            print(f"adapters in PEFT format: {adapter_out}", flush=True)
     if out is not None:
         if policy.adapters is not None:
             merge_adapters(chunks)
         export(chunks, architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
-        if state.is_rank_zero():
-            print(f"aligned model in Hugging Face format: {out}", flush=True)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
@@ -206,3 +203,4 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     load_policy_weights(policy)
     export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
     state.destroy()
+    print(table(f"nemo-kto export: {checkpoint}", adapter_lines(out) if adapter else model_lines(out)), flush=True)

@@ -58,10 +58,8 @@ def build_reference(
     Raises:
         UserError: there is another model, which is not there or of another shape.
     """
-    mode, why = choose_mode(cfg)
+    mode, _ = choose_mode(cfg)
     other = _find_other(cfg, policy)
-    if state.is_rank_zero():
-        print(f"reference policy: {mode} ({why})" + ("" if other is None else f", {other}"), flush=True)
     if mode == "none":
         return ReferenceSetup(None)
     if other is not None:

@@ -31,6 +31,7 @@ from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
 from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.telemetry.logs import set_up_logging, take_over
 
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
@@ -109,8 +110,10 @@ def _export(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
+    set_up_logging(rank=0)
     from nemo_kto.launch.build_policy import export_checkpoint
 
+    take_over()
     try:
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
     except UserError as error:
@@ -135,6 +138,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         world = ranks.detect_world()
     except UserError as error:
         ranks.fail(error, world=None)
+    set_up_logging(rank=0 if world is None else world.rank)
     flags = _flags(argv)
     if flags.help:
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
@@ -235,6 +239,9 @@ class Job:
 
         gc.freeze()
         gc.enable()
+        # Again, because each job of a sweep warns of what is its own.
+        set_up_logging(rank=0 if self.world is None else self.world.rank)
+        take_over()
         try:
             build.train(cfg)
         except KeyboardInterrupt:

@@ -13,32 +13,30 @@ from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
 logger = logging.getLogger(__name__)
 
 
-def resolve_precision(cfg: RunConfig) -> RunConfig:
-    """The same configuration with trainer.precision bf16 or 32; collective.
+def resolve_precision(cfg: RunConfig) -> tuple[RunConfig, str]:
+    """The same configuration with trainer.precision bf16 or 32, and why it is that one; collective.
 
-    Rank 0 decides for all ranks, and says what auto became and why: a resumed run keeps the precision of its newest
-    checkpoint, any other run takes bf16 where the machine computes faster with it.
+    Rank 0 decides for all ranks what auto becomes: a resumed run keeps the precision of its newest checkpoint, any other
+    run takes bf16 where the machine computes faster with it.
     """
-    chosen = state.from_rank_zero(_choose(cfg) if state.is_rank_zero() else "")
-    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})})
+    chosen, why = state.from_rank_zero(_choose(cfg) if state.is_rank_zero() else ("", ""))
+    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})}), why
 
 
-def _choose(cfg: RunConfig) -> str:
-    precision = PRECISIONS[cfg.trainer.precision]
+def _choose(cfg: RunConfig) -> tuple[str, str]:
+    precision, why = PRECISIONS[cfg.trainer.precision], "set by the user"
     resumed = _of_checkpoint(cfg) if precision == "auto" else None
     if resumed is not None:
-        precision = resumed
-        print(f"precision: {precision} (that of the checkpoint it resumes from)", flush=True)
+        precision, why = resumed, "that of the checkpoint it resumes from"
     if precision == "32":
-        return precision
+        return precision, why
     support = bf16_support()
     if precision == "auto":
-        precision = "bf16" if support.native else "32"
-        print(f"precision: {precision} ({support.why})", flush=True)
+        precision, why = "bf16" if support.native else "32", support.why
     elif not support.native:
         remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
         logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
-    return precision
+    return precision, why
 
 
 def _of_checkpoint(cfg: RunConfig) -> str | None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
-from nemo_kto.data.prefix import read_data_prefix
+from nemo_kto.data.prefix import AUTO, SPLITS, WHOLE, read_data_prefix, read_splits_string
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, UserError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
@@ -241,8 +241,42 @@ def _export(cfg: RunConfig) -> Errors:
     for name, path in paths.items():
         if cfg.export.enabled and not path:
             yield ConfigError(f"export.{name}", "must name a folder, got nothing; or set export.enabled=false")
+    if cfg.export.enabled and cfg.export.which == "best":
+        yield from _best(cfg)
     both = [os.path.abspath(path) for path in paths.values() if path]
     if cfg.export.enabled and cfg.model.peft.peft_scheme != "none" and len(set(both)) < len(both):
         # transformers would load the base model and the adapters from there, and never the merged weights
         text = f"must be another folder than export.path, got {cfg.export.adapter_path} for both; merged weights go there"
         yield ConfigError("export.adapter_path", text, ("export.path", "model.peft.peft_scheme"))
+
+
+def _best(cfg: RunConfig) -> Errors:
+    """Whether the run will have checkpoints to choose from, and a metric to choose by."""
+    kept, loop, section = cfg.exp_manager.checkpoint_callback_params, cfg.loop, f"trainer.{cfg.recipe.name}"
+    last = "or set export.which=last"
+    keys = {
+        "exp_manager.checkpoint_callback_params.save_top_k": (kept.save_top_k, kept.save_top_k != 0, "not be 0"),
+        "exp_manager.checkpoint_callback_params.monitor": (kept.monitor, kept.monitor.startswith("val_"), "start with val_"),
+        f"{section}.save_interval": (loop.save_interval, loop.save_interval > 0, "be above 0"),
+        f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
+    }
+    for key, (value, fits, wanted) in keys.items():
+        if not fits:
+            yield ConfigError(
+                key, f"must {wanted} with export.which=best, got {value}; change it, {last}", ("export.which",)
+            )
+    data, reads = "model.data.data_prefix", ("model.data.data_prefix", "export.which")
+    try:
+        sources = read_data_prefix(cfg.model.data.data_prefix)
+    except ValueError:  # said of the files
+        return
+    given = cfg.model.data.splits_string
+    if WHOLE not in sources and "validation" not in sources:
+        text = f"must name rows for validation with export.which=best, got those for {either([*sources])}; add them, {last}"
+        yield ConfigError(data, text, reads[1:])
+    shares = (
+        None if given is None else read_splits_string(given)
+    )  # None for auto too, where it depends on the number of rows
+    if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
+        text = f"must leave rows for validation with export.which=best, got {'null' if given is None else given}"
+        yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {last}', reads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections import deque
@@ -25,6 +26,17 @@ def current_device() -> torch.device:
 def device_count() -> int:
     """Number of GPUs of this machine; 0 means the ranks run on the CPU."""
     return torch.cuda.device_count() if on_gpu() else 0
+
+
+def device_name() -> str:
+    """What the device of this rank is sold as, where the system tells; "CPU" otherwise."""
+    if on_gpu():
+        return torch.cuda.get_device_name(current_device())
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as described:
+        for line in described:
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return "CPU"
 
 
 def select() -> None:

@@ -65,6 +65,7 @@ DPO = DPORecipe(
     losses=LOSSES,
     loss_inputs=frozenset({"beta"}),
     loss_section=LossConfig,
+    unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
 )

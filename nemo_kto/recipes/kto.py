@@ -81,7 +81,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> 
     if section.auto_balance:
         given, weights = weights, balanced_weights(desirable, undesirable, *weights)
         if state.is_rank_zero() and weights != given:
-            print(f"loss weights, balanced: desirable {weights[0]:.4g}, undesirable {weights[1]:.4g}", flush=True)
+            logger.info("loss weights, balanced: desirable %.4g, undesirable %.4g", *weights)
     else:
         warnings.append(balance_warning(desirable, undesirable, *weights))
     for warning in filter(None, warnings if state.is_rank_zero() else ()):

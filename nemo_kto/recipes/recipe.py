@@ -65,6 +65,7 @@ class Recipe(ABC):
         losses: the values of ``preference_loss`` that have a name.
         loss_inputs: what a loss function is given by keyword, besides ``z0`` and ``reward_delta_P`` where it needs them.
         loss_section: model.NAME.
+        unit: what one row is.
         data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
         metrics: what its losses report and checkpoints can be ranked by; val_ or train_ stands before it.
         z0_metrics: the same of losses that need z0.
@@ -77,6 +78,7 @@ class Recipe(ABC):
     losses: Mapping[str, Loss]
     loss_inputs: frozenset[str]
     loss_section: type[LossConfig]
+    unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]
     z0_metrics: tuple[str, ...] = ()

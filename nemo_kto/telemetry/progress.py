@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from nemo_kto.telemetry.timers import duration_text
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 Item = TypeVar("Item")
 
+_TELL_SECONDS = 5  # between two lines of a bar in a file
+_MEASURED = 3  # steps of this start after which its time is estimated; the first one takes longer and is left out
 # Label on the screen, and the metric without its "train/" or "val/".
-_SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
+SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
 _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 
@@ -40,6 +44,7 @@ class Progress:
     def __post_init__(self) -> None:
         self._began = self._last = self.clock()
         self._step = self.start_step
+        self._seconds: list[float] = []
         self._bar: tqdm[None] | None = None
         if self.stream.isatty():
             from tqdm import tqdm
@@ -57,6 +62,7 @@ class Progress:
         now = self.clock()
         # only the step where it was measured, else with what came between: a validation, a checkpoint
         seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
+        self._seconds.append(seconds)
         left = (now - self._began) / max(1, step - self.start_step) * max(0, self.total_steps - step)
         self._last, self._step = now, step
         parts = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
@@ -68,6 +74,10 @@ class Progress:
         else:
             self._bar.set_postfix_str("  ".join(parts), refresh=False)
             self._bar.update(step - self._bar.n)
+        if len(self._seconds) == _MEASURED and step < self.total_steps:
+            each = sum(self._seconds[1:]) / (_MEASURED - 1)
+            whole = now - self._began + each * (self.total_steps - step)
+            self.line(f"estimated time: {duration_text(whole)} ({each:.2g} s a step)")
 
     def line(self, text: str) -> None:
         """Write a line, above the bar where there is one."""
@@ -85,8 +95,10 @@ class Progress:
             self.line(f"step {self._step}/{self.total_steps}  {status}")
 
 
-def progress_bar(items: Iterable[Item], *, total: int, title: str, shown: bool) -> Iterator[Item]:
-    """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every tenth.
+def progress_bar(
+    items: Iterable[Item], *, total: int, title: str, shown: bool, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Item]:
+    """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every few seconds.
 
     ``title`` stands before the count; ``shown`` is False on the ranks that keep silent.
     """
@@ -98,12 +110,13 @@ def progress_bar(items: Iterable[Item], *, total: int, title: str, shown: bool) 
     elif stream.isatty():
         yield from tqdm(items, total=total, desc=title, file=stream, unit="batch", leave=False)
     else:
-        tenth = -(-total // 10)
+        told = clock()
         for number, item in enumerate(items, start=1):
             yield item
-            if number % tenth == 0 or number == total:
+            if clock() - told >= _TELL_SECONDS:
                 print(f"{title} {number}/{total}", file=stream, flush=True)
+                told = clock()
 
 
 def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:
-    return [f"{label} {metrics[prefix + name]:.4f}" for label, name in _SHOWN if prefix + name in metrics]
+    return [f"{label} {metrics[prefix + name]:.4f}" for label, name in SHOWN if prefix + name in metrics]

@@ -62,6 +62,13 @@ def parse_duration(text: str) -> int:
     raise ValueError(f"a duration must be written DD:HH:MM:SS (days:hours:minutes:seconds), got {text!r}; e.g. 00:03:45:00")
 
 
+def duration_text(seconds: float) -> str:
+    """A duration in the unit that suits it: 12 s, 12 min, 3.4 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
 @dataclass(kw_only=True, eq=False)
 class RunTimer:
     """Says when the time given to a run is over, the same on every rank.

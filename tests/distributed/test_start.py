@@ -71,12 +71,12 @@ def start(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> 
 def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> None:
     (first, _, error), (second, _, _) = start(True, False, precision="auto", steps=1)
     assert error == ""
-    assert first.splitlines()[0] == f"precision: bf16 ({FAST})"
+    assert f"  precision   bf16 ({FAST})" in first.splitlines()
     assert "precision" not in second, "rank 0 speaks for all"
     assert start.saved() == ("bf16", "bfloat16")
 
     ((resumed, warnings, _),) = start(False, precision="auto", steps=2)
-    assert resumed.splitlines()[0] == "precision: bf16 (that of the checkpoint it resumes from)"
+    assert "  precision   bf16 (that of the checkpoint it resumes from)" in resumed.splitlines()
     assert warnings == [
         f"trainer.precision is bf16, but {SLOW}; start a new run with trainer.precision=32 in another folder"
     ]
@@ -93,11 +93,11 @@ def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> N
 
 def test_without_bf16_it_is_fp32_and_stays_so_on_better_hardware(start: Start) -> None:
     ((printed, warnings, _),) = start(False, precision="auto", steps=1)
-    assert printed.splitlines()[0] == f"precision: 32 ({SLOW})"
+    assert f"  precision   32 ({SLOW})" in printed.splitlines()
     assert warnings == []
     assert start.saved() == ("32", "float32")
     ((printed, warnings, _),) = start(True, precision="auto", steps=2)
-    assert printed.splitlines()[0] == "precision: 32 (that of the checkpoint it resumes from)"
+    assert "  precision   32 (that of the checkpoint it resumes from)" in printed.splitlines()
     assert warnings == []
     assert start.saved() == ("32", "float32")
 
@@ -106,7 +106,7 @@ def test_bf16_that_was_asked_for_is_had_with_one_warning(start: Start) -> None:
     (first, second) = start(False, False, precision="bf16-mixed", steps=1)
     assert first[1] == [f"trainer.precision is bf16, but {SLOW}; use auto or 32"]
     assert second[1] == []
-    assert "precision" not in first[0]
+    assert "  precision   bf16 (set by the user)" in first[0].splitlines()
     assert start.saved() == ("bf16", "bfloat16")
 
 

@@ -138,7 +138,7 @@ def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = finish(command(tiny_llama, rows, folder, job), job, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
-    assert f"aligned model in Hugging Face format: {folder / 'hf'}" in done.stdout
+    assert f"  exported model     {folder / 'hf'} (after the last step, {job.steps})" in done.stdout
     return folder
 
 

@@ -199,6 +199,37 @@ BROKEN = [
         ["export.adapter_path must be another folder than export.path, got results/./out for both; merged weights go there"],
     ),
     (["export.adapter_path=''"], 1, ["export.adapter_path must name a folder, got nothing; or set export.enabled=false"]),
+    (["export.which=newest"], 1, ["export.which must be last or best, got newest"]),
+    (
+        [
+            "export.which=best",
+            "exp_manager.checkpoint_callback_params={monitor: train_loss, save_top_k: 0}",
+            "trainer.ALGORITHM.save_interval=0",
+            "trainer.ALGORITHM.limit_val_batches=0",
+            "model.data.splits_string=null",
+        ],
+        1,
+        [
+            "exp_manager.checkpoint_callback_params.save_top_k must not be 0 with export.which=best, got 0; change it, "
+            "or set export.which=last",
+            "exp_manager.checkpoint_callback_params.monitor must start with val_ with export.which=best, got train_loss; "
+            "change it, or set export.which=last",
+            "trainer.ALGORITHM.save_interval must be above 0 with export.which=best, got 0; change it, "
+            "or set export.which=last",
+            "trainer.ALGORITHM.limit_val_batches must be above 0 with export.which=best, got 0; change it, "
+            "or set export.which=last",
+            "model.data.splits_string must leave rows for validation with export.which=best, got null; "
+            'e.g. "90,10", or set export.which=last',
+        ],
+    ),
+    (
+        ["export.which=best", "model.data.splits_string='98,0,2'"],
+        1,
+        [
+            "model.data.splits_string must leave rows for validation with export.which=best, got 98,0,2; "
+            'e.g. "90,10", or set export.which=last'
+        ],
+    ),
 ]
 
 
@@ -229,6 +260,8 @@ RIGHT = [
     (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
     (["export.path=out", "export.adapter_path=out"], 1),  # no adapters, none written
     (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
+    (["export.which=best", "trainer.ALGORITHM.save_interval=0.25"], 1),
+    (["export.which=best", "export.enabled=false", "model.data.splits_string=null"], 1),
     (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
 ]
 
@@ -339,3 +372,14 @@ def test_the_metrics_are_those_that_the_losses_report() -> None:
     counts = {"rows", "invalid_rows"}
     assert {*KTO.metrics, *KTO.z0_metrics} == set(kto_metrics(of_rows)) - counts
     assert {*DPO.metrics, *DPO.z0_metrics} == set(preference_metrics(of_pairs)) - counts
+
+
+def test_the_best_checkpoint_needs_rows_for_validation(said: Said, tmp_path: Path) -> None:
+    rows = f"{tmp_path}/rows.jsonl"
+    named = [f"model.data.data_prefix={{train: {rows}, test: {rows}}}", "export.which=best"]
+    assert said(*named) == [
+        "model.data.data_prefix must name rows for validation with export.which=best, got those for train or test; "
+        "add them, or set export.which=last"
+    ]
+    assert said(*named[:1]) == []
+    assert said(f"model.data.data_prefix={{train: {rows}, validation: {rows}}}", "export.which=best") == []

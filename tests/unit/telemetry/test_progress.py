@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
-from nemo_kto.telemetry.progress import Progress
+import pytest
+
+from nemo_kto.telemetry.progress import Progress, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -58,3 +61,33 @@ def test_bar_on_a_terminal() -> None:
     last = out.getvalue().replace("\n", "\r").split("\r")
     assert any("100%" in part and "step 4/4" in part and "loss 0.4873" in part and "1.50 s/step" in part for part in last)
     assert "saved a checkpoint" in last
+
+
+def test_the_time_of_the_run_is_estimated_once_after_three_steps() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(total_steps=304, start_step=4, stream=out, clock=clock)
+    for step, seconds in ((5, 30.0), (6, 2.0), (7, 3.0), (8, 2.5)):
+        clock.now += seconds
+        progress.log_metrics({"train/loss": 0.5, "timing/step_time": seconds}, step)
+    lines = out.getvalue().splitlines()
+    assert lines[3] == "estimated time: 13 min (2.5 s a step)", "35 s so far and 297 steps of 2.5 s"
+    assert sum("estimated" in line for line in lines) == 1
+    out.truncate(0)
+    short = Progress(total_steps=3, stream=out, clock=clock)
+    for step in (1, 2, 3):
+        short.log_metrics({"train/loss": 0.5}, step)
+    assert "estimated" not in out.getvalue(), "it is over by then"
+
+
+def test_a_bar_in_a_file_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def slow(count: int) -> Iterator[int]:
+        for item in range(count):
+            clock.now += 2.0
+            yield item
+
+    assert list(progress_bar(slow(7), total=7, title="reference", shown=True, clock=clock)) == list(range(7))
+    assert capsys.readouterr().err.splitlines() == ["reference 3/7", "reference 6/7"]
+    assert list(progress_bar(slow(7), total=7, title="reference", shown=False, clock=clock)) == list(range(7))
+    assert capsys.readouterr().err == ""

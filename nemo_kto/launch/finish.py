@@ -1,0 +1,53 @@
+"""The end of a run: which model is exported, and what is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, best_checkpoint, load_weights_only
+from nemo_kto.errors import UserError
+from nemo_kto.launch.build_data import RunData
+from nemo_kto.launch.build_policy import Policy, export_policy
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.summary import say_end
+from nemo_kto.parallel import state
+
+logger = logging.getLogger(__name__)
+
+
+def check_export(cfg: RunConfig, data: RunData) -> None:
+    """Make sure that export.which=best will have something to choose by.
+
+    Raises:
+        UserError: no row was left for validation.
+    """
+    if cfg.export.enabled and cfg.export.which == "best" and data.validation is None:
+        text = f"must leave rows for validation with export.which=best, got none from {cfg.model.data.splits_string}"
+        raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set export.which=last')
+
+
+def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
+    """Export the model that the configuration asks for, and say how the run ended; collective.
+
+    Args:
+        seconds: that the training took.
+    """
+    ranking = cfg.exp_manager.checkpoint_callback_params
+    folder = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
+    best = best_checkpoint(folder, monitor=ranking.monitor, mode=ranking.mode)
+    if cfg.export.enabled:
+        _export(cfg, policy, best)
+    say_end(cfg, policy, trainer, best, seconds=seconds)
+
+
+def _export(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:
+    """The best checkpoint takes the place of the policy in memory."""
+    if cfg.export.which == "best" and best is not None:
+        load_weights_only(best.folder, policy.chunks)
+    elif cfg.export.which == "best" and state.is_rank_zero():
+        monitor = cfg.exp_manager.checkpoint_callback_params.monitor
+        logger.warning(f"no checkpoint has {monitor}, so that none is the best; the model after the last step is exported")
+    out, adapter_out = Path(cfg.export.path), Path(cfg.export.adapter_path)
+    export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)

@@ -1,0 +1,168 @@
+"""What a run says of itself, gathered from its configuration and its parts; ``telemetry.summary`` makes the text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, find_checkpoints
+from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
+from nemo_kto.data.counts import SplitCounts
+from nemo_kto.launch.build_data import RunData
+from nemo_kto.launch.build_policy import Policy
+from nemo_kto.launch.build_reference import choose_mode
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.parallel import device, state
+from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
+
+
+def say_start(cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConfig, *, why_precision: str) -> None:
+    """Print, on rank 0, what is about to be trained."""
+    if not state.is_rank_zero():
+        return
+    examples = {"train": data.splits.train, "validation": data.splits.validation}
+    trained, adapters = _trained(policy)
+    mode, why = choose_mode(cfg)
+    other = cfg.model.reference.restore_from_path
+    batches = len(data.train.batch_sampler)
+    start = RunStart(
+        command=f"nemo-kto {cfg.recipe.name}",
+        model=cfg.pretrained_checkpoint.restore_from_path,
+        family=policy.architecture.family.name,
+        parameters=_count(wanted_weights(policy.architecture)),
+        adapters=adapters,
+        trained=trained,
+        splits={name: _rows(cfg.recipe.unit, found.counts) for name, found in examples.items() if found is not None},
+        steps=length.total_steps(batches),
+        steps_per_epoch=length.steps_per_epoch(batches),
+        resumed_step=_resumed_step(cfg),
+        global_batch=cfg.model.global_batch_size,
+        micro_batch=cfg.model.micro_batch_size,
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        tensor_parallel=cfg.model.tensor_model_parallel_size,
+        pipeline_parallel=cfg.model.pipeline_model_parallel_size,
+        sequence_parallel=cfg.model.sequence_parallel,
+        device=_device(),
+        precision=f"{cfg.trainer.precision} ({why_precision})",
+        reference=f"{mode}{'' if other is None else f' of {other}'} ({why})",
+        folder=cfg.exp_manager.explicit_log_dir,
+    )
+    print(start, flush=True)
+
+
+def say_end(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoint | None, *, seconds: float) -> None:
+    """Print, on rank 0, what was reached, what was written and how to use it.
+
+    Args:
+        best: of the checkpoints that are kept.
+        seconds: that training and export took.
+    """
+    if not state.is_rank_zero():
+        return
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    is_early = trainer.step < trainer.max_steps
+    end = RunEnd(
+        command=f"nemo-kto {cfg.recipe.name}",
+        step=trainer.step,
+        steps=trainer.max_steps,
+        steps_per_epoch=trainer.steps_per_epoch,
+        seconds=seconds,
+        stopped_by=f"trainer.max_time={cfg.trainer.max_time}" if is_early else None,
+        reached=figures_of(folder / METRICS_FILE),
+        best=_best(cfg, folder, best),
+        exports=_exports(cfg, policy, trainer, best),
+        train_longer=_train_longer(cfg, trainer, is_early=is_early),
+        metrics=_metrics(cfg, folder),
+    )
+    print(f"\n{end}", flush=True)
+
+
+def _count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _trained(policy: Policy) -> tuple[int, str | None]:
+    """Number of parameters that are trained, and what is adapted; None where it is the whole model."""
+    settings = policy.adapters
+    if settings is None:
+        return _count(wanted_weights(policy.architecture)), None
+    layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
+    text = f"LoRA of rank {settings.rank}, alpha {settings.alpha:g}, on {', '.join(settings.modules)}{layers}"
+    if policy.adapter_folder is not None:
+        text += f", from {policy.adapter_folder}"
+    return _count(wanted_adapters(policy.architecture, settings)), text
+
+
+def _rows(unit: str, counts: SplitCounts) -> SplitRows:
+    classes = {"desirable": counts.desirable, "undesirable": counts.undesirable}
+    return SplitRows(
+        unit=unit,
+        rows=counts.rows,
+        classes={name: number for name, number in classes.items() if number is not None},
+        tokens=counts.tokens,
+        cut_prompts=counts.cut_prompts,
+        cut_responses=counts.cut_responses,
+    )
+
+
+def _resumed_step(cfg: RunConfig) -> int | None:
+    folder = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
+    found = find_checkpoints(folder) if cfg.exp_manager.resume_if_exists else []
+    return found[-1].step if found else None
+
+
+def _device() -> str:
+    if device.on_gpu():
+        return device.device_name()
+    threads = torch.get_num_threads()
+    return f"CPU, {device.device_name()}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
+
+
+def _best(cfg: RunConfig, folder: Path, best: Checkpoint | None) -> str:
+    ranking = cfg.exp_manager.checkpoint_callback_params
+    kept = find_checkpoints(folder / CHECKPOINTS)
+    if best is None:
+        return f"{kept[-1].folder} (the last one, as none has {ranking.monitor})"
+    value = f"{ranking.monitor} {best.info['metrics'][ranking.monitor]:.4f}"
+    extreme = "lowest" if ranking.mode == "min" else "highest"
+    return (
+        f"{best.folder} ({value}, {f'the {extreme} of {len(kept)} that are kept' if len(kept) > 1 else 'the only one kept'})"
+    )
+
+
+def _exports(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoint | None) -> dict[str, str]:
+    if not cfg.export.enabled:
+        later = f"nemo-kto export {cfg.exp_manager.explicit_log_dir} FOLDER"
+        return {"exported model": f"none, as export.enabled is false; later: {later}"}
+    chosen = cfg.export.which == "best" and best is not None
+    what = (
+        f"the best checkpoint, step {best.step}" if chosen and best is not None else f"after the last step, {trainer.step}"
+    )
+    if policy.adapters is None:
+        return model_lines(Path(cfg.export.path), what)
+    merged = model_lines(Path(cfg.export.path), f"{what}, adapters merged")
+    return {**merged, **adapter_lines(Path(cfg.export.adapter_path))}
+
+
+def _train_longer(cfg: RunConfig, trainer: DPOTrainer, *, is_early: bool) -> str:
+    """Overrides with which the same command makes more steps."""
+    section, loop = f"trainer.{cfg.recipe.name}", cfg.loop
+    needed = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
+    if not is_early and loop.max_epochs * trainer.steps_per_epoch == trainer.max_steps:
+        needed.append(f"{section}.max_epochs={loop.max_epochs + 1}")
+        if loop.max_steps > 0:
+            needed.append(f"{section}.max_steps=-1")
+    elif not is_early:
+        needed.append(f"{section}.max_steps={2 * trainer.max_steps}")
+    return " ".join(needed)
+
+
+def _metrics(cfg: RunConfig, folder: Path) -> str:
+    board = f"; tensorboard --logdir {folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
+    return f"{folder / METRICS_FILE}{board}"

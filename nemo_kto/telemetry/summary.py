@@ -1,0 +1,214 @@
+"""What a run says of itself at its start and at its end: text from plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_kto.telemetry.progress import SHOWN
+from nemo_kto.telemetry.timers import duration_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRows:
+    """The rows of a split.
+
+    Attributes:
+        unit: what a row is: rows or pairs.
+        rows: their number.
+        classes: name of each kind of row -> number of rows; empty where there is one kind.
+        tokens: of prompts and responses together; None where they were not counted.
+        cut_prompts, cut_responses: rows whose prompt and whose response were truncated; None where they were not counted.
+    """
+
+    unit: str
+    rows: int
+    classes: Mapping[str, int] = field(default_factory=dict)
+    tokens: int | None = None
+    cut_prompts: int | None = None
+    cut_responses: int | None = None
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {name}" for name, count in self.classes.items())
+        parts = [f"{self.rows:,} {self.unit}" + (f" ({kinds})" if kinds else "")]
+        if self.tokens is not None:
+            parts.append(f"{self.tokens:,} tokens")
+        cut = {"prompts": self.cut_prompts, "responses": self.cut_responses}
+        if told := [f"{count:,} {what}" for what, count in cut.items() if count]:
+            parts.append(f"{' and '.join(told)} truncated")
+        elif None not in cut.values():
+            parts.append("none truncated")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What is known of a run before its first step.
+
+    Attributes:
+        command: that was run.
+        model: folder of the model that training starts from.
+        family: of the model.
+        parameters: of the whole model.
+        adapters: what is adapted; None where all weights are trained.
+        trained: parameters that are trained.
+        splits: name of each split -> its rows.
+        steps: optimizer steps of the whole run.
+        steps_per_epoch: of one epoch.
+        resumed_step: steps that are done already; None for a new run.
+        global_batch, micro_batch: examples of a step, and of one pass on one rank.
+        data_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
+        sequence_parallel: activations are sharded over the sequence too.
+        device: name of the device of a rank.
+        precision, reference: what was chosen, and why.
+        folder: of the run.
+    """
+
+    command: str
+    model: str
+    family: str
+    parameters: int
+    adapters: str | None
+    trained: int
+    splits: Mapping[str, SplitRows]
+    steps: int
+    steps_per_epoch: int
+    resumed_step: int | None
+    global_batch: int
+    micro_batch: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    sequence_parallel: bool
+    device: str
+    precision: str
+    reference: str
+    folder: str
+
+    def __str__(self) -> str:
+        """A table with a line for each fact."""
+        what = "all trained" if self.adapters is None else f"{short(self.trained)} in adapters trained"
+        resumed = "" if self.resumed_step is None else f", resumed after step {self.resumed_step}"
+        lines = {
+            "model": f"{self.model} ({self.family}), {short(self.parameters)} parameters, {what}",
+            "adapters": self.adapters or "none",
+            **{name: str(rows) for name, rows in self.splits.items()},
+            "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
+            "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch:,}",
+            "layout": self._layout(),
+            "device": self.device,
+            "precision": self.precision,
+            "reference": self.reference,
+            "run folder": self.folder,
+        }
+        return table(self.command, lines)
+
+    def _layout(self) -> str:
+        ranks = self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        if ranks == 1:
+            return "1 rank"
+        degrees = f"{self.data_parallel} data x {self.tensor_parallel} tensor x {self.pipeline_parallel} pipeline parallel"
+        return f"{ranks} ranks = {degrees}" + (", sequence parallel" if self.sequence_parallel else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """What has become of a run.
+
+    Attributes:
+        command: that was run.
+        step, steps: the last step that was made, and steps of the whole run.
+        steps_per_epoch: of one epoch.
+        seconds: since the first step of this start.
+        stopped_by: what ended the run before its last step; None where nothing did.
+        reached: label of each figure -> its value at first and last, see :func:`figures_of`.
+        best: the best checkpoint, and why.
+        exports: what was written -> where, and how it is loaded.
+        train_longer: overrides that let the run train longer, after the same command.
+        metrics: where they are.
+    """
+
+    command: str
+    step: int
+    steps: int
+    steps_per_epoch: int
+    seconds: float
+    stopped_by: str | None
+    reached: Mapping[str, str]
+    best: str
+    exports: Mapping[str, str]
+    train_longer: str
+    metrics: str
+
+    def __str__(self) -> str:
+        """A table with a line for each fact."""
+        state = "finished" if self.stopped_by is None else f"stopped by {self.stopped_by}"
+        of = f"step {self.step:,} of {self.steps:,} ({epochs(self.step, self.steps_per_epoch)})"
+        again = "the same command" + (f" with {self.train_longer}" if self.train_longer else "")
+        lines = {
+            **self.reached,
+            "best checkpoint": self.best,
+            **self.exports,
+            "train longer" if self.stopped_by is None else "resume": again,
+            "metrics": self.metrics,
+        }
+        return table(f"{self.command} {state} after {of} in {duration_text(self.seconds)}", lines)
+
+
+def table(title: str, lines: Mapping[str, str]) -> str:
+    """A title, and below it the lines with their labels in a column."""
+    width = max(map(len, lines)) + 2
+    return "\n".join([title, *(f"  {label:{width}}{text}" for label, text in lines.items())])
+
+
+def model_lines(folder: Path, what: str = "") -> dict[str, str]:
+    """Where a model in Hugging Face format is, ``what`` it is, and how it is loaded."""
+    loaded = f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
+    return {"exported model": f"{folder} ({what})" if what else str(folder), "load it with": loaded}
+
+
+def adapter_lines(folder: Path) -> dict[str, str]:
+    """The same of adapters in PEFT's format."""
+    loaded = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    return {"exported adapters": str(folder), "load them with": loaded}
+
+
+def epochs(steps: int, steps_per_epoch: int) -> str:
+    """How many epochs so many steps are."""
+    count, per_step = steps / steps_per_epoch, "1 step" if steps_per_epoch == 1 else f"{steps_per_epoch:,} steps"
+    return f"{count:.3g} {'epoch' if count == 1 else 'epochs'} of {per_step}"
+
+
+def short(number: int) -> str:
+    """A large number in three digits: 135 M."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            digits = max(0, 3 - len(str(number // size)))
+            return f"{number / size:.{digits}f} {unit}"
+    return f"{number:,}"
+
+
+def figures_of(metrics_file: Path) -> dict[str, str]:
+    """The first and the last value of the main metrics of a run, of all its starts, out of its metrics.jsonl."""
+    names = {"train/loss": "train loss"} | {f"val/{name}": f"validation {label}" for label, name in SHOWN}
+    first: dict[str, tuple[int, float]] = {}
+    last: dict[str, tuple[int, float]] = {}
+    for logged in _lines(metrics_file):
+        for name in names:
+            if (value := logged.get(name)) is not None:
+                last[name] = int(logged["step"]), value
+                first.setdefault(name, last[name])
+    return {label: _from_to(first[name], last[name]) for name, label in names.items() if name in first}
+
+
+def _lines(file: Path) -> Iterator[Mapping[str, float]]:
+    with file.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _from_to(first: tuple[int, float], last: tuple[int, float]) -> str:
+    if first[0] == last[0]:
+        return f"{last[1]:.4f} (step {last[0]:,})"
+    return f"{first[1]:.4f} -> {last[1]:.4f} (steps {first[0]:,} and {last[0]:,})"

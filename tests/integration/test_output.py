@@ -1,0 +1,210 @@
+"""What a command prints from its first line to its last, and the export of the best checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.parallel import device
+from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run
+from tests.tiny import make_pairs, make_rows, write_rows
+
+SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
+
+
+def command(model: Path, name: str, *given: str) -> list[str]:
+    """A job of six steps."""
+    return [
+        *CLI,
+        name,
+        f"pretrained_checkpoint.restore_from_path={model}",
+        "model.data.data_prefix=rows.jsonl",
+        'model.data.splits_string="80,20"',
+        "model.data.cache_dir=cache",
+        "hardware=cpu",
+        f"trainer.{name}.val_check_interval=2",
+        f"trainer.{name}.save_interval=2",
+        "model.global_batch_size=8",
+        "model.micro_batch_size=4",
+        "model.data.seq_length=64",
+        "model.reference.mode=swap",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "export.which=best",
+        "export.path=best",
+        *given,
+    ]
+
+
+def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str], list[str]]:
+    """The lines of stdout and of stderr of the job, in which the time it took is N s."""
+    done = run(command(model, name, *given), cwd=folder, env=environment(), preload=TRAINING, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [SECONDS.sub("N s", text).splitlines() for text in (done.stdout, done.stderr)]
+    return lines[0], lines[1]
+
+
+def first_and_last(folder: Path, name: str) -> str:
+    """Both values of a metric, as they are told."""
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    series = [(line["step"], line[name]) for line in logged if name in line]
+    (first, start), (last, end) = series[0], series[-1]
+    return f"{start:.4f} -> {end:.4f} (steps {first} and {last})"
+
+
+def best_of(folder: Path, metric: str) -> tuple[int, float]:
+    """Step and value of the lowest of a metric among the checkpoints of a run."""
+    infos = {file.parent: json.loads(file.read_text()) for file in (folder / "checkpoints").glob("*/trainer.json")}
+    return min(
+        ((info["trainer"]["step"], info["metrics"][metric]) for info in infos.values()),
+        key=lambda found: (found[1], -found[0]),
+    )
+
+
+def text_shown() -> list[str]:
+    """The output that the documents show."""
+    text = (REPOSITORY / "docs/output.md").read_text(encoding="utf-8")
+    block = itertools.dropwhile(lambda line: line != "    nemo-kto dpo", text.splitlines())
+    return [line[4:] for line in itertools.takewhile(lambda line: line.startswith("    ") or not line, block)][:-1]
+
+
+def without_figures(lines: Iterable[str]) -> list[str]:
+    """The lines without what depends on the machine: its name, losses, seconds, and the step that was the best."""
+    others = re.compile(
+        r"-?\d+\.\d{4}|(?<=step_00000)\d|(?<=checkpoint, step )\d|\d+(?= tokens/s)|(?<=eta )[\d:]+|\d+\.\d+(?= s/step)"
+    )
+    return [others.sub("N", re.sub(r"CPU, .*, 1 thread", "CPU, 1 thread", SECONDS.sub("N s", line))) for line in lines]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    """A run whose time is up after one step, and which is resumed; what was printed at each start."""
+    folder = tmp_path_factory.mktemp("output")
+    write_rows(folder / "rows.jsonl", make_rows(64))
+    stopped = train(folder, tiny_llama, "kto", "trainer.max_time=00:00:00:00", "trainer.kto.val_before_training=true")
+    resumed = train(folder, tiny_llama, "kto")
+    return folder, [*stopped, *resumed]
+
+
+def start_table(model: Path, steps: str) -> list[str]:
+    return [
+        "nemo-kto kto",
+        f"  model       {model} (llama), 181,184 parameters, all trained",
+        "  adapters    none",
+        "  train       51 rows (30 desirable, 21 undesirable)",
+        "  validation  13 rows (5 desirable, 8 undesirable)",
+        f"  steps       {steps}",
+        "  batch       8 rows a step, micro-batches of 4",
+        "  layout      1 rank",
+        f"  device      CPU, {device.device_name()}, 1 thread a rank",
+        "  precision   32 (set by the user)",
+        "  reference   swap (set by the user)",
+        "  run folder  results/gpt_kto",
+    ]
+
+
+def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
+    folder, (out, errors, _, _) = stopped_and_resumed
+    before = json.loads((folder / "results/gpt_kto/metrics.jsonl").read_text().splitlines()[0])
+    end = out[len(start_table(tiny_llama, "")) :]
+    assert out[: -len(end)] == start_table(tiny_llama, "6 (1 epoch of 6 steps)")
+    assert end[:3] == [
+        "",
+        "nemo-kto kto stopped by trainer.max_time=00:00:00:00 after step 1 of 6 (0.167 epochs of 6 steps) in N s",
+        "  train loss         0.5000 (step 1)",
+    ]
+    assert end[3].startswith(f"  validation loss    {before['val/loss']:.4f} -> ")
+    assert end[3].endswith(" (steps 0 and 1)")
+    assert end[-5:] == [
+        end[-5],
+        "  exported model     best (the best checkpoint, step 1)",
+        '  load it with       transformers.AutoModelForCausalLM.from_pretrained("best")',
+        "  resume             the same command",
+        "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
+    ]
+    assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
+    assert [line for line in errors if not line.startswith(("warning:", "step ", "tokenis"))] == rows_told(errors)
+
+
+def rows_told(lines: list[str]) -> list[str]:
+    """What is told of the rows, before there is anything else."""
+    return [line for line in lines if line.startswith(("train: ", "validation: "))]
+
+
+def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
+    folder, (_, _, out, errors) = stopped_and_resumed
+    results = folder / "results/gpt_kto"
+    step, value = best_of(results, "val_loss")
+    best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, the lowest of 4 that are kept)"
+    assert out == [
+        *start_table(tiny_llama, "6 (1 epoch of 6 steps), resumed after step 1"),
+        "",
+        "nemo-kto kto finished after step 6 of 6 (1 epoch of 6 steps) in N s",
+        f"  train loss         {first_and_last(results, 'train/loss')}",
+        f"  validation loss    {first_and_last(results, 'val/loss')}",
+        f"  validation kl      {first_and_last(results, 'val/kl')}",
+        f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
+        f"  best checkpoint    {best}",
+        f"  exported model     best (the best checkpoint, step {step})",
+        '  load it with       transformers.AutoModelForCausalLM.from_pretrained("best")',
+        "  train longer       the same command with trainer.kto.max_epochs=2",
+        "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
+    ]
+    warnings = [line for line in errors if line.startswith("warning:")]
+    assert len(warnings) == 1, "the weights of the two classes do not balance"
+    assert warnings[0].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert "estimated time: N s (N s a step)" in errors
+
+
+def test_the_best_checkpoint_is_exported(stopped_and_resumed: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = stopped_and_resumed
+    step, _ = best_of(folder / "results/gpt_kto", "val_loss")
+    assert step < 6, "not the last one"
+    checkpoint = f"results/gpt_kto/checkpoints/step_{step:06}"
+    done = run([*CLI, "export", checkpoint, "again"], cwd=folder, env=environment(), preload=TRAINING)
+    assert done.stdout.splitlines() == [
+        f"nemo-kto export: {checkpoint}",
+        "  exported model  again",
+        '  load it with    transformers.AutoModelForCausalLM.from_pretrained("again")',
+    ]
+    assert files_of(folder / "best") == files_of(folder / "again")
+
+
+def test_the_best_checkpoint_needs_a_validation(tiny_llama: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", make_rows(20))
+    words = command(tiny_llama, "kto", 'model.data.splits_string="98,1,1"')
+    done = run(words, cwd=tmp_path, env=environment(), preload=TRAINING)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == (
+        "nemo-kto: model.data.splits_string must leave rows for validation with export.which=best, got none from 98,1,1; "
+        'e.g. "90,10", or set export.which=last'
+    )
+    assert not (tmp_path / "results").exists(), "nothing is written"
+
+
+def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", make_pairs(64))
+    (tmp_path / "model").symlink_to(tiny_llama)
+    layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+    adapters = ["model.peft.peft_scheme=lora", "model.reference.mode=auto", "export.adapter_path=best_adapter"]
+    out, errors = train(tmp_path, Path("model"), "dpo", *layout, *adapters, "model.optim.lr=1e-2")
+    step, _ = best_of(tmp_path / "results/gpt_dpo", "val_loss")
+    assert step < 6, "not the last one"
+    shown = text_shown()
+    assert without_figures(out) == without_figures(line for line in shown if not line.startswith(("step", "estimated")))
+    assert f"  exported model     best (the best checkpoint, step {step}, adapters merged)" in out
+    assert {line for line in without_figures(shown) if line.startswith(("step", "estimated"))} <= {*without_figures(errors)}
+    checkpoint = f"results/gpt_dpo/checkpoints/step_{step:06}"
+    for again, flags in (("again", []), ("again_adapter", ["--adapter"])):
+        done = run([*CLI, "export", *flags, checkpoint, again], cwd=tmp_path, env=environment(), preload=TRAINING)
+        assert done.returncode == 0, done.stderr
+        assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)

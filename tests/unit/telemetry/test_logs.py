@@ -1,0 +1,90 @@
+"""What the commands show of Python's logs, on which rank, and that a library import sets up nothing."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from nemo_kto.telemetry.logs import set_up_logging, take_over
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level
+    yield
+    logging.captureWarnings(False)
+    logging.root.handlers[:], warnings.formatwarning = handlers, form
+    logging.getLogger("nemo_kto").setLevel(level)
+
+
+def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
+    """The lines of a rank on which everything is said, twice set up."""
+    for _ in range(2):
+        set_up_logging(rank=rank, stream=stream)
+    for name in ("nemo_kto.launch.build", "nemo_kto.data.dataset", "some_library"):
+        logger = logging.getLogger(name)
+        logger.info("%s tells", name)
+        logger.warning("%s warns", name)
+        logger.warning("%s warns", name)
+    logging.getLogger("nemo_kto.data.dataset").error("broken")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FutureWarning)
+        warnings.warn_explicit("old", FutureWarning, "library.py", 7)
+    return stream.getvalue().splitlines()
+
+
+def test_rank_zero_tells_and_warns() -> None:
+    assert say_all(io.StringIO(), rank=0) == [
+        "nemo_kto.launch.build tells",
+        "warning: nemo_kto.launch.build warns",
+        "nemo_kto.data.dataset tells",
+        "warning: nemo_kto.data.dataset warns",
+        "warning: some_library warns",
+        "error: broken",
+        "warning: old (FutureWarning, library.py:7)",
+    ]
+
+
+def test_other_ranks_warn_of_what_is_theirs() -> None:
+    assert say_all(io.StringIO(), rank=3) == [
+        "warning on rank 3: nemo_kto.launch.build warns",
+        "warning on rank 3: some_library warns",
+        "error on rank 3: broken",
+        "warning on rank 3: old (FutureWarning, library.py:7)",
+    ]
+
+
+def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[33mwarning:\x1b[0m some_library warns" in say_all(Terminal(), rank=0)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "warning: some_library warns" in say_all(Terminal(), rank=0)
+
+
+def test_a_library_that_shows_its_logs_itself_is_shown_once() -> None:
+    stream, own = io.StringIO(), io.StringIO()
+    library = logging.getLogger("library_with_a_handler")
+    library.addHandler(logging.StreamHandler(own))
+    library.propagate = False
+    set_up_logging(rank=0, stream=stream)
+    take_over(["library_with_a_handler"])
+    library.warning("once")
+    assert (stream.getvalue(), own.getvalue()) == ("warning: once\n", "")
+
+
+def test_an_import_sets_up_nothing() -> None:
+    code = "import logging, nemo_kto, nemo_kto.telemetry.logs, nemo_kto.launch.cli\n"
+    code += "print(logging.root.handlers, logging.getLogger('nemo_kto').handlers, logging.getLogger('nemo_kto').level)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] [] 0\n"

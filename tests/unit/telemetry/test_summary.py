@@ -1,0 +1,169 @@
+"""The texts at the start and at the end of a run, letter by letter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines, short
+from nemo_kto.telemetry.timers import duration_text
+
+START = RunStart(
+    command="nemo-kto kto",
+    model="models/small",
+    family="llama",
+    parameters=134_515_008,
+    adapters=None,
+    trained=134_515_008,
+    splits={
+        "train": SplitRows(
+            unit="rows",
+            rows=12_000,
+            classes={"desirable": 7_000, "undesirable": 5_000},
+            tokens=3_400_000,
+            cut_prompts=12,
+            cut_responses=0,
+        ),
+        "validation": SplitRows(unit="rows", rows=400),
+    },
+    steps=375,
+    steps_per_epoch=187,
+    resumed_step=None,
+    global_batch=64,
+    micro_batch=4,
+    data_parallel=1,
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    sequence_parallel=False,
+    device="NVIDIA H200",
+    precision="bf16 (this GPU has bf16 instructions)",
+    reference="cached (it does not change)",
+    folder="results/gpt_kto",
+)
+END = RunEnd(
+    command="nemo-kto kto",
+    step=375,
+    steps=375,
+    steps_per_epoch=375,
+    seconds=725.0,
+    stopped_by=None,
+    reached={"train loss": "0.5000 -> 0.4000 (steps 1 and 375)"},
+    best="results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100, the lowest of 4 that are kept)",
+    exports=model_lines(Path("results/gpt_kto/hf"), "after the last step, 375"),
+    train_longer="trainer.kto.max_epochs=2",
+    metrics="results/gpt_kto/metrics.jsonl",
+)
+
+
+def test_the_start() -> None:
+    assert str(START).splitlines() == [
+        "nemo-kto kto",
+        "  model       models/small (llama), 135 M parameters, all trained",
+        "  adapters    none",
+        "  train       12,000 rows (7,000 desirable, 5,000 undesirable), 3,400,000 tokens, 12 prompts truncated",
+        "  validation  400 rows",
+        "  steps       375 (2.01 epochs of 187 steps)",
+        "  batch       64 rows a step, micro-batches of 4",
+        "  layout      1 rank",
+        "  device      NVIDIA H200",
+        "  precision   bf16 (this GPU has bf16 instructions)",
+        "  reference   cached (it does not change)",
+        "  run folder  results/gpt_kto",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        ({}, "5 pairs"),
+        ({"tokens": 70}, "5 pairs, 70 tokens"),
+        ({"cut_prompts": 0, "cut_responses": 0}, "5 pairs, none truncated"),
+        ({"cut_prompts": 2, "cut_responses": 1}, "5 pairs, 2 prompts and 1 responses truncated"),
+    ],
+)
+def test_rows_of_a_split(cut: dict[str, int], text: str) -> None:
+    assert str(SplitRows(unit="pairs", rows=5, **cut)) == text
+
+
+def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
+    start = replace(
+        START,
+        adapters="LoRA of rank 16, alpha 32, on q_proj, v_proj",
+        trained=921_600,
+        resumed_step=187,
+        steps=187,
+        data_parallel=2,
+        tensor_parallel=4,
+        sequence_parallel=True,
+    )
+    lines = str(start).splitlines()
+    assert lines[1:3] == [
+        "  model       models/small (llama), 135 M parameters, 921,600 in adapters trained",
+        "  adapters    LoRA of rank 16, alpha 32, on q_proj, v_proj",
+    ]
+    assert lines[5] == "  steps       187 (1 epoch of 187 steps), resumed after step 187"
+    assert lines[7] == "  layout      8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel"
+
+
+def test_the_end() -> None:
+    assert str(END).splitlines() == [
+        "nemo-kto kto finished after step 375 of 375 (1 epoch of 375 steps) in 12 min",
+        "  train loss       0.5000 -> 0.4000 (steps 1 and 375)",
+        "  best checkpoint  results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100, the lowest of 4 that are kept)",
+        "  exported model   results/gpt_kto/hf (after the last step, 375)",
+        '  load it with     transformers.AutoModelForCausalLM.from_pretrained("results/gpt_kto/hf")',
+        "  train longer     the same command with trainer.kto.max_epochs=2",
+        "  metrics          results/gpt_kto/metrics.jsonl",
+    ]
+
+
+def test_the_end_of_a_run_whose_time_was_up() -> None:
+    end = replace(
+        END, step=75, stopped_by="trainer.max_time=00:03:00:00", exports=adapter_lines(Path("adapter")), train_longer=""
+    )
+    lines = str(end).splitlines()
+    assert (
+        lines[0]
+        == "nemo-kto kto stopped by trainer.max_time=00:03:00:00 after step 75 of 375 (0.2 epochs of 375 steps) in 12 min"
+    )
+    assert lines[3:6] == [
+        "  exported adapters  adapter",
+        '  load them with     peft.AutoPeftModelForCausalLM.from_pretrained("adapter")',
+        "  resume             the same command",
+    ]
+
+
+def test_first_and_last_values(tmp_path: Path) -> None:
+    logged = [
+        {"step": 0, "val/loss": 0.5},
+        {"step": 1, "train/loss": 0.5, "train/kl": 0.0},
+        {"step": 2, "train/loss": 0.45},
+        {"step": 2, "val/loss": 0.25, "val/rewards_margin": 1.5, "val/kl": None},
+        {"step": 2, "timing/checkpoint": 1.0},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in logged))
+    assert figures_of(file) == {
+        "train loss": "0.5000 -> 0.4500 (steps 1 and 2)",
+        "validation loss": "0.5000 -> 0.2500 (steps 0 and 2)",
+        "validation margin": "1.5000 (step 2)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(999_999, "999,999"), (1_000_000, "1.00 M"), (13_450_000, "13.4 M"), (134_515_008, "135 M"), (7_615_616_512, "7.62 B")],
+)
+def test_large_numbers(number: int, text: str) -> None:
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.01, "1 s"), (89.0, "89 s"), (90.0, "2 min"), (725.0, "12 min"), (5400.0, "1.5 h"), (1e6, "277.8 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
