@@ -27,6 +27,7 @@ from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.keys import as_text
+from nemo_kto.launch.migration import forced
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
@@ -125,7 +126,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    own_text = compose.own_text(source)
+    own_file = compose.own_file(source)
+    own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
     about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
         if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
@@ -136,7 +138,9 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
             _refuse(mistakes, world)
         # Hydra reads the command line itself, and only understands flags before overrides.
-        sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
+        others = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
+        overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
+        sys.argv = [sys.argv[0], *others, *_source_flags(compose.adopted(source)), *overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
         hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
     except compose.WRONG as error:
@@ -146,15 +150,27 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's flags, which may stand among the overrides, and the overrides."""
-    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False)
+    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, parents=[_source_parser()])
     for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
         parser.add_argument(*names.split(), action="store_true")
-    for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+    for names in ("--cfg -c", "--package -p"):
         parser.add_argument(*names.split())
     parser.add_argument("--experimental-rerun")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_intermixed_args(list(argv))
+
+
+def _source_parser() -> argparse.ArgumentParser:
+    """Hydra's flags that say where configurations come from."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in ("--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+        parser.add_argument(*names.split())
+    return parser
+
+
+def _source_flags(source: compose.Source) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in source._asdict().items() if value is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +218,15 @@ class Job:
                 count, self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
             )
         else:
+            for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
+                print(f"nemo-kto: {note}", file=sys.stderr)
             self._train(cfg)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
         """What the interpreter must be given to come here again: the script that was called, or this module."""
         script = _own_script()
         program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.source._asdict().items() if value is not None]
-        return ["-u", *program, *flags, *overrides]
+        return ["-u", *program, *_source_flags(self.source), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
