@@ -47,11 +47,18 @@ def test_gpt_kto_of_nemo_aligner_trains(tiny_llama: Path, tmp_path: Path) -> Non
 def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> None:
     env = pretend(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.model.optim.sched.constant_steps))")
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.num_nodes=1"]
-    given += ["trainer.accelerator=cpu", "trainer.devices=2", "exp_manager.explicit_log_dir=results", "+model.mcore_gpt=true"]
+    given += [
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "exp_manager.explicit_log_dir=results",
+        "+model.mcore_gpt=true",
+    ]
     done = run([*CLI, "kto", *SOURCE, *given, "--multirun", "model.seed=5"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["1000", "1000"]
-    assert done.stderr.count("model.overwrite_base_config.data.data_prefix is not needed here") == 1, "once, and not once a rank"
+    assert done.stderr.count("model.overwrite_base_config.data.data_prefix is not needed here") == 1, (
+        "once, and not once a rank"
+    )
 
 
 @pytest.mark.parametrize(
