@@ -35,6 +35,9 @@ from nemo_kto.recipes import RECIPES, Recipe
 
 _SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong with a command line
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
+_SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
+_VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
+_SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 _USAGE = """\
@@ -116,7 +119,7 @@ def _export(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, others = _other_options(sys.argv[1:] if argv is None else argv)
     ranks.end_with_launcher()
     world = ranks.detect_world()
     flags = _flags(argv)
@@ -126,6 +129,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
+    if others:
+        _refuse(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
     own_file = compose.own_file(source)
     own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
     about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
@@ -138,9 +143,9 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
             _refuse(mistakes, world)
         # Hydra reads the command line itself, and only understands flags before overrides.
-        others = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
+        modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
         overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
-        sys.argv = [sys.argv[0], *others, *_source_flags(compose.adopted(source)), *overrides]
+        sys.argv = [sys.argv[0], *modes, *_source_flags(compose.adopted(source)), *overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
         hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
     except compose.WRONG as error:
@@ -150,12 +155,11 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's flags, which may stand among the overrides, and the overrides."""
-    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, parents=[_source_parser()])
-    for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
+    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, allow_abbrev=False, parents=[_source_parser()])
+    for names in _SWITCHES:
         parser.add_argument(*names.split(), action="store_true")
-    for names in ("--cfg -c", "--package -p"):
+    for names in _VALUED:
         parser.add_argument(*names.split())
-    parser.add_argument("--experimental-rerun")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_intermixed_args(list(argv))
@@ -164,9 +168,26 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 def _source_parser() -> argparse.ArgumentParser:
     """Hydra's flags that say where configurations come from."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in ("--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+    for names in _SOURCE:
         parser.add_argument(*names.split())
     return parser
+
+
+def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that Hydra knows, and --NAME=VALUE of those that other trainers' command lines have."""
+    known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
+    words, others = [], list[str]()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word.split("=")[0] in known:
+            words.append(word)
+            continue
+        values = []
+        while rest and "=" not in word and not rest[0].startswith("-") and "=" not in rest[0]:
+            values.append(rest.pop(0))
+        others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
+    return words, others
 
 
 def _source_flags(source: compose.Source) -> list[str]:

@@ -311,13 +311,13 @@ def find_mistakes(
             except WRONG as error:
                 errors += faults.values() or [ConfigError("The overrides", f"do not go together: {reason(error)}")]
     errors = _located(errors, source, overrides)
-    order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
+    order = {text.lstrip("+~-").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
     return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
 
 
 def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[str]) -> list[ConfigError]:
     """The same with file and line where a key stands in the user's own file and not on the command line."""
-    file, given = own_file(source), {text.lstrip("+~").split("=")[0] for text in overrides}
+    file, given = own_file(source), {text.lstrip("+~-").split("=")[0] for text in overrides}
     lines = {} if file is None else key_lines(file)
     places = {key: f"({file}:{line}) " for key, line in lines.items() if key not in given}
     return [error._replace(text=places.get(error.key, "") + error.text) for error in errors]
@@ -326,6 +326,11 @@ def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[
 def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
     """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
+    known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
+    if name.startswith("--"):  # as other trainers' command lines have it
+        key = name.removeprefix("--")
+        remedy = f"must be written KEY=VALUE, without hyphens before it, got {text}"
+        return ConfigError(key, remedy) if key in known else _unknown(key, text, known, recipe)
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException:
@@ -333,7 +338,6 @@ def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, swee
             return ConfigError(name, f"must be written KEY=VALUE, got {text}")
         return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'")
     key = override.key_or_group
-    known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
     foreign = migration.aligner_key(key, recipe.name) is not None
     if not (
