@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch import compose
+from nemo_kto.launch.migration_tables import ALIGNER
 from nemo_kto.recipes import KTO, RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,7 +42,8 @@ def names(document: Path) -> str:
 @cache
 def known_keys() -> set[str]:
     sources = [compose.Source(recipe.config_name) for recipe in RECIPES.values()]
-    return {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
+    ours = {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
+    return ours | {entry.of(name).key for entry in ALIGNER for name in RECIPES}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

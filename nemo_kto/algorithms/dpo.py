@@ -31,7 +31,8 @@ class DPOTrainer:
     """Fits a policy to preferences: steps, validation, checkpoints, timers. Knows nothing of any one loss.
 
     Attributes:
-        cfg: how long to train and how often to validate and save.
+        cfg: how long to train and how often to validate and save; or a mapping of the same, such as the section
+            ``trainer.NAME`` of a configuration, see :meth:`TrainerConfig.of`.
         model: the policy.
         optimizer: megatron-core's; it clips the gradient itself.
         scheduler: megatron-core's OptimizerParamScheduler.
@@ -47,10 +48,10 @@ class DPOTrainer:
         callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
 
     Raises:
-        ValueError: there is no step to take.
+        ValueError: there is no step to take, or ``cfg`` is a mapping that is not right.
     """
 
-    cfg: TrainerConfig
+    cfg: TrainerConfig | Mapping[str, Any]
     model: PolicyModel[Any]
     optimizer: Optimizer
     scheduler: Scheduler
@@ -66,24 +67,35 @@ class DPOTrainer:
 
     def __post_init__(self) -> None:
         self.callbacks = [*self.callbacks, CheckpointCallback(writer=self.ckpt_callback), LoggerCallback(logger=self.logger)]
+        self._cfg = self._read_cfg()
         self.step = 0
         self.skipped_steps = 0
         self.monitored: dict[str, float] = {}
         self._set_lengths(len(self.train_dataloader.batch_sampler))
 
+    def _read_cfg(self) -> TrainerConfig:
+        if isinstance(self.cfg, TrainerConfig):
+            return self.cfg
+        batch_size = getattr(self.train_dataloader.batch_sampler, "global_batch_size", None)
+        clips = getattr(getattr(self.optimizer, "config", None), "clip_grad", None)
+        asked = self.cfg.get("gradient_clip_val", clips)
+        if clips is not None and asked != clips:
+            raise ValueError(f"gradient_clip_val must be that of the optimizer, which clips, {clips}, got {asked}")
+        return TrainerConfig.of(self.cfg, global_batch_size=batch_size)
+
     def _set_lengths(self, batches: int) -> None:
-        self.steps_per_epoch = self.cfg.steps_per_epoch(batches)
-        self.max_steps = self.cfg.total_steps(batches)
+        self.steps_per_epoch = self._cfg.steps_per_epoch(batches)
+        self.max_steps = self._cfg.total_steps(batches)
         if self.max_steps < 1:
             raise ValueError(
                 f"the run must have at least one step, got {self.max_steps}; "
                 "raise max_epochs, max_steps or limit_train_batches"
             )
-        self.val_interval = interval_steps(self.cfg.val_check_interval, self.steps_per_epoch)
-        self.save_interval = interval_steps(self.cfg.save_interval, self.steps_per_epoch)
+        self.val_interval = interval_steps(self._cfg.val_check_interval, self.steps_per_epoch)
+        self.save_interval = interval_steps(self._cfg.save_interval, self.steps_per_epoch)
         self.val_batches = 0
         if self.val_dataloader is not None:
-            self.val_batches = limit_batches(len(self.val_dataloader.batch_sampler), self.cfg.limit_val_batches)
+            self.val_batches = limit_batches(len(self.val_dataloader.batch_sampler), self._cfg.limit_val_batches)
 
     @property
     def epoch(self) -> int:
@@ -93,7 +105,7 @@ class DPOTrainer:
     @property
     def consumed_samples(self) -> int:
         """Training examples used so far, over all ranks."""
-        return self.step * self.cfg.global_batch_size
+        return self.step * self._cfg.global_batch_size
 
     def fit(self) -> None:
         """Train to the end: every step, and the validations, checkpoints and log lines that are due.
@@ -107,7 +119,7 @@ class DPOTrainer:
         try:
             for callback in self.callbacks:
                 callback.on_fit_start(self)
-            if self.cfg.val_before_training and self.step == 0:
+            if self._cfg.val_before_training and self.step == 0:
                 self._validate()
             started = time.perf_counter()
             for batch in self._remaining_batches():
@@ -205,10 +217,10 @@ class DPOTrainer:
                 would be used twice or never.
         """
         step, consumed = int(state["step"]), int(state["consumed_samples"])
-        if consumed != step * self.cfg.global_batch_size:
+        if consumed != step * self._cfg.global_batch_size:
             raise ValueError(
                 f"global_batch_size must stay {consumed // max(step, 1)} in a resumed run, got "
-                f"{self.cfg.global_batch_size}; start a new run in another folder"
+                f"{self._cfg.global_batch_size}; start a new run in another folder"
             )
         length = int(state.get("steps_per_epoch", self.steps_per_epoch))
         if length != self.steps_per_epoch:
@@ -223,7 +235,7 @@ class DPOTrainer:
         """Augmented batches from the present step to the last, epoch after epoch."""
         while self.step < self.max_steps:
             done = self.step % self.steps_per_epoch
-            self.train_dataloader.batch_sampler.set_position(self.epoch, done * self.cfg.global_batch_size)
+            self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
             yield from islice(self.augment_dataloader(self.train_dataloader), self.steps_per_epoch - done)
 
     def _due(self, interval: int) -> bool:

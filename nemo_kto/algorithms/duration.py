@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nemo_kto.algorithms.protocols import Loader
 
@@ -35,6 +35,31 @@ class TrainerConfig:
     limit_val_batches: int | float
     global_batch_size: int
     val_before_training: bool = False
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any], *, global_batch_size: int | None = None) -> TrainerConfig:
+        """From a mapping such as the section ``trainer.NAME`` of a configuration.
+
+        Args:
+            section: names and values of the attributes, and perhaps ``gradient_clip_val``, which is the optimizer's.
+            global_batch_size: where ``section`` does not say it.
+
+        Raises:
+            ValueError: a name is unknown or missing.
+        """
+        given = {str(name): value for name, value in section.items() if name != "gradient_clip_val"}
+        if global_batch_size is not None:
+            given.setdefault("global_batch_size", global_batch_size)
+        known = {each.name: each.default is MISSING for each in fields(cls)}
+        wrong = [
+            *(name for name in given if name not in known),
+            *(name for name in known if known[name] and name not in given),
+        ]
+        if wrong:
+            raise ValueError(
+                f"cfg must have the keys {', '.join(known)}, got {', '.join(given)}; look at {', '.join(wrong)}"
+            )
+        return cls(**given)
 
     def steps_per_epoch(self, batches: int) -> int:
         """Optimizer steps of an epoch of ``batches`` global batches."""

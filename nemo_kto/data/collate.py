@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,9 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
+Item = Mapping[str, torch.Tensor | int | float | bool]  # what the datasets of NeMo-Aligner give
+
+
 def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
     """:func:`kl_partners` of a global batch: prompts are the same where their tokens are."""
     return kl_partners([_prompt_key(example) for example in batch])
@@ -56,7 +59,7 @@ def _prompt_key(example: KTOExample) -> bytes:
 
 
 def kto_custom_collate(
-    batch: Sequence[KTOExample],
+    batch: Sequence[KTOExample] | Sequence[Item],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -70,7 +73,8 @@ def kto_custom_collate(
     """Tensors of the examples ``kept`` of one global batch.
 
     Args:
-        batch: ALL examples of the global batch: KL examples are formed over it, whichever are kept.
+        batch: ALL examples of the global batch: KL examples are formed over it, whichever are kept. They may be mappings of
+            NeMo-Aligner's form, with ``prompt_tokens``, ``response_tokens``, ``sample_labels`` and ``preference``.
         eos_id: fills up the sequences on the right, and ends documents for the next three.
         reset_position_ids: positions start again at 0 after each EOS.
         reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
@@ -83,11 +87,13 @@ def kto_custom_collate(
         See :class:`KTOBatch`. For B = 0, S is ``pad_to_multiple``.
 
     Raises:
-        ValueError: a single example in the batch ``with_kl``, or a sample longer than ``seq_length``.
+        ValueError: a single example in the batch ``with_kl``, a sample longer than ``seq_length``, or a mapping whose labels
+            are not those of its response.
     """
     kept = range(len(batch)) if kept is None else kept
-    samples: Texts = [(batch[k].prompt_ids, batch[k].response_ids) for k in kept]
-    kl_samples, same_prompt = _kl_examples(batch, kept, seq_length) if with_kl else ([], [])
+    examples = [item if isinstance(item, KTOExample) else _kto_example(item) for item in batch]
+    samples: Texts = [(examples[k].prompt_ids, examples[k].response_ids) for k in kept]
+    kl_samples, same_prompt = _kl_examples(examples, kept, seq_length) if with_kl else ([], [])
     masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
     own, kl = _padded(samples, kl_samples, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks)
     tensors: KTOBatch = {
@@ -96,7 +102,7 @@ def kto_custom_collate(
         "sample_lengths": own.lengths,
         "position_ids": own.position_ids,
         "attention_mask": own.attention_mask,
-        "preference": torch.tensor([batch[k].desirable for k in kept], dtype=torch.int64),
+        "preference": torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64),
     }
     if with_kl:
         tensors["kl_samples"] = kl.tokens
@@ -106,6 +112,16 @@ def kto_custom_collate(
         tensors["kl_attention_mask"] = kl.attention_mask
         tensors["kl_same_prompt"] = torch.tensor(same_prompt, dtype=torch.int64)
     return tensors
+
+
+def _kto_example(item: Item) -> KTOExample:
+    """From a mapping of NeMo-Aligner's form; an example that it masks as a whole, a too long one, keeps no response."""
+    prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
+    if (labels == IGNORED).all():
+        response = response[:0]
+    elif not np.array_equal(labels, [*[IGNORED] * len(prompt), *response]):
+        raise ValueError("sample_labels must be -100 on the prompt and the tokens of the response after it, got others")
+    return KTOExample(prompt_ids=prompt, response_ids=response, desirable=bool(item["preference"]))
 
 
 def _kl_examples(
@@ -119,7 +135,7 @@ def _kl_examples(
 
 
 def dpo_custom_collate(
-    batch: Sequence[DPOExample],
+    batch: Sequence[DPOExample] | Sequence[Item],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -131,7 +147,8 @@ def dpo_custom_collate(
     """Tensors of pairs.
 
     Args:
-        batch: the pairs, B of them.
+        batch: the pairs, B of them. They may be mappings of NeMo-Aligner's form: ``chosen``, ``chosen_length``,
+            ``chosen_labels`` and ``chosen_reward``, and the same of ``rejected``.
         eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
         seq_length: longest sequence. None: no limit.
 
@@ -139,10 +156,11 @@ def dpo_custom_collate(
         See :class:`DPOBatch`; S is the same for both answers, and ``pad_to_multiple`` for B = 0.
 
     Raises:
-        ValueError: a sequence longer than ``seq_length``.
+        ValueError: a sequence longer than ``seq_length``, or a mapping whose labels are not those of its response.
     """
-    chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in batch]
-    rejected_texts: Texts = [(pair.prompt_ids, pair.rejected_ids) for pair in batch]
+    pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
+    chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    rejected_texts: Texts = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
     masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
     chosen, rejected = _padded(
         chosen_texts, rejected_texts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks
@@ -153,14 +171,33 @@ def dpo_custom_collate(
         "chosen_lengths": chosen.lengths,
         "chosen_position_ids": chosen.position_ids,
         "chosen_attention_mask": chosen.attention_mask,
-        "chosen_rewards": torch.tensor([pair.chosen_reward for pair in batch], dtype=torch.float32),
+        "chosen_rewards": torch.tensor([pair.chosen_reward for pair in pairs], dtype=torch.float32),
         "rejected": rejected.tokens,
         "rejected_labels": rejected.labels,
         "rejected_lengths": rejected.lengths,
         "rejected_position_ids": rejected.position_ids,
         "rejected_attention_mask": rejected.attention_mask,
-        "rejected_rewards": torch.tensor([pair.rejected_reward for pair in batch], dtype=torch.float32),
+        "rejected_rewards": torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32),
     }
+
+
+def _dpo_example(item: Item) -> DPOExample:
+    """From a mapping of NeMo-Aligner's form; a pair that it masks as a whole, a too long one, keeps no answers."""
+    (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
+    if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
+        raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
+    rewards = {f"{name}_reward": float(item[f"{name}_reward"]) for name in ("chosen", "rejected")}
+    return DPOExample(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected, **rewards)
+
+
+def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and response of one answer, without padding; all is prompt where all is masked."""
+    length = int(item[f"{name}_length"])
+    tokens, labels = (np.asarray(item[key])[:length] for key in (name, f"{name}_labels"))
+    start = int(np.argmax(labels != IGNORED)) if (labels != IGNORED).any() else length
+    if not np.array_equal(labels[start:], tokens[start:]):
+        raise ValueError(f"{name}_labels must be -100 on the prompt and the tokens of the response after it, got others")
+    return tokens[:start], tokens[start:]
 
 
 class _Padded(NamedTuple):

@@ -182,8 +182,18 @@ def build_optimizer_and_schedule(
     if warmup_steps < optim.sched.warmup_steps and state.is_rank_zero():
         below = f"below the number of steps, {max_steps}, got {optim.sched.warmup_steps}; shortened to {warmup_steps}"
         logger.warning(f"model.optim.sched.warmup_steps must be {below}")
+    room = max_steps - warmup_steps
+    constant_steps = optim.sched.constant_steps if optim.sched.constant_steps < room else 0
+    if constant_steps < optim.sched.constant_steps and state.is_rank_zero():
+        below = f"below the number of steps after the warm-up, {room}, got {optim.sched.constant_steps}; left out"
+        logger.warning(f"model.optim.sched.constant_steps must be {below}")
     scheduler = build_scheduler(
-        optimizer=optimizer, name=optim.sched.name, warmup_steps=warmup_steps, max_steps=max_steps, **rates
+        optimizer=optimizer,
+        name=optim.sched.name,
+        warmup_steps=warmup_steps,
+        constant_steps=constant_steps,
+        max_steps=max_steps,
+        **rates,
     )
     return optimizer, scheduler
 

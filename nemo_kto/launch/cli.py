@@ -27,6 +27,7 @@ from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.keys import as_text
+from nemo_kto.launch.migration import forced
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
@@ -34,6 +35,9 @@ from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
+_SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
+_VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
+_SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 _USAGE = """\
@@ -132,7 +136,7 @@ def _preview(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, others = _other_options(sys.argv[1:] if argv is None else argv)
     ranks.end_with_launcher()
     try:
         world = ranks.detect_world()
@@ -146,7 +150,10 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    own_text = compose.own_text(source)
+    if others:
+        _refuse(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
+    own_file = compose.own_file(source)
+    own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
     about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
         if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
@@ -157,7 +164,9 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
             _refuse(mistakes, world)
         # Hydra reads the command line itself, and only understands flags before overrides.
-        sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
+        modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
+        overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
+        sys.argv = [sys.argv[0], *modes, *_source_flags(compose.adopted(source)), *overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
         hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
     except compose.WRONG as error:
@@ -167,15 +176,43 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's flags, which may stand among the overrides, and the overrides."""
-    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False)
-    for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
+    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, allow_abbrev=False, parents=[_source_parser()])
+    for names in _SWITCHES:
         parser.add_argument(*names.split(), action="store_true")
-    for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+    for names in _VALUED:
         parser.add_argument(*names.split())
-    parser.add_argument("--experimental-rerun")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_intermixed_args(list(argv))
+
+
+def _source_parser() -> argparse.ArgumentParser:
+    """Hydra's flags that say where configurations come from."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in _SOURCE:
+        parser.add_argument(*names.split())
+    return parser
+
+
+def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that Hydra knows, and --NAME=VALUE of those that other trainers' command lines have."""
+    known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
+    words, others = [], list[str]()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word.split("=")[0] in known:
+            words.append(word)
+            continue
+        values = []
+        while rest and "=" not in word and not rest[0].startswith("-") and "=" not in rest[0]:
+            values.append(rest.pop(0))
+        others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
+    return words, others
+
+
+def _source_flags(source: compose.Source) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in source._asdict().items() if value is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,14 +260,15 @@ class Job:
                 count, self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
             )
         else:
+            for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
+                print(f"nemo-kto: {note}", file=sys.stderr)
             self._train(cfg)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
         """What the interpreter must be given to come here again: the script that was called, or this module."""
         script = _own_script()
         program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.source._asdict().items() if value is not None]
-        return ["-u", *program, *flags, *overrides]
+        return ["-u", *program, *_source_flags(self.source), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.

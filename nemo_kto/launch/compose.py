@@ -7,16 +7,17 @@ every mistake, not only the first.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import math
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,6 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_kto.errors import ConfigError, UserError, either
+from nemo_kto.launch import migration
+from nemo_kto.launch.own_files import brings_our_keys, key_lines, lay_over
 from nemo_kto.launch.schema import RunConfig, config_type
 from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes import RECIPES, Recipe
@@ -66,7 +69,13 @@ class _Compose(NamedTuple):
     search: list[str]
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        return compose(self.config_name, overrides=[*self.search, *overrides])
+        texts = [migration.forced(text, [*RECIPES]) for text in overrides]
+        try:
+            return compose(self.config_name, overrides=[*self.search, *texts])
+        except WRONG:
+            raise
+        except (ValueError, yaml.YAMLError) as error:  # a file that is not YAML, or whose defaults are no list
+            raise HydraException(" ".join(str(error).split())) from error
 
     def choices(self, key: str) -> list[str]:
         """The files that a key such as ``hardware`` chooses from."""
@@ -74,14 +83,38 @@ class _Compose(NamedTuple):
         return loader.get_group_options(key.split("@")[0], config_name=self.config_name, overrides=self.search)
 
 
-def own_text(source: Source) -> str | None:
-    """The text of a file of the user's own; None where the source is one of ours."""
+def own_file(source: Source) -> Path | None:
+    """The file of the user's own; None where the source is one of ours."""
     files = [Path(folder, f"{source.config_name}.yaml") for folder in (source.config_dir, source.config_path) if folder]
-    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
+    return next((file for file in files if file.is_file()), None)
+
+
+def adopted(source: Source) -> Source:
+    """A configuration of NeMo-Aligner, with our defaults where it says nothing; any other source as it is."""
+    file = own_file(source)
+    if file is None or brings_our_keys(file):
+        return source
+    try:
+        with _opened_as_it_is(source) as composed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NeMo-Aligner's files do not say where they stand among their defaults
+            theirs = composed([])
+        sections = [section for name in ("trainer", "model") if isinstance(section := theirs.get(name), DictConfig)]
+        recipe = next((each for each in RECIPES.values() if any(each.name in section for section in sections)), None)
+        if recipe is None or "algorithm" in theirs:
+            return source
+        return Source(lay_over(load(source=Source(recipe.config_name)), theirs, recipe, name=source.config_name))
+    except WRONG:
+        return source  # find_mistakes says why
 
 
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[_Compose]:
+    with _opened_as_it_is(adopted(source)) as composed:
+        yield composed
+
+
+@contextlib.contextmanager
+def _opened_as_it_is(source: Source) -> Iterator[_Compose]:
     place, search = source.config_path or config_path(), []
     if source.config_dir is not None:
         url = place if place.startswith("pkg://") else f"file://{os.path.abspath(place)}"
@@ -127,6 +160,8 @@ def to_config(
     found: list[ConfigError] = []
     for _ in range(4):  # wrong values, then values that are made of those, then what is still wrong
         values, errors = _resolved(config)
+        errors += [verdict.error for verdict in migration.judge(values, recipe.name) if verdict.error is not None]
+        values = {key: value for key, value in values.items() if migration.aligner_key(key, recipe.name) is None}
         loss = _find_loss(values, recipe, errors)
         typed, wrong_values = _typed(values, recipe, loss)
         errors += [error for error in wrong_values if error.key not in {earlier.key for earlier in errors}]
@@ -140,6 +175,12 @@ def to_config(
         for key in new:
             _replace(config, key, fallback)
     return None, found
+
+
+def notes(config: DictConfig) -> list[str]:
+    """What is to be said of a configuration that is right: keys of NeMo-Aligner that mean nothing here."""
+    values, _ = _resolved(config)
+    return [verdict.note for verdict in migration.judge(values, recipe_of(config).name) if verdict.note is not None]
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]:
@@ -179,14 +220,20 @@ def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> t
         return types.model_validate(nested), []
     except ValidationError as error:
         found, known = mistakes(error, types, values), list(names(types))
-        return None, [it if it.text else _unknown(it.key, echo(values.get(it.key)), known, recipe) for it in found]
+        return None, [it if it.text else _unknown(it.key, _got(it.key, values), known, recipe) for it in found]
+
+
+def _got(key: str, values: Mapping[str, object]) -> str:
+    """The value of an unknown key, or the first key in an unknown section with its value."""
+    below = next((name for name in values if name.startswith(f"{key}.")), None)
+    return echo(values.get(key)) if below is None else f"{below}={echo(values[below])}"
 
 
 def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
     """Put the value of another configuration in the place of a wrong one."""
     section, last = _parent(config, key)
     other, _ = _parent(fallback, key)
-    if last not in other.keys():  # noqa: SIM118  (a mapping of omegaconf does not hold what is missing)
+    if other is None or last not in other.keys():  # noqa: SIM118  (a mapping of omegaconf does not hold what is missing)
         section.pop(last)
     else:
         section[last] = "?" if OmegaConf.is_missing(other, last) else OmegaConf.select(fallback, key)
@@ -264,13 +311,27 @@ def find_mistakes(
                 errors += [*faults.values(), *judge(config, fallback)]
             except WRONG as error:
                 errors += faults.values() or [ConfigError("The overrides", f"do not go together: {reason(error)}")]
-    order = {text.lstrip("+~").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
+    errors = _located(errors, source, overrides)
+    order = {text.lstrip("+~-").split("=")[0]: place for place, text in reversed([*enumerate(overrides)])}
     return sorted(dict.fromkeys(errors), key=lambda wrong: order.get(wrong.key, len(order)))
+
+
+def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[str]) -> list[ConfigError]:
+    """The same with file and line where a key stands in the user's own file and not on the command line."""
+    file, given = own_file(source), {text.lstrip("+~-").split("=")[0] for text in overrides}
+    lines = {} if file is None else key_lines(file)
+    places = {key: f"({file}:{line}) " for key, line in lines.items() if key not in given}
+    return [error._replace(text=places.get(error.key, "") + error.text) for error in errors]
 
 
 def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
     """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
+    known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
+    if name.startswith("--"):  # as other trainers' command lines have it
+        key = name.removeprefix("--")
+        remedy = f"must be written KEY=VALUE, without hyphens before it, got {text}"
+        return ConfigError(key, remedy) if key in known else _unknown(key, text, known, recipe)
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException:
@@ -278,9 +339,10 @@ def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, swee
             return ConfigError(name, f"must be written KEY=VALUE, got {text}")
         return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'")
     key = override.key_or_group
-    known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
-    if not (key in known or options or key.startswith(("hydra.", "hydra/", *_UNDER_FREE_FORM)) or composed.choices(key)):
+    foreign = migration.aligner_key(key, recipe.name) is not None
+    free = key.startswith(("hydra.", "hydra/", *_UNDER_FREE_FORM))
+    if not (key in known or foreign or options or free or composed.choices(key)):
         return _unknown(key, text, known, recipe)
     if override.is_delete():
         return ConfigError(key, f"cannot be deleted, got {text}; set it to another value")
@@ -307,26 +369,16 @@ def _fault(text: str, composed: _Compose, recipe: Recipe) -> ConfigError | None:
 
 
 def _unknown(key: str, got: str, known: Sequence[str], recipe: Recipe) -> ConfigError:
-    nearest = _nearest(key, [name for name in known if not key.startswith(f"{name}.")])
-    remedy = f"did you mean {nearest}?" if nearest else f"`nemo-kto {recipe.name} --help` lists all keys"
     of_loss = key.rpartition(".")[0] == f"model.{recipe.name}"
+    reads = (f"model.{recipe.name}.preference_loss",) if of_loss else ()
+    known = [name for name in known if not key.startswith(f"{name}.")]
+    meant = migration.meant(key, recipe, known)
+    if meant.words is not None:
+        return ConfigError(key, f"{meant.words}, got {got}", reads)
+    remedy = f"did you mean {meant.nearest}?" if meant.nearest else f"`nemo-kto {recipe.name} --help` lists all keys"
     if of_loss and got.startswith(key):
         remedy += f" (options of a loss of your own begin with a plus: +{got})"
-    reads = (f"model.{recipe.name}.preference_loss",) if of_loss else ()
     return ConfigError(key, f"is not a key of the configuration, got {got}; {remedy}", reads)
-
-
-def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """The known key that was most likely meant: the same last name elsewhere, or a few letters apart."""
-    last = key.rsplit(".", 1)[-1]
-    elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == last and name != key]
-    if elsewhere:
-        return max(elsewhere, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
-        return close[0]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.75)
-    return by_last[close[0]] if close else None
 
 
 def reason(error: BaseException) -> str:

@@ -184,6 +184,10 @@ def _learning_rate(cfg: RunConfig) -> Errors:
     if not 0 <= lowest <= highest:
         text = f"must be from 0 to model.optim.lr = {highest}, got {lowest}; set both, or {key}=0"
         yield ConfigError(key, text, ("model.optim.lr",))
+    schedule = cfg.model.optim.sched
+    if schedule.name == "constant" and schedule.constant_steps:
+        text = f"must be 0 with a constant learning rate, which has no steps at min_lr, got {schedule.constant_steps}"
+        yield ConfigError("model.optim.sched.constant_steps", text, ("model.optim.sched.name",))
 
 
 def _loss(cfg: RunConfig) -> Errors:
@@ -200,16 +204,20 @@ def _loss(cfg: RunConfig) -> Errors:
 
 
 def unused_keys(cfg: RunConfig) -> Errors:
-    """Keys that were given and mean nothing to the loss: options of other losses, and default rewards."""
+    """Keys that were given and mean nothing to the loss: options of other losses, and default rewards.
+
+    Their own defaults may be given: NeMo-Aligner's file has them.
+    """
     recipe, chosen = cfg.recipe, cfg.loss.record
     section, reads = f"model.{recipe.name}", (f"model.{recipe.name}.preference_loss",)
     for name in type(cfg.loss).model_fields.keys() - recipe.loss_section.model_fields.keys() - chosen.options.keys():
-        if (value := getattr(cfg.loss, name)) is not None:
-            takers = [other for other, loss in recipe.losses.items() if name in loss.options]
+        takers = [other for other, loss in recipe.losses.items() if name in loss.options]
+        defaults = [loss.options[name].default for loss in recipe.losses.values() if name in loss.options]
+        if (value := getattr(cfg.loss, name)) is not None and value not in defaults:
             text = f"must be left out with {cfg.loss.preference_loss}, which does not take it, got {value}"
             yield ConfigError(f"{section}.{name}", f"{text}; it is for {either(takers)}", reads)
-    for name in () if chosen.needs_rewards else recipe.data_defaults:
-        if (value := getattr(cfg.model.data, name)) is not None:
+    for name, default in {} if chosen.needs_rewards else recipe.data_defaults.items():
+        if (value := getattr(cfg.model.data, name)) not in (None, default):
             takers = [other for other, loss in recipe.losses.items() if loss.needs_rewards]
             text = f"must be left out with {cfg.loss.preference_loss}, which takes no rewards, got {value}"
             yield ConfigError(f"model.data.{name}", f"{text}; it is for {either(takers)}", reads)
@@ -274,9 +282,7 @@ def _best(cfg: RunConfig) -> Errors:
     if WHOLE not in sources and "validation" not in sources:
         text = f"must name rows for validation with export.which=best, got those for {either([*sources])}; add them, {last}"
         yield ConfigError(data, text, reads[1:])
-    shares = (
-        None if given is None else read_splits_string(given)
-    )  # None for auto too, where it depends on the number of rows
+    shares = None if given is None else read_splits_string(given)  # None for auto too
     if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
         text = f"must leave rows for validation with export.which=best, got {'null' if given is None else given}"
         yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {last}', reads)

@@ -160,13 +160,18 @@ class ScheduleConfig(Section):
 
     name: Literal["CosineAnnealing", "LinearAnnealing", "constant"]
     warmup_steps: Annotated[int, Ge(0)]
+    constant_steps: Annotated[int, Ge(0)]
     min_lr: float
+
+
+# NeMo's names of what is one optimizer here; whether its state is sharded is said by use_distributed_optimizer.
+Adam = Literal["adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"]
 
 
 class OptimConfig(Section):
     """model.optim."""
 
-    name: Annotated[Literal["adam"], Remedy("distributed_fused_adam is adam with use_distributed_optimizer=true")]
+    name: Annotated[Adam, AfterValidator(lambda name: "adam")]
     lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5")]
     weight_decay: Annotated[float, Ge(0)]
     betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]")]

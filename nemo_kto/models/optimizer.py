@@ -74,10 +74,13 @@ def build_scheduler(
     lr: float,
     min_lr: float,
     warmup_steps: int,
+    constant_steps: int,
     max_steps: int,
     weight_decay: float,
 ) -> OptimizerParamScheduler:
-    """The learning rate of each of ``max_steps`` steps; ``name`` is a key of :data:`SCHEDULES`.
+    """The learning rate of each of ``max_steps`` steps, the last ``constant_steps`` at ``min_lr``.
+
+    ``name`` is a key of :data:`SCHEDULES`.
 
     The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps learns with
     ``lr * k / w``: the first step is not lost, and the last step of the run arrives at ``min_lr``.
@@ -88,7 +91,7 @@ def build_scheduler(
         max_lr=lr,
         min_lr=min_lr,
         lr_warmup_steps=warmup_steps,
-        lr_decay_steps=max(max_steps, warmup_steps + 1),
+        lr_decay_steps=max(max_steps - constant_steps, warmup_steps + 1),
         lr_decay_style=SCHEDULES[name],
         start_wd=weight_decay,
         end_wd=weight_decay,

@@ -99,4 +99,8 @@ KTO = KTORecipe(
     loss_section=KTOLossConfig,
     metrics=SHARED_METRICS,
     z0_metrics=("kl",),
+    aliases={
+        "desirable_weight": "model.kto.desirable_loss_weight",
+        "undesirable_weight": "model.kto.undesirable_loss_weight",
+    },
 )

@@ -69,6 +69,7 @@ class Recipe(ABC):
         data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
         metrics: what its losses report and checkpoints can be ranked by; val_ or train_ stands before it.
         z0_metrics: the same of losses that need z0.
+        aliases: what other trainers call keys of its own, with our names; see ``launch.migration``.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Recipe(ABC):
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]
     z0_metrics: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config_name(self) -> str:

@@ -247,7 +247,14 @@ def _where_zeros_belong(chunks: list[Any]) -> float:
 
 def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path) -> CheckpointManager:
     scheduler = build_scheduler(
-        optimizer=optimizer, name="constant", lr=LR, min_lr=LR, warmup_steps=0, max_steps=10, weight_decay=WEIGHT_DECAY
+        optimizer=optimizer,
+        name="constant",
+        lr=LR,
+        min_lr=LR,
+        warmup_steps=0,
+        constant_steps=0,
+        max_steps=10,
+        weight_decay=WEIGHT_DECAY,
     )
     return CheckpointManager(
         folder=folder,

@@ -109,7 +109,7 @@ def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "nemo-kto: 1 mistake in the configuration, nothing was started\n"
-        "  model.optim.learning_rate is not a key of the configuration, got 1; `nemo-kto kto --help` lists all keys\n"
+        "  model.optim.learning_rate (mine.yaml:6) is model.optim.lr here, got 1\n"
     )
 
 
@@ -180,6 +180,31 @@ def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> No
         "",
         "nemo-kto: 1 mistake in the configuration, nothing was started\n"
         "  model.dpo.label_smoothing must be a float or null, got 'some'\n",
+    )
+
+
+def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path) -> None:
+    env = pretend(tmp_path, "raise AssertionError('started')")
+    given = [
+        "--model_name_or_path",
+        "model",
+        "--learning_rate=1e-5",
+        "--beta",
+        "0.1",
+        "--lora-target-modules",
+        "q_proj",
+        "k_proj",
+    ]
+    done = run([*CLI, "kto", *GOOD, *given, "--bf16", "--cfg", "job", "--model.seed", "3"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "nemo-kto: 6 mistakes in the configuration, nothing was started\n"
+        "  model_name_or_path is pretrained_checkpoint.restore_from_path here, got --model_name_or_path=model\n"
+        "  learning_rate is model.optim.lr here, got --learning_rate=1e-5\n"
+        "  beta is model.kto.ref_policy_kl_penalty here, got --beta=0.1\n"
+        "  lora-target-modules is model.peft.lora_tuning.target_modules here, got --lora-target-modules=q_proj k_proj\n"
+        "  bf16 is trainer.precision here (bf16), got --bf16=true\n"
+        "  model.seed must be written KEY=VALUE, without hyphens before it, got --model.seed=3\n"
     )
 
 

@@ -102,7 +102,9 @@ def our_optimizer(chunks: Any) -> tuple[Any, Any]:
         use_distributed_optimizer=False,
         **rates,
     )
-    return optimizer, build_scheduler(optimizer=optimizer, name="constant", warmup_steps=0, max_steps=STEPS, **rates)
+    return optimizer, build_scheduler(
+        optimizer=optimizer, name="constant", warmup_steps=0, constant_steps=0, max_steps=STEPS, **rates
+    )
 
 
 def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, Any]]:

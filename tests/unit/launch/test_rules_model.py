@@ -84,10 +84,9 @@ BROKEN = [
         ],
     ),
     (
-        ["model.optim.name=distributed_fused_adam"],
+        ["model.optim.name=sgd"],
         [
-            "model.optim.name must be adam, got distributed_fused_adam; "
-            "distributed_fused_adam is adam with use_distributed_optimizer=true"
+            "model.optim.name must be adam, adamw, fused_adam, distributed_fused_adam or mcore_distributed_optim, got sgd",
         ],
     ),
     (["model.optim.lr=0"], ["model.optim.lr must be above 0, got 0; e.g. model.optim.lr=1e-5"]),

@@ -1,0 +1,175 @@
+"""Trainers and collate functions under NeMo-Aligner's names, with its arguments and form of examples, take a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, dpo_custom_collate
+from nemo_kto.algorithms.kto import KTOTrainer, kto_custom_collate
+from nemo_kto.data.records import DPOExample, KTOExample
+from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.timers import RunTimer
+from tests.unit.algorithms.parts import LEARNING_RATE, Descent, Mean, Notebook, Schedule
+
+EOS = 0
+SECTION = {
+    "max_epochs": 1,
+    "max_steps": 1,
+    "val_check_interval": 0.1,
+    "save_interval": 100,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "gradient_clip_val": 1.0,
+}  # the section trainer.kto of a configuration
+CONTRACT = ["cfg", "model", "optimizer", "scheduler", "train_dataloader", "val_dataloader", "test_dataloader"]
+CONTRACT += ["collate_fn", "logger", "ckpt_callback", "run_timer"]
+
+
+def single(prompt: list[int], response: list[int], preference: int) -> dict[str, Any]:
+    """As NeMo-Aligner's KTOModelDataset gives it."""
+    labels = torch.tensor([-100] * len(prompt) + response)
+    return {
+        "prompt_tokens": torch.tensor(prompt),
+        "response_tokens": torch.tensor(response),
+        "sample_length": len(labels),
+        "sample_labels": labels,
+        "preference": preference,
+    }
+
+
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict[str, Any]:
+    """As NeMo-Aligner's DPOModelDataset gives it: padded to the longer answer."""
+    width = len(prompt) + max(len(chosen), len(rejected))
+    item: dict[str, Any] = {"chosen_reward": 2.0, "rejected_reward": 0.5, "ignore_example": False}
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        padding = width - len(prompt) - len(answer)
+        item[name] = torch.tensor(prompt + answer + [EOS] * padding)
+        item[f"{name}_labels"] = torch.tensor([-100] * len(prompt) + answer + [-100] * padding)
+        item[f"{name}_length"] = len(prompt) + len(answer)
+    return item
+
+
+SINGLES = [single([1, 2], [3, 0], 1), single([4], [5, 6, 0], 0)]
+PAIRS = [pair([1, 2], [3, 0], [5, 6, 0]), pair([4], [7, 0], [8, 0])]
+
+
+class Batches(Mean):
+    """Learns the mean of a number of each batch, and has a reference."""
+
+    def __init__(self, number: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.number = number
+
+    def get_loss_and_metrics(self, batch: dict[str, torch.Tensor], forward_only: bool) -> tuple[float, Metrics]:
+        return super().get_loss_and_metrics({"x": self.number(batch).double()}, forward_only)
+
+    def get_ref_policy_logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return -torch.arange(1.0, 5.0)
+
+
+def loader(items: list[Any], collate_fn: Callable[[Any], Any], *, training: bool) -> DataLoader[Any]:
+    sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=5, shuffle=False, drop_last=training)
+    return DataLoader(items, batch_sampler=sampler, collate_fn=collate_fn)  # type: ignore[arg-type]
+
+
+def parts(model: Batches, items: list[Any], collate_fn: Callable[[Any], Any]) -> dict[str, Any]:
+    optimizer, notes = Descent(model.weight), Notebook()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": Schedule(optimizer),
+        "train_dataloader": loader(items, collate_fn, training=True),
+        "val_dataloader": loader(items, collate_fn, training=False),
+        "test_dataloader": None,
+        "logger": notes,
+        "ckpt_callback": notes,
+        "run_timer": RunTimer(max_time=None),
+    }
+
+
+@pytest.mark.parametrize("cfg", [SECTION, OmegaConf.create(SECTION)], ids=["dict", "DictConfig"])
+def test_kto_trainer(cfg: Mapping[str, Any]) -> None:
+    model = Batches(lambda batch: batch["ref_policy_log_probs_kl_samples"] - batch["ref_policy_log_probs_samples"])
+    trainer = KTOTrainer(cfg=cfg, **parts(model, SINGLES, partial(kto_custom_collate, eos_id=EOS)))
+    trainer.fit()
+    assert float(model.weight) == LEARNING_RATE * -2.0, "one step: -3 - -1 and -4 - -2, the two halves"
+    assert trainer.state_dict() | {"step": 1, "epoch": 1, "consumed_samples": 2} == trainer.state_dict()
+    loss, metrics = trainer.run_validation()
+    assert (loss, metrics["rows"]) == ((-2.0 - LEARNING_RATE * -2.0) ** 2 / 2, 2)
+
+
+def test_dpo_trainer() -> None:
+    model = Batches(lambda batch: batch["chosen_rewards"] - batch["ref_policy_log_probs_rejected"])
+    collate = partial(dpo_custom_collate, eos_id=EOS)
+    trainer = DPOTrainer(cfg=SECTION, collate_fn=collate, **parts(model, PAIRS, lambda items: items))
+    trainer.fit()
+    assert float(model.weight) == LEARNING_RATE * (2.0 + 3.5)
+
+
+def test_the_signatures_say_every_argument() -> None:
+    own = {"timers", "callbacks"}  # with defaults
+    for trainer, names in ((DPOTrainer, CONTRACT), (KTOTrainer, [name for name in CONTRACT if name != "collate_fn"])):
+        arguments = inspect.signature(trainer).parameters
+        assert [name for name in arguments if name not in own] == names
+        assert {argument.kind for argument in arguments.values()} == {inspect.Parameter.KEYWORD_ONLY}
+        assert {name for name, argument in arguments.items() if argument.default is not argument.empty} == own
+
+
+def test_a_section_that_is_not_right() -> None:
+    with pytest.raises(ValueError, match=r"cfg must have the keys max_epochs, .*; look at save_intervall, save_interval$"):
+        TrainerConfig.of(
+            {**{k: v for k, v in SECTION.items() if k != "save_interval"}, "save_intervall": 3, "global_batch_size": 2}
+        )
+    with pytest.raises(ValueError, match=r"look at global_batch_size$"):
+        TrainerConfig.of(SECTION)
+    wanted = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
+    assert TrainerConfig.of(SECTION, global_batch_size=2) == TrainerConfig(**wanted, global_batch_size=2)
+
+
+def test_clipping_is_the_optimizers() -> None:
+    arguments = parts(Batches(lambda batch: batch["preference"]), SINGLES, partial(kto_custom_collate, eos_id=EOS))
+    arguments["optimizer"].config = OmegaConf.create({"clip_grad": 0.5})
+    with pytest.raises(ValueError, match=r"gradient_clip_val must be that of the optimizer, which clips, 0.5, got 1.0$"):
+        KTOTrainer(cfg=SECTION, **arguments)
+    KTOTrainer(cfg={**SECTION, "gradient_clip_val": 0.5}, **arguments)
+
+
+def test_singles_of_aligner_are_collated_as_ours() -> None:
+    ours = [
+        KTOExample(prompt_ids=[1, 2], response_ids=[3, 0], desirable=True),
+        KTOExample(prompt_ids=[4], response_ids=[5, 6, 0], desirable=False),
+    ]
+    theirs, expected = kto_custom_collate(SINGLES, EOS), kto_custom_collate(ours, EOS)
+    assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    too_long = {**single([1, 2], [3, 0], 1), "sample_labels": torch.full((4,), -100)}  # it has no labels to learn from
+    batch = kto_custom_collate([too_long, *SINGLES], EOS)
+    assert (batch["sample_labels"][0] == -100).all()
+    assert batch["kl_sample_labels"].gt(0).any(dim=1).tolist() == [True, False, True], "nor does the second learn from it"
+    wrong = {**SINGLES[0], "sample_labels": torch.tensor([-100, 2, 3, 0])}
+    with pytest.raises(ValueError, match="sample_labels must be -100 on the prompt and the tokens of the response"):
+        kto_custom_collate([wrong, *SINGLES], EOS)
+
+
+def test_pairs_of_aligner_are_collated_as_ours() -> None:
+    reward = {"chosen_reward": 2.0, "rejected_reward": 0.5}
+    ours = [
+        DPOExample(prompt_ids=[1, 2], chosen_ids=[3, 0], rejected_ids=[5, 6, 0], **reward),
+        DPOExample(prompt_ids=[4], chosen_ids=[7, 0], rejected_ids=[8, 0], **reward),
+    ]
+    theirs, expected = dpo_custom_collate(PAIRS, EOS), dpo_custom_collate(ours, EOS)
+    assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    masked = {f"{name}_labels": torch.full((5,), -100) for name in ("chosen", "rejected")}
+    batch = dpo_custom_collate([{**PAIRS[0], **masked}], EOS)
+    assert (batch["chosen_labels"] == -100).all()
+    assert (batch["rejected_labels"] == -100).all()
+    with pytest.raises(ValueError, match="must begin with the same prompt"):
+        dpo_custom_collate([{**PAIRS[0], "rejected": torch.tensor([1, 9, 5, 6, 0])}], EOS)
