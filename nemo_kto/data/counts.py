@@ -25,9 +25,9 @@ class SplitCounts:
     cut_responses: int
 
     @property
-    def undesirable(self) -> int | None:
-        """Examples with a bad answer; None for pairs."""
-        return None if self.desirable is None else self.rows - self.desirable
+    def classes(self) -> dict[str, int]:
+        """How many examples there are of each kind; empty for pairs."""
+        return {} if self.desirable is None else {"desirable": self.desirable, "undesirable": self.rows - self.desirable}
 
     def warnings(self, split: str, *, seq_length: int) -> Iterator[str]:
         """What looks wrong with the split of this name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_callbacks, _files, _sources, _data_files, broken_files, _checkpoints, _loss, _recompute, _learning_rate)
-    checks += (_reference, _export)
-    found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
+    checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _sources, _data_files, broken_files, _checkpoints]
+    checks += [_loss, _recompute, _learning_rate, _reference, _export, *([] if sweep else [unused_keys])]
+    found = [mistake for check in checks for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 

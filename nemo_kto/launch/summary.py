@@ -100,11 +100,10 @@ def _trained(policy: Policy) -> tuple[int, str | None]:
 
 
 def _rows(unit: str, counts: SplitCounts) -> SplitRows:
-    classes = {"desirable": counts.desirable, "undesirable": counts.undesirable}
     return SplitRows(
         unit=unit,
         rows=counts.rows,
-        classes={name: number for name, number in classes.items() if number is not None},
+        classes=counts.classes,
         tokens=counts.tokens,
         cut_prompts=counts.cut_prompts,
         cut_responses=counts.cut_responses,

@@ -140,7 +140,7 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
     built = splits(path, tmp_path, None, seq_length=10, kind=DPO_EXAMPLES, make=make)  # type: ignore[assignment]
     assert built.train is not None
     assert built.train.counts == SplitCounts(rows=2, desirable=None, tokens=3 + 10 + 12, cut_prompts=1, cut_responses=1)
-    assert built.train.counts.undesirable is None
+    assert built.train.counts.classes == {}
     assert list(built.train.counts.warnings("train", seq_length=10))[1] == (
         "train: the answer is cut in 1 of 2 rows, which are longer than model.data.seq_length=10"
     )
