@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from nemo_kto.checkpoint.distributed import find_checkpoints
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint, make_rows, write_rows
+from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
 
-ONE_EPOCH = ["trainer.kto.max_epochs=1", "trainer.kto.max_steps=-1", "model.global_batch_size=4"]
 REMEDY = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
 
 
@@ -39,14 +38,16 @@ class Told(NamedTuple):
     warnings: list[str]
 
 
-def started(folders: Folders, overrides: list[str]) -> Told:
+def started(folders: Folders, overrides: list[str], algorithm: str = "kto") -> Told:
     """On a rank: start the run again."""
+    loop = [f"trainer.{algorithm}.{setting}" for setting in ("max_epochs=1", "max_steps=-1", "limit_val_batches=0")]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
     logging.getLogger("nemo_kto").addHandler(handler)
     try:
         with contextlib.redirect_stdout(printed):
-            train(folders.model, folders.rows, folders.run, 1, [*ONE_EPOCH, "trainer.kto.limit_val_batches=0", *overrides])
+            given = [*loop, "model.global_batch_size=4", *overrides]
+            train(folders.model, folders.rows, folders.run, 1, given, algorithm)
     except ValueError as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
@@ -300,3 +301,21 @@ def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: Ra
     assert error.splitlines()[1:-1] == [
         f"  model.peft.restore_from_path must hold the same adapters in a resumed run, got others ({other}; then {given})"
     ]
+
+
+def test_an_option_that_is_given_its_default_is_the_same(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
+    pairs = first._replace(rows=write_rows(tmp_path / "pairs.jsonl", make_pairs(8)), run=tmp_path / "run")
+    loss = "model.dpo.preference_loss=rpo_sq"
+    ((_, error, _),) = ranks.run(1, started, pairs, [loss], "dpo")
+    assert error == ""
+    defaults = ["model.dpo.gt_reward_scale=1.0", "model.data.default_rejected_reward=0.0"]
+    ((printed, error, _),) = ranks.run(1, started, pairs, [loss, *defaults], "dpo")
+    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
+    others = ["model.dpo.gt_reward_scale=2.0", "model.data.default_chosen_reward=3"]
+    ((_, error, _),) = ranks.run(1, started, pairs, [loss, *others], "dpo")
+    assert error.splitlines()[1:-1] == [
+        "  model.dpo.gt_reward_scale must stay 1.0 in a resumed run, got 2.0",
+        "  model.data.default_chosen_reward must stay 1.0 in a resumed run, got 3.0",
+    ]
+    ((_, error, _),) = ranks.run(1, started, first._replace(rows=pairs.rows, run=pairs.run), [])
+    assert "  algorithm must stay dpo in a resumed run, got kto" in error.splitlines()
