@@ -14,6 +14,7 @@ from tests.tiny import make_checkpoint, write_rows
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
 ADAPTER = (*LORA, "model.reference.mode=adapter")
+TP2, SEQUENCE = "model.tensor_model_parallel_size=2", "model.sequence_parallel"
 CACHED = ("model.reference.mode=cached",)
 
 
@@ -74,6 +75,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("dpo", CACHED, 2, id="dpo-cached-two-ranks", marks=pytest.mark.full),
         pytest.param("dpo", ADAPTER, 1, id="dpo-adapter", marks=pytest.mark.full),
         pytest.param("kto", CACHED, 2, id="kto-cached-two-ranks", marks=pytest.mark.full),
+        pytest.param("kto", (*CACHED, TP2), 2, id="kto-cached-tp2", marks=pytest.mark.full),
+        pytest.param("kto", (*ADAPTER, TP2, f"{SEQUENCE}=true"), 2, id="kto-adapter-sequence", marks=pytest.mark.full),
+        pytest.param("kto", ("model.pipeline_model_parallel_size=2",), 2, id="kto-swap-pp2", marks=pytest.mark.full),
     ],
 )
 def test_log_ratios_are_exactly_zero(
@@ -85,4 +89,5 @@ def test_log_ratios_are_exactly_zero(
         assert (logged["train/rewards_all_mean"], logged["train/rewards_all_std"]) == (0.0, 0.0)
         assert logged["train/logps_chosen_mean"] < -40, "the answers are long"
         if algorithm == "kto":
-            assert kl_log_ratios == [0.0] * (12 // world_size)
+            examples = 12 if "_parallel_size" in str(overrides) else 12 // world_size
+            assert kl_log_ratios == [0.0] * examples

@@ -201,9 +201,13 @@ def test_a_moving_reference(job: Callable[[str], Job]) -> None:
     assert_same(run(*moving, world_size=2), moved, steps=3)
 
 
-def test_a_run_with_a_moving_reference_goes_on_exactly(job: Callable[[str], Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["model", pytest.param("adapters on another base", marks=pytest.mark.full)])
+def test_a_run_with_a_moving_reference_goes_on_exactly(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
     moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
+    if kind != "model":  # what is frozen in the policy moves in the reference
+        other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+        moving = (*moving, *LORA, f"model.reference.restore_from_path={other}")
     whole = run(*moving)
     run(*moving, "trainer.dpo.max_steps=3", folder=tmp_path / "halves")
     assert len(trajectory(tmp_path / "halves")) == 3
