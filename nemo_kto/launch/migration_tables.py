@@ -96,12 +96,7 @@ ALIGNER = (
     AlignerKey("model.precision", "set trainer.precision", same_as="trainer.precision"),
     AlignerKey("model.ub_tp_comm_overlap_cfg", "communication is not overlapped", agrees=(None,), ignored=True),
     AlignerKey("model.overwrite_base_config", "no configuration of a checkpoint is merged with this one", ignored=True),
-    AlignerKey(
-        "model.peft.restore_from_ckpt.checkpoint_dir", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)
-    ),
-    AlignerKey(
-        "model.peft.restore_from_ckpt.checkpoint_name", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)
-    ),
+    AlignerKey("model.peft.restore_from_ckpt", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)),
     AlignerKey("model.peft.lora_tuning.column_init_method", "A is drawn as PEFT draws it", ignored=True),
     AlignerKey("model.peft.lora_tuning.row_init_method", "B starts at zero, as the reference does", agrees=("zero",)),
     AlignerKey("model.peft.lora_tuning.weight_tying", "every layer has adapters of its own", agrees=(False,)),
