@@ -35,6 +35,7 @@ setup(
         "datasets>=3",
         "numpy",
         "pydantic>=2.10",
+        "pyyaml",
         "annotated-types",
         "typing-extensions",
         "psutil",  # megatron-core's dist_checkpointing imports it and does not declare it

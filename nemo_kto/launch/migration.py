@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nemo_kto.errors import ConfigError, either
-from nemo_kto.launch.migration_tables import ALIASES, ALIGNER, AlignerKey
+from nemo_kto.launch.migration_tables import ALIASES, ALIGNER, WITHOUT, AlignerKey
 from nemo_kto.recipes import RECIPES, Recipe
 
 _PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # of +KEY=VALUE; groups, as in +hardware=cpu, have no dot
@@ -91,6 +91,8 @@ def meant(key: str, recipe: Recipe, known: Sequence[str]) -> Meant:
     for candidate in (name, last):
         if (words := _in_words(candidate, recipe, known)) is not None:
             return Meant(words=f"is {words}")
+        if candidate in WITHOUT:
+            return Meant(words=f"has no key here: {WITHOUT[candidate]}")
     if (nearest := _nearest(name, last, known)) is not None:
         return Meant(nearest=nearest)
     for alias in difflib.get_close_matches(last, [alias for alias in ALIASES if len(alias) > 5], n=1, cutoff=0.85):
@@ -157,6 +159,7 @@ def as_markdown() -> str:
     """The page docs/migration.md."""
     own = [(alias, key) for recipe in RECIPES.values() for alias, key in recipe.aliases.items()]
     aliases = [f"| `{alias}` | {_as_code(key)} |" for alias, key in (*ALIASES.items(), *own)]
+    aliases += [f"| `{name}` | none: {why} |" for name, why in WITHOUT.items()]
     first = next(iter(RECIPES.values()))
     return _PAGE.format(first=first, aligner="\n".join(map(_line, ALIGNER)), aliases="\n".join(aliases))
 

@@ -96,12 +96,7 @@ ALIGNER = (
     AlignerKey("model.precision", "set trainer.precision", same_as="trainer.precision"),
     AlignerKey("model.ub_tp_comm_overlap_cfg", "communication is not overlapped", agrees=(None,), ignored=True),
     AlignerKey("model.overwrite_base_config", "no configuration of a checkpoint is merged with this one", ignored=True),
-    AlignerKey(
-        "model.peft.restore_from_ckpt.checkpoint_dir", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)
-    ),
-    AlignerKey(
-        "model.peft.restore_from_ckpt.checkpoint_name", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)
-    ),
+    AlignerKey("model.peft.restore_from_ckpt", "name a PEFT folder in model.peft.restore_from_path", agrees=(None,)),
     AlignerKey("model.peft.lora_tuning.column_init_method", "A is drawn as PEFT draws it", ignored=True),
     AlignerKey("model.peft.lora_tuning.row_init_method", "B starts at zero, as the reference does", agrees=("zero",)),
     AlignerKey("model.peft.lora_tuning.weight_tying", "every layer has adapters of its own", agrees=(False,)),
@@ -152,7 +147,12 @@ _TRL = {
     "max_completion_length": "model.data.seq_length (of prompt and answer)",
     "dataset_name": "model.data.data_prefix",
     "dataset_path": "model.data.data_prefix",
+    "dataset_train_split": "model.data.data_prefix (a mapping with train and validation)",
+    "dataset_test_split": "model.data.data_prefix (a mapping with train and validation)",
     "train_file": "model.data.data_prefix",
+    "data_files": "model.data.data_prefix",
+    "data_dir": "model.data.data_prefix",
+    "reference_free": f"{_LOSS}.preference_loss (of a loss that needs no reference)",
     "dataset_num_proc": "model.data.num_workers",
     "precompute_ref_log_probs": "model.reference.mode (cached)",
     "precompute_ref_batch_size": f"{_LOSS}.log_prob_forward_micro_batch_size",
@@ -177,6 +177,7 @@ _HUGGING_FACE = {
     "run_name": "exp_manager.name",
     "report_to": "exp_manager.create_wandb_logger (true; or create_tensorboard_logger, create_mlflow_logger)",
     "learning_rate": "model.optim.lr",
+    "optim": "model.optim.name (adam)",
     "lr_scheduler_type": "model.optim.sched.name (CosineAnnealing, LinearAnnealing or constant)",
     "warmup_ratio": "model.optim.sched.warmup_steps (a number of steps)",
     "num_warmup_steps": "model.optim.sched.warmup_steps",
@@ -191,8 +192,16 @@ _HUGGING_FACE = {
     "train_batch_size": "model.global_batch_size",
     "batch_size": "model.global_batch_size",
     "gradient_accumulation_steps": "model.global_batch_size (rows of a step: micro-batch * accumulation * ranks)",
+    "gradient_checkpointing_kwargs": "model.activations_checkpoint_granularity (selective or full)",
+    "activation_checkpointing_kwargs": "model.activations_checkpoint_granularity (selective or full)",
     "gradient_checkpointing": "model.activations_checkpoint_granularity (selective or full)",
     "activation_checkpointing": "model.activations_checkpoint_granularity (selective or full)",
+    "save_strategy": f"{_LOOP}.save_interval (steps, or a fraction of an epoch)",
+    "eval_strategy": f"{_LOOP}.val_check_interval (steps, or a fraction of an epoch)",
+    "evaluation_strategy": f"{_LOOP}.val_check_interval (steps, or a fraction of an epoch)",
+    "deepspeed": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
+    "fsdp": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
+    "use_liger_kernel": "model.logprob_chunk_size (tokens whose logits exist at the same time)",
     "save_steps": f"{_LOOP}.save_interval",
     "eval_steps": f"{_LOOP}.val_check_interval",
     "eval_on_start": f"{_LOOP}.val_before_training",
@@ -212,6 +221,7 @@ _HUGGING_FACE = {
     "max_eval_samples": f"{_LOOP}.limit_val_batches (in global batches)",
     "max_train_samples": f"{_LOOP}.limit_train_batches (in global batches)",
     "push_to_hub": "export.path (a folder, to be uploaded with `hf upload`)",
+    "hub_model_id": "export.path (a folder, to be uploaded with `hf upload`)",
     "max_shard_size": "export.max_shard_size_gb",
 }
 _MEGATRON = {
@@ -282,5 +292,30 @@ _OTHERS = {
     "lr_scheduler": "model.optim.sched.name",
     "optimizer": "model.optim.name",
     "chat_template": "pretrained_checkpoint.restore_from_path (the template of its tokenizer is used)",
+}
+
+# Names of which there is nothing here, and why.
+WITHOUT = {
+    "logging_steps": "every step is logged",
+    "logging_strategy": "every step is logged",
+    "logging_first_step": "every step is logged",
+    "ld_alpha": "no loss weighs the tokens of a response by their place",
+    "f_divergence_type": "the losses have the reverse KL divergence",
+    "f_alpha_divergence_coef": "the losses have the reverse KL divergence",
+    "use_weighting": "no loss weighs pairs by their probability",
+    "loss_weights": "one loss is trained with at a time, and an SFT loss beside it",
+    "discopop_tau": "DiscoPOP is not among the losses",
+    "disable_dropout": "only adapters have dropout",
+    "padding_free": "sequences are sorted by length, so that there is little padding",
+    "pad_to_multiple_of": "rows are padded to what the layout needs",
+    "optim_target_modules": "there is one optimizer, for all weights that are trained",
+    "use_rslora": "adapters are scaled by alpha / adapter_dim",
+    "use_dora": "LoRA is the only kind of adapters",
+    "load_in_4bit": "weights are not quantised",
+    "load_in_8bit": "weights are not quantised",
+    "trust_remote_code": "no code that comes with a model is run",
+    "attn_implementation": "the fastest attention of the installed libraries is taken",
+    "remove_unused_columns": "other columns do no harm",
+    "ddp_find_unused_parameters": "every weight that is trained is used",
 }
 ALIASES: dict[str, str] = _TRL | _HUGGING_FACE | _MEGATRON | _NEMO_RL | _OTHERS

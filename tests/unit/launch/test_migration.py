@@ -169,6 +169,8 @@ NAMES = {
     "output_dir": "exp_manager.explicit_log_dir",
     "run_name": "exp_manager.name",
     "save_steps": "trainer.kto.save_interval",
+    "eval_strategy": "trainer.kto.val_check_interval (steps, or a fraction of an epoch)",
+    "optim": "model.optim.name (adam)",
     "eval_steps": "trainer.kto.val_check_interval",
     "save_total_limit": "exp_manager.checkpoint_callback_params.save_top_k",
     "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
@@ -224,9 +226,11 @@ MEANT = {
 def test_names_of_other_trainers_lead_to_our_keys() -> None:
     said = [f"{name} is {' here '.join(f'{ours} '.split(' ', 1)).rstrip()}, got {name}=1" for name, ours in NAMES.items()]
     said += [f"{name} is not a key of the configuration, got {name}=1; did you mean {ours}?" for name, ours in MEANT.items()]
+    said += ["logging_steps has no key here: every step is logged, got logging_steps=1"]
+    said += ["ld_alpha has no key here: no loss weighs the tokens of a response by their place, got ld_alpha=1"]
     said += ["learning_rat is not a key, and learning_rate is model.optim.lr here, got learning_rat=1"]
     assert len(said) >= 60
-    assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "learning_rat")]) == said
+    assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "logging_steps", "ld_alpha", "learning_rat")]) == said
 
 
 def test_the_same_with_the_keys_of_the_other_algorithm() -> None:
