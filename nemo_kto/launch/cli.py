@@ -102,7 +102,7 @@ def _export(argv: Sequence[str]) -> None:
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
     arguments = parser.parse_args(argv)
-    if not arguments.checkpoint.is_dir():
+    if not os.path.isdir(arguments.checkpoint):
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     from nemo_kto.launch.build_policy import export_checkpoint
 
@@ -127,23 +127,42 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     job = Job(recipe=recipe, source=source, world=world)
-    own_text = compose.own_text(source)
-    about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
-        if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
-            job.run(compose.load(flags.overrides, source=source), flags.overrides)
-            return
-        # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
-        without_defaults = own_text is not None and "defaults:" not in own_text
-        if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
-            _refuse(mistakes, world)
-        # Hydra reads the command line itself, and only understands flags before overrides.
-        sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
-        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
+        own_text = compose.own_text(source)
+        # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
+        about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
+        plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
+        config = compose.load(flags.overrides, source=source) if plain else None
     except compose.WRONG as error:
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        _refuse(job.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], world)
+        job.refuse(flags, error)
+    if config is not None:
+        job.run(config, flags.overrides)
+        return
+    # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+    without_defaults = own_text is not None and "defaults:" not in own_text
+    if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+        _refuse(mistakes, world)
+    # Hydra reads the command line itself, and only understands flags before overrides.
+    sys.argv = [sys.argv[0], *[part for part in argv if part not in flags.overrides], *flags.overrides]
+    _run_hydra(job, flags)
+
+
+def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
+    """Let Hydra read sys.argv and run the job, once or several times."""
+    began = False
+
+    def run(config: DictConfig) -> None:
+        nonlocal began
+        began = True
+        job.run_in_hydra(config)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+    try:
+        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=job.recipe.config_name)(run)()
+    except (*compose.WRONG, ValueError) as error:
+        if began:
+            raise
+        job.refuse(flags, error)  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -171,6 +190,11 @@ class Job:
         """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
         judge = partial(self.judge, sweep=sweep)
         return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+
+    def refuse(self, flags: argparse.Namespace, error: BaseException) -> NoReturn:
+        """Explain why a command line does not compose, and exit."""
+        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
+        _refuse(self.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], self.world)
 
     def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
         """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -34,7 +35,8 @@ from nemo_kto.recipes.words import echo, mistakes, names
 PACKAGE = "nemo_kto.conf"
 Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
 _FREE_FORM = "model.data.data_prefix"  # may be a mapping, so anything may lie under it
-WRONG = (HydraException, OmegaConfBaseException)
+# what Hydra raises of files and overrides that do not compose; the last three of a file that is no text, or names itself
+WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
 # for expressions in the YAML files
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
@@ -270,6 +272,8 @@ def find_mistakes(
 def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
     """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
+    if not name.strip("+~ "):
+        return ConfigError("An override", f"must be written KEY=VALUE, got {text!r}; give the key")
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException:
