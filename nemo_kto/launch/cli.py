@@ -133,7 +133,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
         plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
         config = compose.load(flags.overrides, source=source) if plain else None
-    except compose.WRONG as error:
+    except (*compose.WRONG, ValueError) as error:  # the last of an override that Hydra takes apart before it reads it
         job.refuse(flags, error)
     if config is not None:
         job.run(config, flags.overrides)
