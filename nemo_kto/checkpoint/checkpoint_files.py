@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from nemo_kto.errors import UserError
@@ -15,7 +16,7 @@ _DTYPES = ("bfloat16", "float32")
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is one of our own checkpoints."""
-    return (folder / INFO).is_file()
+    return os.path.isfile(folder / INFO)
 
 
 def config_folder(source: Path) -> Path:

@@ -112,7 +112,7 @@ def _export(argv: Sequence[str]) -> None:
     parser.add_argument("out", type=Path, help="folder to write to; made if absent")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
     arguments = parser.parse_args(argv)
-    if not arguments.checkpoint.is_dir():
+    if not os.path.isdir(arguments.checkpoint):
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     set_up_logging(rank=0)
     from nemo_kto.launch.build_policy import export_checkpoint
@@ -152,26 +152,45 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     job = Job(recipe=recipe, source=source, world=world)
     if others:
         _refuse(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
-    own_file = compose.own_file(source)
-    own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
-    about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])  # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
     try:
-        if not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES):
-            job.run(compose.load(flags.overrides, source=source), flags.overrides)
-            return
-        # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
-        without_defaults = own_text is not None and "defaults:" not in own_text
-        if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
-            _refuse(mistakes, world)
-        # Hydra reads the command line itself, and only understands flags before overrides.
-        modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
-        overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
-        sys.argv = [sys.argv[0], *modes, *_source_flags(compose.adopted(source)), *overrides]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
-        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=recipe.config_name)(job.run_in_hydra)()
-    except compose.WRONG as error:
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        _refuse(job.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], world)
+        own_file = compose.own_file(source)
+        own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
+        # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
+        about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
+        plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
+        config = compose.load(flags.overrides, source=source) if plain else None
+    except (*compose.WRONG, ValueError) as error:  # the last of an override that Hydra takes apart before it reads it
+        job.refuse(flags, error)
+    if config is not None:
+        job.run(config, flags.overrides)
+        return
+    # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+    without_defaults = own_text is not None and "defaults:" not in own_text
+    if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+        _refuse(mistakes, world)
+    # Hydra reads the command line itself, and only understands flags before overrides.
+    modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
+    overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
+    sys.argv = [sys.argv[0], *modes, *_source_flags(compose.adopted(source)), *overrides]
+    _run_hydra(job, flags)
+
+
+def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
+    """Let Hydra read sys.argv and run the job, once or several times."""
+    began = False
+
+    def run(config: DictConfig) -> None:
+        nonlocal began
+        began = True
+        job.run_in_hydra(config)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+    try:
+        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=job.recipe.config_name)(run)()
+    except (*compose.WRONG, ValueError) as error:
+        if began:
+            raise
+        job.refuse(flags, error)  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -227,6 +246,11 @@ class Job:
         """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
         judge = partial(self.judge, sweep=sweep)
         return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+
+    def refuse(self, flags: argparse.Namespace, error: BaseException) -> NoReturn:
+        """Explain why a command line does not compose, and exit."""
+        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
+        _refuse(self.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], self.world)
 
     def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
         """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""

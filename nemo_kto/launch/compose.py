@@ -38,7 +38,8 @@ PACKAGE = "nemo_kto.conf"
 Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
 _FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings, so anything may lie under them
 _UNDER_FREE_FORM = tuple(f"{key}." for key in _FREE_FORM)
-WRONG = (HydraException, OmegaConfBaseException)
+# what Hydra raises of files and overrides that do not compose; the last three of a file that is no text, or names itself
+WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
 # for expressions in the YAML files
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
@@ -327,6 +328,8 @@ def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[
 def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
     """An override, or all of a sweep; or what is wrong with its form or key."""
     name = text.split("=")[0]
+    if not name.strip("+~ "):
+        return ConfigError("An override", f"must be written KEY=VALUE, got {text!r}; give the key")
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     if name.startswith("--"):  # as other trainers' command lines have it
         key = name.removeprefix("--")

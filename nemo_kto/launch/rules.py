@@ -50,7 +50,8 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
     if world is None and nodes > 1:
         remedy = "start the ranks with torchrun or srun, see examples/slurm"
         yield ConfigError("trainer.num_nodes", f"must be 1 where no ranks were started for it, got {nodes}; {remedy}")
-    if world is not None and devices == "auto" and world.local_size and nodes * world.local_size != world.size:
+    even = world is not None and world.local_size and world.size % world.local_size == 0
+    if world is not None and devices == "auto" and world.local_size and even and nodes * world.local_size != world.size:
         found = world.size // world.local_size
         yield ConfigError("trainer.num_nodes", f"must be the number of machines that were started, {found}, got {nodes}")
     if world is not None and isinstance(devices, int) and (expected := devices * nodes) != world.size:

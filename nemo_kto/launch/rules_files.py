@@ -5,6 +5,7 @@ Neither transformers nor megatron-core is imported. Whatever only a loaded model
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.safetensors_files import find_weights, is_our_model
-from nemo_kto.data.prefix import read_data_prefix
+from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch.schema import RunConfig
@@ -38,7 +39,7 @@ def broken_files(cfg: RunConfig) -> Errors:
         config = {}
     yield from _layout(cfg, config)
     yield from _adapter(cfg, config)
-    if (folder / CONFIG).is_file():
+    if os.path.isfile(folder / CONFIG):
         yield from _raised(_MODEL, lambda: check_tokenizer(folder, vocab_size=config.get("vocab_size")))
         yield from _rows(cfg, folder)
     yield from _folders(cfg)
@@ -62,14 +63,14 @@ def _source(key: str, source: Path) -> Errors:
         else:
             yield from () if base is None else _base(key, source, base)
         yield from _raised(key, lambda: read_config_file(source / "hf"))
-    elif (source / CONFIG).is_file():
+    elif os.path.isfile(source / CONFIG):
         yield from _raised(key, lambda: read_config_file(source))
         yield from _raised(key, lambda: find_weights(source))
 
 
 def _base(key: str, source: Path, base: Path) -> Errors:
     """What is wrong with the model that the adapters of a checkpoint belong to."""
-    if is_checkpoint(base) or (base / CONFIG).is_file():
+    if is_checkpoint(base) or os.path.isfile(base / CONFIG):
         yield from _source(key, base)
     else:
         text = f"must be there with its base model, got {source} without {base}; put the model back where it was"
@@ -102,7 +103,7 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
     folder, layers = cfg.model.peft.restore_from_path, config.get("num_hidden_layers")
     selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, (_SCHEME, _ADAPTER, _MODEL)
     if folder is not None:
-        if not (Path(folder) / ADAPTER_CONFIG).is_file():
+        if not os.path.isfile(Path(folder) / ADAPTER_CONFIG):
             return
         try:
             settings = read_adapter_settings(folder)
@@ -120,8 +121,11 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
     """A file that cannot be read; messages, for which the tokenizer has no chat template. Looks at first rows only."""
     try:
         sources = read_data_prefix(cfg.model.data.data_prefix)
-    except UserError:
+    except (UserError, OSError):
         return  # said elsewhere
+    if sources.keys().isdisjoint((WHOLE, "train")):
+        text = f"must give training rows, got {cfg.model.data.data_prefix}; name their files under train"
+        yield ConfigError(_DATA, text)
     for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
         try:
             with file.open("rb") as handle:
@@ -175,11 +179,17 @@ def _folders(cfg: RunConfig) -> Errors:
 
 def _unwritable(key: str, path: Path) -> Errors:
     """Of a folder, or of the nearest one above it that exists: it must be a folder, and one that can be written."""
+    nearest, reason = path, ""
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
         nearest = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-        reason = "no folder" if not nearest.is_dir() else "" if os.access(nearest, os.W_OK | os.X_OK) else "not writable"
-    except (OSError, ValueError) as error:  # a name that is too long, or holds what no name can
-        nearest, reason = path, str(error)
+        if not nearest.is_dir():
+            reason = "no folder"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            reason = "not writable"
+    except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a character that no name has
+        reason = f"no name for one ({error.strerror if isinstance(error, OSError) else error})"
     if reason:
         where = f"{nearest} is {reason}" if nearest != path else f"it is {reason}"
         yield ConfigError(

@@ -6,6 +6,7 @@ Neither transformers nor megatron-core is needed here, so that a command line ca
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         UserError: there is none, or it is not of a supported model; lists everything that is wrong with it.
     """
     path = folder / CONFIG
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
         )

@@ -1,0 +1,85 @@
+"""Mistakes that only the ranks find: status 2 and one message, whether one rank knows or all do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.tiny import make_rows, write_rows
+
+DOWN = "model.layers.2.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def train(folder: Path, rows: list[dict[str, str]], *given: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks that share every layer."""
+    words = [
+        "pretrained_checkpoint.restore_from_path=model",
+        f"model.data.data_prefix={write_rows(folder / 'rows.jsonl', rows).name}",
+        "model.data.cache_dir=cache",
+        "model.data.seq_length=64",
+        "model.global_batch_size=4",
+        "model.tensor_model_parallel_size=2",
+        "trainer.devices=2",
+        "hardware=cpu",
+    ]
+    return run([*CLI, "kto", *words, *given], cwd=folder, env=environment(), preload=TRAINING, timeout=300)
+
+
+def assert_said_once(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2
+    assert done.stderr.endswith(message)  # libraries may have warned before
+    assert done.stderr.count("nemo-kto: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_what_one_rank_finds(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights[DOWN][0, -1] = torch.nan  # of the last column, which the second rank holds
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    done = train(tmp_path, make_rows(8))
+    said = f"nemo-kto: model/model.safetensors: {DOWN} must be finite numbers, got others; download the model again\n"
+    assert_said_once(done, said)
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_all_ranks_find(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights[DOWN]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    done = train(tmp_path, make_rows(8))
+    assert_said_once(
+        done,
+        "nemo-kto: model: the weights must be those that config.json (LlamaForCausalLM) asks for, got 1 differences:\n"
+        f"  missing: {DOWN}\n  download the model again, or write it with save_pretrained\n",
+    )
+
+
+def test_what_the_first_rank_tells_the_others(model: Path, tmp_path: Path) -> None:
+    done = train(tmp_path, [*make_rows(8), {"prompt": "p", "response": "r", "preference": "good"}])
+    assert_said_once(
+        done,
+        'nemo-kto: 1 broken row:\n  rows.jsonl:9: "preference" must be "chosen" or "rejected", got \'good\'; '
+        "correct it or remove the row\n",
+    )
+
+
+def test_a_defect_of_ours_still_shows_where_it_is(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from nemo_kto.algorithms.callbacks import Callback\n\nclass Own(Callback):\n"
+        "    def __init__(self):\n        raise ValueError('not of the user')\n"
+    )
+    done = train(tmp_path, make_rows(8), "trainer.callbacks=[own.Own]")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.count("ValueError: not of the user") == 1

@@ -1,0 +1,127 @@
+"""Hostile command lines: each ends with status 2 and says what is wrong, nothing is started, and no traceback is shown."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from nemo_kto.launch import cli
+from nemo_kto.parallel import ranks
+from tests.tiny import write_stub_adapter, write_stub_model
+
+GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
+OWN_FILES = {
+    "mine": "defaults: [gpt_kto, _self_]\nmodel:\n  optim:\n    lr: -1\n    learning_rate: 1\n  data:\n    seq_len: 4\n"
+    "trainer:\n  devices: many\n",
+    "notyaml": "model: [1, 2\n  x: {",
+    "list": "- 1\n- 2\n",
+    "loopdef": "defaults:\n  - loopdef\n",
+    "nodef": "defaults:\n  - nowhere\n",
+    "emptyfile": "",
+    "interp": "defaults: [gpt_kto, _self_]\nmodel:\n  optim:\n    lr: ${nothing.here}\n",
+    "dup": "defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  seed: 1\n  seed: 2\n",
+}
+
+
+def read_corpus() -> Iterator[tuple[str, str]]:
+    """Each command, with what is said of it."""
+    lines = Path(__file__).with_name("hostile_commands.txt").read_text(encoding="utf-8").splitlines()
+    for command, said in pairwise(lines):
+        if command.startswith("$ "):
+            yield command.removeprefix("$ "), said
+
+
+CORPUS = dict(read_corpus())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, an adapter, rows, files of one's own, and things that are in the way."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_stub_model(folder / "model")
+    write_stub_adapter(folder / "adapter")
+    (folder / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
+    for name, text in OWN_FILES.items():
+        (folder / f"{name}.yaml").write_text(text)
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    (folder / "file").write_text("x")
+    (folder / "loop").symlink_to("loop")
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "file").write_text("x")
+    (folder / "checkpoints_run" / "checkpoints" / "step_000003").mkdir(parents=True)
+    return folder
+
+
+def started(*_: object) -> NoReturn:
+    raise AssertionError("it was started")
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder as the current one, without a launcher's environment; nothing is started there."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["nemo-kto"])
+    monkeypatch.setattr(cli.Job, "_train", started)
+    monkeypatch.setattr(ranks, "spawn_ranks", started)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "LOCAL_")) or "RANK" in name]:
+        monkeypatch.delenv(name)
+    for name in ("HYDRA_FULL_ERROR", "NEMO_KTO_FORCE_CPU"):
+        monkeypatch.setenv(name, "")  # put back afterwards, whatever the command makes of it
+        monkeypatch.delenv(name)
+    return place
+
+
+def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command prints; it must end with status 2."""
+    words = shlex.split(command.replace("LONG", "x" * 5000))
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    name, *rest = (word.replace("\\0", "\0") for word in words)
+    given = GOOD if name in ("kto", "dpo") and "RAW" not in rest else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, *given, *(word for word in rest if word != "RAW")])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2, printed
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(CORPUS) >= 212
+
+
+@pytest.mark.filterwarnings("ignore:Experimental rerun")
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=[pytest.mark.full] * (number % 2)) for number, command in enumerate(CORPUS)],
+    ids=lambda command: command[:60],
+)
+def test_it_is_said_what_is_wrong(
+    here: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(here.rglob("*"))
+    said = said_of(command, capsys, monkeypatch).replace(str(here), "CWD").replace("\0", "\\0")
+    assert CORPUS[command] in said
+    assert sorted(here.rglob("*")) == before, "something was written"
+
+
+def test_all_wrong_keys_of_a_file_are_said_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = said_of("kto --config-dir . --config-name mine export.path=file", capsys, monkeypatch)
+    assert [line.split()[0] for line in said.splitlines()[1:]] == [
+        "export.path",
+        "trainer.devices",
+        "model.optim.lr",
+        "model.optim.learning_rate",
+        "model.data.seq_len",
+    ]
