@@ -100,8 +100,8 @@ def start_table(model: Path, steps: str) -> list[str]:
         "nemo-kto kto",
         f"  model       {model} (llama), 181,184 parameters, all trained",
         "  adapters    none",
-        "  train       51 rows (30 desirable, 21 undesirable)",
-        "  validation  13 rows (5 desirable, 8 undesirable)",
+        "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
+        "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         f"  steps       {steps}",
         "  batch       8 rows a step, micro-batches of 4",
         "  layout      1 rank",
@@ -132,12 +132,9 @@ def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
-    assert [line for line in errors if not line.startswith(("warning:", "step ", "tokenis"))] == rows_told(errors)
-
-
-def rows_told(lines: list[str]) -> list[str]:
-    """What is told of the rows, before there is anything else."""
-    return [line for line in lines if line.startswith(("train: ", "validation: "))]
+    assert [line for line in errors if not line.startswith(("warning:", "step "))] == errors[:2]
+    assert errors[0].startswith("tokenising rows.jsonl into cache/kto-rows-")
+    assert errors[1] == "tokenised 64 rows of rows.jsonl"
 
 
 def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
@@ -160,8 +157,14 @@ def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[li
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     warnings = [line for line in errors if line.startswith("warning:")]
-    assert len(warnings) == 1, "the weights of the two classes do not balance"
-    assert warnings[0].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert warnings[:3] == [
+        "warning: train: the prompt is cut in 16 of 51 rows, which are longer than model.data.seq_length=64",
+        "warning: validation: the prompt is cut in 6 of 13 rows, which are longer than model.data.seq_length=64",
+        "warning: train: each epoch leaves out 3 of 51 rows, others each time, which fill no global batch "
+        "(model.global_batch_size=8)",
+    ]
+    assert warnings[3].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert len(warnings) == 4
     assert "estimated time: N s (N s a step)" in errors
 
 
