@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.parallel import device
-from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run
+from tests.integration.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
 from tests.tiny import make_pairs, make_rows, write_rows
 
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
@@ -211,3 +211,23 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
         done = run([*CLI, "export", *flags, checkpoint, again], cwd=tmp_path, env=environment(), preload=TRAINING)
         assert done.returncode == 0, done.stderr
         assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)
+
+
+def test_what_is_logged_and_warned_of(tmp_path: Path) -> None:
+    """Each job of a sweep warns of its own; in one job nothing is said twice, and other libraries only warn."""
+    body = """
+import logging, warnings
+for _ in range(2):
+    logging.getLogger("nemo_kto.launch").warning("mine")
+    warnings.warn("old", FutureWarning)
+logging.getLogger("nemo_kto.launch").info("told in job %s", cfg.model.seed)
+logging.getLogger("library").info("not told")
+"""
+    env = pretend(tmp_path, body)
+    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "")
+    lines = [re.sub(r" \(FutureWarning, .*job\.py:\d+\)", " (FutureWarning)", line) for line in done.stderr.splitlines()]
+    first = ["warning: mine", "warning: old (FutureWarning)", "told in job 1"]
+    assert lines[:3] == first
+    assert lines[-1] == "told in job 2"
+    assert lines[3:-1] == ["warning: mine"], "the module warnings tells the same once in a process"
