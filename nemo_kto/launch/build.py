@@ -66,7 +66,7 @@ def train(cfg: RunConfig) -> None:
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     began = time.monotonic()
     trainer.fit()
-    finish(cfg, policy, trainer, seconds=time.monotonic() - began)
+    finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()
 
 

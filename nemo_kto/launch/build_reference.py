@@ -59,7 +59,7 @@ def build_reference(
         UserError: there is another model, which is not there or of another shape.
     """
     mode, _ = choose_mode(cfg)
-    other = _find_other(cfg, policy)
+    other = find_other(cfg, policy)
     if mode == "none":
         return ReferenceSetup(None)
     if other is not None:
@@ -108,7 +108,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
         merge_adapters_of(carrier, chunk)
 
 
-def _find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
+def find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
     """What the configuration names as the reference; None where that is what the policy starts from."""
     if (folder := cfg.model.reference.restore_from_path) is None:
         return None

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, best_checkpoint, load_weights_only
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
@@ -28,10 +29,11 @@ def check_export(cfg: RunConfig, data: RunData) -> None:
         raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set export.which=last')
 
 
-def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
+def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, seconds: float) -> None:
     """Export the model that the configuration asks for, and say how the run ended; collective.
 
     Args:
+        length: of the run.
         seconds: that the training took.
     """
     ranking = cfg.exp_manager.checkpoint_callback_params
@@ -39,7 +41,7 @@ def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, *, seconds: floa
     best = best_checkpoint(folder, monitor=ranking.monitor, mode=ranking.mode)
     if cfg.export.enabled:
         _export(cfg, policy, best)
-    say_end(cfg, policy, trainer, best, seconds=seconds)
+    say_end(cfg, policy, trainer, length, best=best, seconds=seconds)
 
 
 def _export(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:

@@ -15,7 +15,7 @@ from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy
-from nemo_kto.launch.build_reference import choose_mode
+from nemo_kto.launch.build_reference import choose_mode, find_other
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.loggers import METRICS_FILE
@@ -29,7 +29,7 @@ def say_start(cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConf
     examples = {"train": data.splits.train, "validation": data.splits.validation}
     trained, adapters = _trained(policy)
     mode, why = choose_mode(cfg)
-    other = cfg.model.reference.restore_from_path
+    other = find_other(cfg, policy)
     batches = len(data.train.batch_sampler)
     start = RunStart(
         command=f"nemo-kto {cfg.recipe.name}",
@@ -50,16 +50,19 @@ def say_start(cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConf
         sequence_parallel=cfg.model.sequence_parallel,
         device=_device(),
         precision=f"{cfg.trainer.precision} ({why_precision})",
-        reference=f"{mode}{'' if other is None else f' of {other}'} ({why})",
+        reference=f"{mode} ({why})" + ("" if other is None or mode == "none" else f", {other}"),
         folder=cfg.exp_manager.explicit_log_dir,
     )
     print(start, flush=True)
 
 
-def say_end(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoint | None, *, seconds: float) -> None:
+def say_end(
+    cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, best: Checkpoint | None, seconds: float
+) -> None:
     """Print, on rank 0, what was reached, what was written and how to use it.
 
     Args:
+        length: of the run.
         best: of the checkpoints that are kept.
         seconds: that training and export took.
     """
@@ -77,7 +80,7 @@ def say_end(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoin
         reached=figures_of(folder / METRICS_FILE),
         best=_best(cfg, folder, best),
         exports=_exports(cfg, policy, trainer, best),
-        train_longer=_train_longer(cfg, trainer, is_early=is_early),
+        train_longer=_train_longer(cfg, trainer, length, is_early=is_early),
         metrics=_metrics(cfg, folder),
     )
     print(f"\n{end}", flush=True)
@@ -149,16 +152,12 @@ def _exports(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoi
     return {**merged, **adapter_lines(Path(cfg.export.adapter_path))}
 
 
-def _train_longer(cfg: RunConfig, trainer: DPOTrainer, *, is_early: bool) -> str:
+def _train_longer(cfg: RunConfig, trainer: DPOTrainer, length: TrainerConfig, *, is_early: bool) -> str:
     """Overrides with which the same command makes more steps."""
-    section, loop = f"trainer.{cfg.recipe.name}", cfg.loop
     needed = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
-    if not is_early and loop.max_epochs * trainer.steps_per_epoch == trainer.max_steps:
-        needed.append(f"{section}.max_epochs={loop.max_epochs + 1}")
-        if loop.max_steps > 0:
-            needed.append(f"{section}.max_steps=-1")
-    elif not is_early:
-        needed.append(f"{section}.max_steps={2 * trainer.max_steps}")
+    _, limits = length.what_ends(len(trainer.train_dataloader.batch_sampler))
+    larger = {"max_epochs": length.max_epochs + 1, "max_steps": -1 if "max_epochs" in limits else 2 * trainer.max_steps}
+    needed += [f"trainer.{cfg.recipe.name}.{limit}={larger[limit]}" for limit in (() if is_early else limits)]
     return " ".join(needed)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.parallel import device
-from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run
+from tests.integration.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
 from tests.tiny import make_pairs, make_rows, write_rows
 
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
@@ -100,8 +100,8 @@ def start_table(model: Path, steps: str) -> list[str]:
         "nemo-kto kto",
         f"  model       {model} (llama), 181,184 parameters, all trained",
         "  adapters    none",
-        "  train       51 rows (30 desirable, 21 undesirable)",
-        "  validation  13 rows (5 desirable, 8 undesirable)",
+        "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
+        "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         f"  steps       {steps}",
         "  batch       8 rows a step, micro-batches of 4",
         "  layout      1 rank",
@@ -132,12 +132,9 @@ def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
-    assert [line for line in errors if not line.startswith(("warning:", "step ", "tokenis"))] == rows_told(errors)
-
-
-def rows_told(lines: list[str]) -> list[str]:
-    """What is told of the rows, before there is anything else."""
-    return [line for line in lines if line.startswith(("train: ", "validation: "))]
+    assert [line for line in errors if not line.startswith(("warning:", "step "))] == errors[:2]
+    assert errors[0].startswith("tokenising rows.jsonl into cache/kto-rows-")
+    assert errors[1] == "tokenised 64 rows of rows.jsonl"
 
 
 def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
@@ -160,8 +157,14 @@ def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[li
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     warnings = [line for line in errors if line.startswith("warning:")]
-    assert len(warnings) == 1, "the weights of the two classes do not balance"
-    assert warnings[0].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert warnings[:3] == [
+        "warning: train: the prompt is cut in 16 of 51 rows, which are longer than model.data.seq_length=64",
+        "warning: validation: the prompt is cut in 6 of 13 rows, which are longer than model.data.seq_length=64",
+        "warning: train: each epoch leaves out 3 of 51 rows, others each time, which fill no global batch "
+        "(model.global_batch_size=8)",
+    ]
+    assert warnings[3].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert len(warnings) == 4
     assert "estimated time: N s (N s a step)" in errors
 
 
@@ -208,3 +211,23 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
         done = run([*CLI, "export", *flags, checkpoint, again], cwd=tmp_path, env=environment(), preload=TRAINING)
         assert done.returncode == 0, done.stderr
         assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)
+
+
+def test_what_is_logged_and_warned_of(tmp_path: Path) -> None:
+    """Each job of a sweep warns of its own; in one job nothing is said twice, and other libraries only warn."""
+    body = """
+import logging, warnings
+for _ in range(2):
+    logging.getLogger("nemo_kto.launch").warning("mine")
+    warnings.warn("old", FutureWarning)
+logging.getLogger("nemo_kto.launch").info("told in job %s", cfg.model.seed)
+logging.getLogger("library").info("not told")
+"""
+    env = pretend(tmp_path, body)
+    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "")
+    lines = [re.sub(r" \(FutureWarning, .*job\.py:\d+\)", " (FutureWarning)", line) for line in done.stderr.splitlines()]
+    first = ["warning: mine", "warning: old (FutureWarning)", "told in job 1"]
+    assert lines[:3] == first
+    assert lines[-1] == "told in job 2"
+    assert lines[3:-1] == ["warning: mine"], "the module warnings tells the same once in a process"
