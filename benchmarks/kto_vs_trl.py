@@ -173,7 +173,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
     )
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
-    data = build.build_data(cfg, build.load_tokenizer(model))
+    data = build.build_data(cfg, build.model_tokenizer(model))
     trainer: Any = build.build_trainer(cfg, build.build_policy(cfg.model, model, dtype=build.DTYPES["32"]), data)
     dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
     # the loader shuffles, and other neighbours are other KL examples

@@ -46,6 +46,15 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
+def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
+    """:func:`kl_partners` of a global batch: prompts are the same where their tokens are."""
+    return kl_partners([_prompt_key(example) for example in batch])
+
+
+def _prompt_key(example: KTOExample) -> bytes:
+    return np.asarray(example.prompt_ids, dtype=np.int64).tobytes()
+
+
 def kto_custom_collate(
     batch: Sequence[KTOExample],
     eos_id: int,
@@ -103,11 +112,10 @@ def _kl_examples(
     batch: Sequence[KTOExample], kept: Sequence[int], seq_length: int | None
 ) -> tuple[list[tuple[Ids, Ids]], list[bool]]:
     """For each kept example its prompt with another's response, cut at its end, and whether that has the same prompt."""
-    prompts = [np.asarray(example.prompt_ids, dtype=np.int64).tobytes() for example in batch]
-    partners = kl_partners(prompts)
+    partners = kl_partners_of(batch)
     room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
     texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
-    return texts, [prompts[k] == prompts[partners[k]] for k in kept]
+    return texts, [_prompt_key(batch[k]) == _prompt_key(batch[partners[k]]) for k in kept]
 
 
 def dpo_custom_collate(

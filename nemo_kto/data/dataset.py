@@ -30,6 +30,26 @@ if TYPE_CHECKING:
 Example = TypeVar("Example")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where an example comes from: line of its file, and whether truncation cut its prompt and an answer of it."""
+
+    line: int
+    prompt_cut: bool
+    response_cut: bool
+
+    @property
+    def title(self) -> str:
+        """Such as "line 3"."""
+        return f"line {self.line}"
+
+    @property
+    def cuts(self) -> str:
+        """What was cut, as the end of a sentence."""
+        cut = [name for name, is_cut in (("prompt", self.prompt_cut), ("answer", self.response_cut)) if is_cut]
+        return f", {' and '.join(cut)} cut" if cut else ""
+
+
 class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     """Examples of a memory-mapped table, in the order of an index."""
 
@@ -47,6 +67,17 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     def __getitems__(self, places: Sequence[int]) -> list[Example]:
         """Many examples in one look-up (torch's DataLoader calls it by this name)."""
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
+
+    def origins(self, places: Sequence[int]) -> list[Origin]:
+        """Where the examples come from and what truncation took from them."""
+        table = self._table[self._index[np.asarray(places)].tolist()]
+        columns = [table.column(name).to_pylist() for name in ("line", "prompt_cut", "response_cut")]
+        return [Origin(*values) for values in zip(*columns, strict=True)]
+
+    def examples_of_lines(self, count: int) -> int:
+        """How many examples from the first on come from the first ``count`` rows of the file; pairs may be two each."""
+        lines = [origin.line for origin in self.origins(range(min(len(self), 2 * count)))]
+        return sum(line in list(dict.fromkeys(lines))[:count] for line in lines)
 
     @cached_property
     def counts(self) -> SplitCounts:
@@ -181,13 +212,15 @@ def build_splits(
         for source in group
     }
     sizes = {source: len(table) for source, table in tables.items()}
+    ranges: dict[str, list[Range]]
     if WHOLE not in sources:
         ranges = {split: [(source, 0, sizes[source]) for source in group] for split, group in sources.items()}
         warnings += leave_out_small(ranges, min_validation_rows)
     else:
-        shares = {source: split_shares("1" if splits_string is None else splits_string, sizes[source]) for source in tables}
-        cuts = {source: split_ranges(sizes[source], shares[source], _is_second_of_pair(tables[source])) for source in tables}
-        ranges = {split: [(source, *cuts[source][k]) for source in sources[WHOLE]] for k, split in enumerate(SPLITS)}
+        cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
+        ranges = {}
+        for split in SPLITS:
+            ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
         warnings += join_small(ranges, splits_string, min_validation_rows)
     built = {split: _assemble(make, tables, ranges.get(split, []), seed) for split in SPLITS}
     return Splits(**built, warnings=tuple(warnings))
@@ -236,8 +269,14 @@ def _assemble(
     return make(table=datasets.concatenate_datasets(parts), index=index)
 
 
-def _is_second_of_pair(table: datasets.Dataset) -> Callable[[int], bool]:
-    return lambda place: table[place]["line"] == table[place - 1]["line"]
+def _cut(table: datasets.Dataset, splits_string: str) -> dict[str, tuple[int, int]]:
+    """The rows of a source that each split gets: the first, and the one after the last."""
+
+    def is_second_of_pair(place: int) -> bool:
+        return table[place]["line"] == table[place - 1]["line"]
+
+    shares = split_shares(splits_string, len(table))
+    return dict(zip(SPLITS, split_ranges(len(table), shares, is_second_of_pair), strict=True))
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

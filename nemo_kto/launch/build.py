@@ -15,11 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager, hugging_face_folder
-from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy, export_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
+from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.schema import RunConfig
@@ -49,7 +49,7 @@ def train(cfg: RunConfig) -> None:
     cfg = resolve_precision(cfg)
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
     # Before the model: what is wrong with the rows is said at once.
-    data = build_data(cfg, load_tokenizer(hugging_face_folder(source) or source))
+    data = build_data(cfg, model_tokenizer(source))
     policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
     trainer = build_trainer(cfg, policy, data)
     if state.is_rank_zero():

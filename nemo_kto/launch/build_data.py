@@ -46,7 +46,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=data_parallel)) is not None:
         raise DataError(wrong)
     if state.is_rank_zero():
-        _warn(cfg, splits)
+        _warn(cfg, splits, rows=len(splits.train))
     take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate_settings(cfg, tokenizer))
     return RunData(
         train=_loader(cfg, splits.train, take, training=True),
@@ -56,14 +56,14 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     )
 
 
-def _warn(cfg: RunConfig, splits: Splits[Any]) -> None:
-    """Say what is done with the rows that is not obvious."""
+def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
+    """Say what is done with the ``rows`` of the training and the others that is not obvious."""
     for warning in splits.warnings:
         logger.warning(warning)
     for name, examples in (("train", splits.train), ("validation", splits.validation)):
         for warning in () if examples is None else examples.counts.warnings(name, seq_length=cfg.model.data.seq_length):
             logger.warning(warning)
-    rows, batch = len(splits.train), cfg.model.global_batch_size
+    batch = cfg.model.global_batch_size
     if left_out := rows % batch:
         text = f"train: each epoch leaves out {left_out} of {rows} rows, others each time, which fill no global batch"
         logger.warning(f"{text} (model.global_batch_size={batch})")

@@ -1,4 +1,4 @@
-"""The commands: `nemo-kto kto`, `nemo-kto dpo`, `nemo-kto export`, and what examples/ calls.
+"""The commands: `nemo-kto kto`, `dpo`, `export` and `data preview`, and what examples/ calls.
 
 A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
 starts its own, or runs here as the one rank there is.
@@ -43,6 +43,9 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
+  nemo-kto data preview FILE --model MODEL
+      Show the first rows of a jsonl file as the model sees them.
+
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and meaning
   nemo-kto export --help
@@ -81,12 +84,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(RECIPES[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
+    elif arguments[:2] == ["data", "preview"]:
+        _preview(arguments[2:])
     elif command == "--version":
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
-        known = f"{', '.join(RECIPES)} or export"
+        known, command = f"{', '.join(RECIPES)}, export or data preview", " ".join(arguments[: 1 + (command == "data")])
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
 
@@ -111,6 +116,16 @@ def _export(argv: Sequence[str]) -> None:
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
+
+
+def _preview(argv: Sequence[str]) -> None:
+    from nemo_kto.launch.preview import main as preview
+
+    try:
+        preview(argv)
+    except UserError as error:
+        print(f"nemo-kto data preview: {error}", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batch import DPOBatch
     from nemo_kto.data.dataset import DPODataset, Splits
+    from nemo_kto.data.preview import Preview
+    from nemo_kto.data.records import DPOExample
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -33,6 +35,11 @@ class DPORecipe(Recipe):
         from nemo_kto.data.loader import share
 
         return share, partial(dpo_custom_collate, **options)
+
+    def preview(
+        self, show: Preview, dataset: DPODataset, batch: DPOBatch, examples: Sequence[DPOExample], loss: Loss
+    ) -> Iterator[str]:
+        return show.dpo(dataset, batch, with_rewards=loss.needs_rewards)
 
     def sequences(self, batch: DPOBatch) -> tuple[SequenceBatch, ...]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel

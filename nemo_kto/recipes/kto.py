@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nemo_kto.algorithms.kto import KTOTrainer
     from nemo_kto.data.batch import KTOBatch
     from nemo_kto.data.dataset import KTODataset, Splits
+    from nemo_kto.data.preview import Preview
+    from nemo_kto.data.records import KTOExample
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -44,6 +46,11 @@ class KTORecipe(Recipe):
         from nemo_kto.data.collate import kto_custom_collate
 
         return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
+
+    def preview(
+        self, show: Preview, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample], loss: Loss
+    ) -> Iterator[str]:
+        return show.kto(dataset, batch, examples)
 
     def sequences(self, batch: KTOBatch) -> tuple[SequenceBatch, ...]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,6 +17,7 @@ from nemo_kto.recipes.section import Name, Remedy, Section
 if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.dataset import Splits
+    from nemo_kto.data.preview import Preview
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -92,6 +93,10 @@ class Recipe(ABC):
     @abstractmethod
     def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
         """What a loader makes of a global batch (``data.loader.build_dataloader``), and what makes a batch of that."""
+
+    @abstractmethod
+    def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
+        """The lines of ``nemo-kto data preview`` on a batch, which holds the first of the ``examples`` of a dataset."""
 
     @abstractmethod
     def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:

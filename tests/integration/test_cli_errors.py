@@ -185,7 +185,7 @@ def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> No
 def test_an_unknown_command(tmp_path: Path) -> None:
     done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
     assert done.returncode == 2
-    assert done.stderr.startswith("nemo-kto: the command must be kto, dpo or export, got ktoo\n")
+    assert done.stderr.startswith("nemo-kto: the command must be kto, dpo, export or data preview, got ktoo\n")
 
 
 def test_export_of_nothing(tmp_path: Path) -> None:

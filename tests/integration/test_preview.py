@@ -1,0 +1,37 @@
+"""`nemo-kto data preview` as a command: its exit statuses, and that it loads no megatron-core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import forked
+from tests.integration.commands import environment
+from tests.tiny import write_rows
+
+PREVIEW = """
+import sys
+from nemo_kto.launch.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("megatron.core" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r", "preference": "chosen"}])
+
+    def run(*argv: str) -> tuple[int, list[str], list[str]]:
+        preload = ("nemo_kto.launch.preview", "nemo_kto.data.preview")
+        done = forked.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+    status, output, errors = run("data", "preview", "rows.jsonl", "--model", str(tiny_llama))
+    assert (status, errors[-1]) == (0, "False")
+    assert output[-2:] == ["line 1: desirable, 1 + 2 = 3 of at most 2048 tokens", "  | p[[r<|im_end|>]]"]
+    status, output, errors = run("data", "preview", "rows.jsonl")
+    assert (status, output) == (2, [])
+    assert errors[0].startswith("nemo-kto data preview: --model must name a Hugging Face folder")
+    status, output, errors = run("data", "show", "rows.jsonl")
+    assert (status, output) == (2, [])
+    assert errors[0] == "nemo-kto: the command must be kto, dpo, export or data preview, got data show"

@@ -1,0 +1,41 @@
+"""A run on forty rows with the default splits, and what it says of its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.tiny import make_rows, write_rows
+
+
+def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = [{**row, "id": number, "source": "web"} for number, row in enumerate(make_rows(40))]
+    rows[0]["response"] = "long " * 20
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    words = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.data_prefix={file}", "hardware=cpu"]
+    words += [f"model.data.cache_dir={tmp_path / 'cache'}", "model.data.seq_length=64", "export.enabled=false"]
+    words += ["exp_manager.create_tensorboard_logger=false", "trainer.kto.limit_train_batches=2"]
+    done = run([*CLI, "kto", *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert (
+        "nemo-kto: model.global_batch_size must be at most the number of training rows, 40, got 64; "
+        "set model.global_batch_size=40, or train on more rows (model.data.data_prefix)"
+    ) in done.stderr
+    assert not (tmp_path / "results").exists()
+
+    done = run(
+        [*CLI, "kto", *words, "model.global_batch_size=16"], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "results/gpt_kto/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/rows"] for line in logged if "train/loss" in line] == [16, 16]
+    assert not any("val/loss" in line for line in logged)
+    said = [
+        f"{file}: columns that are not used: id, source (40 rows)",
+        'validation: no row, of 40 rows in all; set model.data.splits_string="90,10" for more, or null for no validation',
+        "train: the answer is cut in 1 of 40 rows, which are longer than model.data.seq_length=64",
+        "train: each epoch leaves out 8 of 40 rows, others each time, which fill no global batch "
+        "(model.global_batch_size=16)",
+    ]
+    assert [text for text in said if text not in done.stderr] == []

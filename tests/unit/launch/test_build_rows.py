@@ -1,0 +1,69 @@
+"""Too few rows, which are said before the model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from nemo_kto.data.records import DataError
+from nemo_kto.launch import build, compose
+from nemo_kto.launch.build_rows import source_settings, too_few_rows
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.recipes import RECIPES
+from tests.tiny import make_tokenizer
+
+
+def config(*overrides: str, name: str = "kto") -> RunConfig:
+    given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(f"gpt_{name}")))
+    assert cfg is not None, mistakes
+    return cfg
+
+
+MORE = "train on more rows (model.data.data_prefix)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "data_parallel", "kto", "dpo"),
+    [
+        (64, 1, 1, None, None),
+        (63, 1, 1, "set model.global_batch_size=63, or ", "set model.global_batch_size=63, or "),
+        (40, 4, 4, "set model.global_batch_size=32, or ", "set model.global_batch_size=32, or "),
+        (3, 2, 1, "set model.global_batch_size=2, or ", "set model.global_batch_size=2, or "),
+        (3, 4, 1, "", ""),
+        (1, 1, 1, "", "set model.global_batch_size=1, or "),  # KTO pairs each prompt with another answer
+    ],
+)
+def test_the_largest_batch_that_fits_is_named(
+    rows: int, micro: int, data_parallel: int, kto: str | None, dpo: str | None
+) -> None:
+    for name, remedy in (("kto", kto), ("dpo", dpo)):
+        cfg = config(f"model.micro_batch_size={micro}", name=name)
+        start = f"model.global_batch_size must be at most the number of training rows, {rows}, got 64; "
+        assert too_few_rows(cfg, rows, data_parallel=data_parallel) == (None if remedy is None else start + remedy + MORE)
+
+
+def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
+    def least(cfg: RunConfig) -> int:
+        return int(source_settings(cfg, make_tokenizer())["min_validation_rows"])
+
+    assert [least(config(name=name)) for name in RECIPES] == [2, 1]
+    assert least(config("model.kto.preference_loss=apo_zero_unpaired")) == 1
+
+
+def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:
+    def wrong_rows(*_: object) -> NoReturn:
+        raise DataError("1 broken row")
+
+    def too_early(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the model was built before the rows were read")
+
+    monkeypatch.setattr(build, "build_data", wrong_rows)
+    monkeypatch.setattr(build, "build_policy", too_early)
+    monkeypatch.setattr(build.state, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(build, "resolve_precision", lambda cfg: cfg)
+    monkeypatch.setattr(build, "model_tokenizer", lambda source: make_tokenizer())
+    with pytest.raises(DataError, match="1 broken row"):
+        build.train(config())
