@@ -222,9 +222,10 @@ def build_splits(
         ranges = {split: [(source, 0, sizes[source]) for source in group] for split, group in sources.items()}
         warnings += leave_out_small(ranges, min_validation_rows)
     else:
-        shares = {source: split_shares("1" if splits_string is None else splits_string, sizes[source]) for source in tables}
-        cuts = {source: split_ranges(sizes[source], shares[source], _is_second_of_pair(tables[source])) for source in tables}
-        ranges = {split: [(source, *cuts[source][k]) for source in sources[WHOLE]] for k, split in enumerate(SPLITS)}
+        cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
+        ranges = {}
+        for split in SPLITS:
+            ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
         warnings += join_small(ranges, splits_string, min_validation_rows)
     built = {split: _assemble(make, tables, ranges.get(split, []), seed) for split in SPLITS}
     return Splits(**built, warnings=tuple(warnings))
@@ -273,8 +274,14 @@ def _assemble(
     return make(table=datasets.concatenate_datasets(parts), index=index)
 
 
-def _is_second_of_pair(table: datasets.Dataset) -> Callable[[int], bool]:
-    return lambda place: table[place]["line"] == table[place - 1]["line"]
+def _cut(table: datasets.Dataset, splits_string: str) -> dict[str, tuple[int, int]]:
+    """The rows of a source that each split gets: the first, and the one after the last."""
+
+    def is_second_of_pair(place: int) -> bool:
+        return table[place]["line"] == table[place - 1]["line"]
+
+    shares = split_shares(splits_string, len(table))
+    return dict(zip(SPLITS, split_ranges(len(table), shares, is_second_of_pair), strict=True))
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

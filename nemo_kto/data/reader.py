@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ _MEDIA = frozenset("image images video videos audio audios".split())
 _BEFORE_PROMPT = frozenset("system system_prompt system_message history".split())
 _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "question questions instruction instructions input inputs query problem context document passage "
-    "user conversation conversations dialog dialogue".split()
+    "user messages conversation conversations dialog dialogue".split()
 )
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
 
@@ -85,7 +85,7 @@ class FileColumns:
     found: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
 
-    def add(self, row: Row, used: set[str]) -> None:
+    def add(self, row: Row, used: Set[str]) -> None:
         """Count the columns of a row, of which ``used`` mean something there."""
         self.rows += 1
         for column in row:
@@ -119,18 +119,19 @@ class FileReader:
 
     def kto_records(self, path: str | Path, columns: FileColumns) -> Iterator[KTORecord]:
         """The labelled answers of a file, in its order; its ``columns`` are counted meanwhile."""
-        return self._read(path, columns, records_of_row, partial(used_columns, as_pair=False))
+        return self._read(path, columns, records_of_row, as_pair=False)
 
     def dpo_records(self, path: str | Path, columns: FileColumns) -> Iterator[DPORecord]:
         """The pairs of a file; everything else as in :meth:`kto_records`."""
-        return self._read(path, columns, lambda row, line: [pair_of_row(row, line)], partial(used_columns, as_pair=True))
+        return self._read(path, columns, lambda row, line: [pair_of_row(row, line)], as_pair=True)
 
     def _read(
         self,
         path: str | Path,
         columns: FileColumns,
         records_of: Callable[[Row, int], list[Record]],
-        used_of: Callable[[Row], frozenset[str]],
+        *,
+        as_pair: bool,
     ) -> Iterator[Record]:
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
@@ -139,7 +140,8 @@ class FileReader:
                 try:
                     given = _parse(raw)
                     row, renamed = self.fields.rename(given)
-                    columns.add(given, {renamed.get(name, name) for name in used_of(row)})
+                    used = used_columns(tuple(row), as_pair=as_pair)
+                    columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
                     records = _records(row, line, records_of)
                 except RowError as error:
                     self.broken.add(path, line, str(error))
@@ -149,9 +151,9 @@ class FileReader:
 
 def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
     """The records of a row in which no column with a part of the prompt is left aside."""
-    if media := [column for column in row if column.lower() in _MEDIA and not _is_empty(row[column])]:
+    if media := _columns_like(row, _MEDIA):
         raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
-    told = row.get("prompt") or row.get("messages")
+    told = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
     try:
         records = records_of(row, line)
     except RowError as error:
@@ -181,10 +183,17 @@ def _naming_remedy(row: Row) -> str:
 
 
 def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
-    return [column for column, value in row.items() if column.lower() in names and not _is_empty(value)]
+    return [column for column in _names_like(tuple(row), names) if not _is_empty(row[column])]
+
+
+@lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
+def _names_like(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
+    return [column for column in columns if column.lower() in names]
 
 
 def _is_lost(value: object, prompt: str) -> bool:
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("content"), str) for part in value):
+        return any(part["content"].strip() not in prompt for part in value if part.get("role") != "assistant")
     return not isinstance(value, str) or value.strip() not in prompt
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -210,11 +211,12 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     return DPORecord(prompt=prompt, chosen=chosen[1], rejected=rejected[1], line=line, template=template, **rewards)
 
 
-def used_columns(row: Row, *, as_pair: bool) -> frozenset[str]:
-    """The columns that :func:`records_of_row` reads of a row, or :func:`pair_of_row` with ``as_pair``."""
-    if keys := _pair_keys(row):
+@lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
+def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
+    """The columns that :func:`records_of_row` reads of a row with these, or :func:`pair_of_row` with ``as_pair``."""
+    if keys := _pair_keys(columns):
         read = {"prompt", *keys, *(_REWARDS if as_pair else ())}
-    elif "messages" in row:
+    elif "messages" in columns:
         read = {"messages", *_LABELS}
     else:
         read = {"prompt", *_ANSWERS, *_LABELS}
@@ -284,7 +286,7 @@ def _label(row: Row) -> bool:
     return _PREFERENCES[value]
 
 
-def _pair_keys(row: Row) -> tuple[str, str] | None:
+def _pair_keys(row: Collection[str]) -> tuple[str, str] | None:
     """The keys of the chosen and the rejected side; None where the row has neither."""
     return next((keys for keys in _PAIR_KEYS if any(key in row for key in keys)), None)
 

@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> None:
             "--model must name a Hugging Face folder, whose tokenizer and chat template make tokens of the rows, got none; "
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
         )
+    if Path(flags.file).is_dir():
+        raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; name one of its files")
     named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
     overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
     cfg = _config(recipe, [*overrides, *flags.overrides])

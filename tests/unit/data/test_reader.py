@@ -62,6 +62,11 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
             '"system" would be lost, the row has no "prompt"',
         ),
         (
+            {"messages": [USER], "chosen": PARIS, "rejected": LYON},
+            '"messages" would be lost, the row has no "prompt"; name the columns with '
+            "'model.data.fields={prompt:messages}'",
+        ),
+        (
             {"prompt": "", "question": QUESTION, "chosen": "a", "rejected": "b"},
             '"question" would be lost, the row has no "prompt"; name the columns with '
             "'model.data.fields={prompt:question}'",
@@ -104,6 +109,7 @@ def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, r
         {"prompt": QUESTION, "system": "", "images": [], "context": None, "response": PARIS, "label": True},
         {"prompt": f"Be brief. {QUESTION}", "system": " Be brief. ", "response": PARIS, "label": True},
         {"question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"messages": [USER, said("a")], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
         {
             "system": "Be brief.",
             "prompt": [{"role": "system", "content": "Be brief."}, USER],

@@ -115,6 +115,10 @@ def test_a_file_without_a_model() -> None:
     ]
 
 
+def test_a_folder_in_the_place_of_a_file(model: str) -> None:
+    assert refused(".", "--model", model) == ["FILE must be a jsonl file, got the folder .; name one of its files"]
+
+
 def test_mistakes_come_together_and_those_of_the_machine_do_not_matter(model: str) -> None:
     said = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
     assert said[0] == "nothing can be shown:"
