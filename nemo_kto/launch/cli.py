@@ -125,16 +125,6 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def _preview(argv: Sequence[str]) -> None:
-    from nemo_kto.launch.preview import main as preview
-
-    try:
-        preview(argv)
-    except UserError as error:
-        print(f"nemo-kto data preview: {error}", file=sys.stderr)
-        sys.exit(ranks.USAGE_ERROR)
-
-
-def _preview(argv: Sequence[str]) -> None:
     gc.disable()  # nearly all of its time are imports, and what they bring stays
     from nemo_kto.launch.preview import main as preview
 
