@@ -27,9 +27,9 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks = (_callbacks, _files, _data_files, broken_files, _checkpoints, _loss, _recompute, _learning_rate)
-    checks += (_reference, _export)
-    found = [mistake for check in (*checks, *(() if sweep else (unused_keys,))) for mistake in check(cfg)]
+    checks = [_callbacks, _files, _data_files, broken_files, _checkpoints, _loss, _recompute, _learning_rate]
+    checks += [_reference, _export] if sweep else [_reference, _export, unused_keys]
+    found = [mistake for check in checks for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 

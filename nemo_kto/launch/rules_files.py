@@ -101,7 +101,7 @@ def _divisor_below(number: int, limit: int) -> int:
 
 def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
     folder, layers = cfg.model.peft.restore_from_path, config.get("num_hidden_layers")
-    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, (_SCHEME, _ADAPTER, _MODEL)
+    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, [_SCHEME, _ADAPTER, _MODEL]
     if folder is not None:
         if not os.path.isfile(Path(folder) / ADAPTER_CONFIG):
             return
@@ -110,11 +110,11 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
         except UserError as error:
             yield ConfigError(_ADAPTER, f"cannot be used: {error}", about_files=True)
             return
-        selected, key, reads = list(settings.layers or ()), _ADAPTER, (_SCHEME, _MODEL)
+        selected, key, reads = list(settings.layers or ()), _ADAPTER, [_SCHEME, _MODEL]
     if cfg.model.peft.peft_scheme != "none" and layers is not None and max(selected or [0]) > layers:
         where = cfg.pretrained_checkpoint.restore_from_path
         text = f"must adapt layers from 1 to {layers}, which {where} has, got layer {max(selected or [0])}; correct it"
-        yield ConfigError(key, text, reads)
+        yield ConfigError(key, text, tuple(reads))
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:
