@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from nemo_kto.errors import UserError
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.reference import SwappedWeights
@@ -58,11 +59,11 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
     """Make sure that the adapters of a model are those of a checkpoint; their dropout may differ.
 
     Raises:
-        ValueError: they are not.
+        UserError: they are not.
     """
     theirs, ours = _described(None if saved is None else saved.settings), _described(adapters_of(chunks))
     if theirs != ours:
-        raise ValueError(
+        raise UserError(
             f"the model must have the adapters of the checkpoint ({theirs}), got {ours}; change model.peft back, or start a "
             "new run in another folder"
         )

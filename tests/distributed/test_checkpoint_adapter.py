@@ -183,7 +183,7 @@ def test_adapters_that_do_not_fit_are_refused(checkpoints: dict[str, Path], rank
     for settings, described in ours.items():
         ((error, _),) = ranks.run(1, load_into, checkpoints["adapters"], folder, settings)
         assert error == (
-            f"ValueError: the model must have the adapters of the checkpoint (rank 3, alpha 6, {modules} of all layers), "
+            f"UserError: the model must have the adapters of the checkpoint (rank 3, alpha 6, {modules} of all layers), "
             f"got {described}; change model.peft back, or start a new run in another folder"
         )
     same_but_dropout = LoRASettings(rank=3, alpha=6, dropout=0.1, target_modules=("attention", "mlp"))
