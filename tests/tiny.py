@@ -30,7 +30,7 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.08,
     "rope_theta": 100000.0,
 }

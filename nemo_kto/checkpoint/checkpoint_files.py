@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from nemo_kto.errors import UserError
 from nemo_kto.files import read_json
@@ -48,9 +49,9 @@ def check_checkpoint(folder: Path) -> Path | None:
     if adapters is None:
         return None
     try:
-        base, settings = adapters["base_model"], adapters["settings"]
+        settings: dict[str, Any] = dict(adapters["settings"])
         LoRASettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
-        return Path(base)
+        return Path(adapters["base_model"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         told = f"{file} must name the base model and the settings of its adapters, got something else ({error})"
         raise UserError(f"{told}; {_REMEDY}") from error

@@ -5,12 +5,12 @@ Only small JSON files are read and nothing heavy is imported, so that a command 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.errors import UserError
+from nemo_kto.files import read_json
 
 PEFT_CONFIG, OUR_INFO, HF_CONFIG = "adapter_config.json", "trainer.json", "config.json"
 _SHAPE = (
@@ -50,7 +50,7 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
         UserError: it is none of these, or it is adapters whose base model is not there.
     """
     if (folder / OUR_INFO).is_file():
-        adapters = _json(folder / OUR_INFO).get("adapters")
+        adapters = read_json(folder / OUR_INFO).get("adapters")
         if not isinstance(adapters, dict):
             return ModelSource(base=folder)
         return ModelSource(base=_base_there(folder, str(adapters["base_model"])), adapters=folder)
@@ -72,7 +72,7 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
 def is_whole_model(folder: Path) -> bool:
     """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
     if (folder / OUR_INFO).is_file():
-        return _json(folder / OUR_INFO).get("adapters") is None
+        return read_json(folder / OUR_INFO).get("adapters") is None
     return (folder / HF_CONFIG).is_file()
 
 
@@ -84,7 +84,7 @@ def is_peft_folder(folder: Path) -> bool:
 
 def named_base(adapters: Path) -> Path | None:
     """The base model that adapters in PEFT format name, if it is a folder of this machine and not only a name of a hub."""
-    name = _json(adapters / PEFT_CONFIG).get("base_model_name_or_path")
+    name = read_json(adapters / PEFT_CONFIG).get("base_model_name_or_path")
     base = Path(str(name)).expanduser()
     return base if name and is_whole_model(base) else None
 
@@ -117,13 +117,13 @@ def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[
 def _config(folder: Path) -> dict[str, object]:
     """The Hugging Face configuration of a whole model; empty where it is not there."""
     files = (folder / HF_CONFIG, folder / "hf" / HF_CONFIG)
-    return next((_json(file) for file in files if file.is_file()), {})
+    return next((read_json(file) for file in files if file.is_file()), {})
 
 
 def _peft_base(folder: Path, default_base: Path | None) -> Path:
     if (base := named_base(folder)) is not None:
         return base
-    name = _json(folder / PEFT_CONFIG).get("base_model_name_or_path")
+    name = read_json(folder / PEFT_CONFIG).get("base_model_name_or_path")
     is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else of a hub: organisation/model
     return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
 
@@ -136,18 +136,3 @@ def _base_there(folder: Path, base: str) -> Path:
             f"on this machine; put it there, or correct {where}"
         )
     return Path(base).expanduser()
-
-
-def _json(file: Path) -> dict[str, object]:
-    """The content of a file.
-
-    Raises:
-        UserError: it is no JSON object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"must have readable files, got {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"must have readable files, got {file}, which is no JSON object")
-    return content

@@ -15,8 +15,9 @@ import numpy as np
 
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
-from nemo_kto.checkpoint.distributed import hugging_face_folder, saved_adapters
+from nemo_kto.checkpoint.distributed import hugging_face_folder
 from nemo_kto.checkpoint.model_state import adapters_in
+from nemo_kto.checkpoint.sources import find_source
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import adapter_settings
 from nemo_kto.launch.schema import RunConfig
@@ -136,14 +137,14 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
     facts: Facts = {
         "algorithm": name,
-        _MODEL: _model_content(source, cache_dir),
+        _MODEL: _model_content(str(source), cache_dir),
         _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
-        "model.reference.restore_from_path": _model_content(held.restore_from_path, cache_dir),
+        "model.reference.restore_from_path": _model_content(held.restore_from_path, cache_dir, default_base=source),
         "model.reference.sync_interval": held.sync_interval,
         "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
         "model.peft.peft_scheme": model.peft.peft_scheme,
         **_adapter_facts(adapter_settings(model.peft)),
-        "model.peft.restore_from_path": _model_content(model.peft.restore_from_path, cache_dir),
+        "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, cache_dir),
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
@@ -174,16 +175,21 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
     return {f"model.peft.lora_tuning.{key}": value for key, value in (values | {"layer_selection": settings.layers}).items()}
 
 
-def _model_content(folder: str | Path | None, cache_dir: Path) -> dict[str, str] | None:
-    """The content of a model or an adapter; of a checkpoint of adapters with that of their base model."""
+def _model_content(folder: str | None, cache_dir: Path, *, default_base: Path | None = None) -> dict[str, str] | None:
+    """The content of a model; of adapters with that of their base model, which is ``default_base`` if they name none."""
     if folder is None:
         return None
-    path = Path(folder)
-    found = content_hash(path, model_files(path), cache_dir=cache_dir)
-    if hugging_face_folder(path) is not None and (saved := saved_adapters(path)) is not None:
-        base = _model_content(saved.base_model, cache_dir)
-        found = f"{found} on {base and base['sha256']}"
-    return {"sha256": found, "from": str(path)}
+    source = find_source(Path(folder), default_base=default_base)
+    parts = [_hash(part, cache_dir) for part in (source.adapters, source.base) if part is not None]
+    return {"sha256": " on ".join(parts), "from": folder}
+
+
+def _adapter_content(folder: str | None, cache_dir: Path) -> dict[str, str] | None:
+    return None if folder is None else {"sha256": _hash(Path(folder), cache_dir), "from": folder}
+
+
+def _hash(folder: Path, cache_dir: Path) -> str:
+    return content_hash(folder, model_files(folder), cache_dir=cache_dir)
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:

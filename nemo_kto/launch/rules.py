@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder
+from nemo_kto.checkpoint.sources import is_peft_folder
 from nemo_kto.data.prefix import AUTO, SPLITS, WHOLE, read_data_prefix, read_splits_string
 from nemo_kto.data.reader import Fields
-from nemo_kto.errors import ConfigError, UserError, either, error_of
+from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.schema import RunConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
@@ -29,7 +29,7 @@ def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
     """
-    checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _sources, _data_files, broken_files, _checkpoints]
+    checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
     checks += [_loss, _recompute, _learning_rate, _reference, _export, *([] if sweep else [unused_keys])]
     found = [mistake for check in checks for mistake in check(cfg)]
     return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
@@ -97,32 +97,6 @@ def _files(cfg: RunConfig) -> Errors:
     if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"
         yield ConfigError("model.peft.restore_from_path", text, about_files=True)
-
-
-def _sources(cfg: RunConfig) -> Errors:
-    """What the folders of policy and reference hold, where they are there: all that is named must be used."""
-    key, reference = "pretrained_checkpoint.restore_from_path", cfg.model.reference.restore_from_path
-    peft, source = cfg.model.peft, Path(cfg.pretrained_checkpoint.restore_from_path)
-    base = source
-    if os.path.isfile(source / "trainer.json") or (os.path.isfile(source / "config.json") and not is_peft_folder(source)):
-        try:
-            policy = find_source(source)
-        except UserError as error:
-            yield ConfigError(key, str(error), about_files=True)
-        else:
-            base = policy.base
-            if policy.adapters is not None and peft.peft_scheme == "none":
-                remedy = f"set model.peft.peft_scheme=lora, or merge them first: nemo-kto export {source} FOLDER"
-                yield ConfigError(
-                    key, f"must be a whole model without adapters, got {source}, which holds only adapters; {remedy}"
-                )
-            if policy.adapters is not None and peft.restore_from_path is not None:
-                text = f"must be null where {key} brings adapters of its own, got {peft.restore_from_path}; give one of them"
-                yield ConfigError("model.peft.restore_from_path", text, (key,))
-    if reference is not None:
-        wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
-        if wrong is not None:
-            yield ConfigError("model.reference.restore_from_path", wrong, (key,), about_files=True)
 
 
 def _data_files(cfg: RunConfig) -> Errors:

@@ -14,9 +14,10 @@ from pathlib import Path
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.safetensors_files import find_weights, is_our_model
+from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder, is_whole_model
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
-from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
 
@@ -29,9 +30,10 @@ _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft
 def broken_files(cfg: RunConfig) -> Errors:
     """All mistakes that the named files and folders show. A path that leads nowhere is no matter of this module."""
     source, reference = Path(cfg.pretrained_checkpoint.restore_from_path), cfg.model.reference.restore_from_path
-    yield from _source(_MODEL, source)
+    wrong = [*_source(_MODEL, source)]
     if reference is not None and Path(reference) != source:
-        yield from _source(_REFERENCE, Path(reference))
+        wrong += _source(_REFERENCE, Path(reference))
+    yield from wrong or _use_of_sources(cfg, source)
     folder = config_folder(source)
     try:
         config, _ = read_config_file(folder)
@@ -61,20 +63,39 @@ def _source(key: str, source: Path) -> Errors:
         except UserError as error:
             yield ConfigError(key, f"cannot be used: {error}", about_files=True)
         else:
-            yield from () if base is None else _base(key, source, base)
+            if base is not None and is_whole_model(base):
+                yield from _source(key, base)
         yield from _raised(key, lambda: read_config_file(source / "hf"))
     elif os.path.isfile(source / CONFIG):
         yield from _raised(key, lambda: read_config_file(source))
         yield from _raised(key, lambda: find_weights(source))
+    elif is_peft_folder(source):
+        yield from _raised(key, lambda: read_adapter_settings(source))
 
 
-def _base(key: str, source: Path, base: Path) -> Errors:
-    """What is wrong with the model that the adapters of a checkpoint belong to."""
-    if is_checkpoint(base) or os.path.isfile(base / CONFIG):
-        yield from _source(key, base)
-    else:
-        text = f"must be there with its base model, got {source} without {base}; put the model back where it was"
-        yield ConfigError(key, text, about_files=True)
+def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
+    """What the folders of policy and reference hold, where they are there: all that is named must be used."""
+    reference, peft, base = cfg.model.reference.restore_from_path, cfg.model.peft, source
+    if is_whole_model(source) or is_checkpoint(source):
+        try:
+            policy = find_source(source)
+        except UserError as error:
+            yield ConfigError(_MODEL, str(error), about_files=True)
+        else:
+            base = policy.base
+            if policy.adapters is not None and peft.peft_scheme == "none":
+                remedy = f"set {_SCHEME}=lora, or merge them first: nemo-kto export {source} FOLDER"
+                text = f"must be a whole model without adapters, got {source}, which holds only adapters"
+                yield ConfigError(_MODEL, f"{text}; {remedy}")
+            if policy.adapters is not None and peft.restore_from_path is not None:
+                text = (
+                    f"must be null where {_MODEL} brings adapters of its own, got {peft.restore_from_path}; give one of them"
+                )
+                yield ConfigError(_ADAPTER, text, (_MODEL,))
+    if reference is not None:
+        wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
+        if wrong is not None:
+            yield ConfigError(_REFERENCE, wrong, (_MODEL,), about_files=True)
 
 
 def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
@@ -101,7 +122,7 @@ def _divisor_below(number: int, limit: int) -> int:
 
 def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
     folder, layers = cfg.model.peft.restore_from_path, config.get("num_hidden_layers")
-    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, (_SCHEME, _ADAPTER, _MODEL)
+    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, [_SCHEME, _ADAPTER, _MODEL]
     if folder is not None:
         if not os.path.isfile(Path(folder) / ADAPTER_CONFIG):
             return
@@ -110,11 +131,11 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
         except UserError as error:
             yield ConfigError(_ADAPTER, f"cannot be used: {error}", about_files=True)
             return
-        selected, key, reads = list(settings.layers or ()), _ADAPTER, (_SCHEME, _MODEL)
+        selected, key, reads = list(settings.layers or ()), _ADAPTER, [_SCHEME, _MODEL]
     if cfg.model.peft.peft_scheme != "none" and layers is not None and max(selected or [0]) > layers:
         where = cfg.pretrained_checkpoint.restore_from_path
         text = f"must adapt layers from 1 to {layers}, which {where} has, got layer {max(selected or [0])}; correct it"
-        yield ConfigError(key, text, reads)
+        yield ConfigError(key, text, tuple(reads))
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:

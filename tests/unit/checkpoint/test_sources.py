@@ -82,8 +82,8 @@ def test_a_folder_with_two_models_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("content", "reason"), [("{", "Expecting property name"), ("[]", "no JSON object")])
+@pytest.mark.parametrize(("content", "reason"), [("{", "Expecting property name"), ("[]", "a JSON object, got list")])
 def test_files_that_cannot_be_read_are_named(content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "trainer.json").write_text(content)
-    with pytest.raises(UserError, match=rf"must have readable files, got {tmp_path}/trainer.json.*{reason}"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/trainer.json must be .*{reason}"):
         find_source(tmp_path)

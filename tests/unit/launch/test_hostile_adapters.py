@@ -113,7 +113,7 @@ CHECKPOINTS: dict[str, tuple[str, str]] = {
     "a base model that is gone": (
         '{"files": {}, "dtype": "float32", "adapters": {"base_model": "/nowhere/base", "settings": '
         '{"rank": 1, "alpha": 1}}}',
-        "without /nowhere/base; put the model back where it was"),
+        "with /nowhere/base, which is no model on this machine; put it there, or correct trainer.json"),
 }  # fmt: skip
 
 

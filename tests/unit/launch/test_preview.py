@@ -80,8 +80,8 @@ def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.Capture
 def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {"prompt": "p", "chosen": " good", "rejected": " bad"}
     write_rows(Path("pairs.jsonl"), [pair, {**pair, "chosen_reward": 3.5, "rejected_reward": 1}])
-    text = ["  chosen, 1 + 6 = 7 of at most 2048 tokens", "  | p[[ good<|im_end|>]]"]
-    text += ["  rejected, 1 + 5 = 6 of at most 2048 tokens", "  | [[ bad<|im_end|>]]"]
+    text = ["  chosen, 1 + 6 = 7 of at most 256 tokens", "  | p[[ good<|im_end|>]]"]
+    text += ["  rejected, 1 + 5 = 6 of at most 256 tokens", "  | [[ bad<|im_end|>]]"]
     arguments = ("pairs.jsonl", "--model", model, "--algorithm", "dpo")
     assert shown(capsys, *arguments, "--rows", "1")[2:] == ["", "line 1: a pair", *text]
     with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[2:]
@@ -89,10 +89,10 @@ def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     # the same file in KTO: a pair is two examples, and both are answers to one prompt
     lines = shown(capsys, "pairs.jsonl", "--model", model, "--rows", "1")
     assert [line for line in lines if line.startswith(("line", "  KL"))] == [
-        "line 1: desirable, 1 + 6 = 7 of at most 2048 tokens",
+        "line 1: desirable, 1 + 6 = 7 of at most 256 tokens",
         "  KL example: this prompt with the answer of line 1, which was given to the same prompt, 1 + 5 = 6 of at most "
         "2048 tokens",
-        "line 1: undesirable, 1 + 5 = 6 of at most 2048 tokens",
+        "line 1: undesirable, 1 + 5 = 6 of at most 256 tokens",
         "  KL example: this prompt with the answer of line 2, which was given to the same prompt, 1 + 6 = 7 of at most "
         "2048 tokens",
     ]
@@ -103,7 +103,7 @@ def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.Captu
     fields = "model.data.fields={prompt:question,response:answer}"
     for override in ("model.kto.preference_loss=kto", "model.kto.preference_loss=apo_zero_unpaired"):
         lines = shown(capsys, "rows.jsonl", "--model", model, fields, override)
-        assert lines[2:] == ["", "line 1: undesirable, 1 + 2 = 3 of at most 2048 tokens", "  | q[[a<|im_end|>]]"]
+        assert lines[2:] == ["", "line 1: undesirable, 1 + 2 = 3 of at most 256 tokens", "  | q[[a<|im_end|>]]"]
 
 
 def test_colours_end_with_the_line() -> None:

@@ -293,8 +293,9 @@ def test_a_checkpoint_of_ours_can_be_the_reference(said: Said, recipe: Recipe, t
 
 
 def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
-    folder.mkdir()
-    (folder / "trainer.json").write_text(json.dumps({"adapters": {"base_model": str(base), "settings": {}}}))
+    write_stub_model(folder / "hf")
+    adapters = {"base_model": str(base), "settings": {"rank": 1, "alpha": 1.0}}
+    (folder / "trainer.json").write_text(json.dumps({"dtype": "float32", "files": {}, "adapters": adapters}))
     return folder
 
 
