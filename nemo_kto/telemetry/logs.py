@@ -27,7 +27,8 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._rank = rank
         self._warned: set[str] = set()
-        self._colour = stream.isatty() and not os.environ.get("NO_COLOR")
+        self._terminal = stream.isatty()
+        self._colour = self._terminal and not os.environ.get("NO_COLOR")
 
     def filter(self, record: logging.LogRecord) -> bool:
         if self._rank > 0 and record.levelno < logging.ERROR and record.name.startswith(_ALIKE_ON_ALL_RANKS):
@@ -47,7 +48,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         return f"{colour}{mark}{_PLAIN} {text}" if self._colour else f"{mark} {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "tqdm" not in sys.modules or not self.stream.isatty():
+        if "tqdm" not in sys.modules or not self._terminal:
             super().emit(record)
             return
         from tqdm import tqdm
