@@ -23,12 +23,12 @@ _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 class _Handler(logging.StreamHandler[TextIO]):
     """Writes to the terminal, above a progress bar where there is one; the same warning is written once."""
 
-    def __init__(self, *, stream: TextIO, rank: int) -> None:
+    def __init__(self, *, stream: TextIO | None, rank: int) -> None:
+        """``stream``: where to; whatever sys.stderr is at the time if None."""
         super().__init__(stream)
+        self._follows_stderr = stream is None
         self._rank = rank
         self._warned: set[str] = set()
-        self._terminal = stream.isatty()
-        self._colour = self._terminal and not os.environ.get("NO_COLOR")
 
     def filter(self, record: logging.LogRecord) -> bool:
         if self._rank > 0 and record.levelno < logging.ERROR and record.name.startswith(_ALIKE_ON_ALL_RANKS):
@@ -45,10 +45,13 @@ class _Handler(logging.StreamHandler[TextIO]):
             return text
         mark, colour = ("error", _RED) if record.levelno >= logging.ERROR else ("warning", _YELLOW)
         mark = f"{mark}:" if self._rank == 0 else f"{mark} on rank {self._rank}:"
-        return f"{colour}{mark}{_PLAIN} {text}" if self._colour else f"{mark} {text}"
+        coloured = self.stream.isatty() and not os.environ.get("NO_COLOR")
+        return f"{colour}{mark}{_PLAIN} {text}" if coloured else f"{mark} {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "tqdm" not in sys.modules or not self._terminal:
+        if self._follows_stderr:
+            self.stream = sys.stderr
+        if "tqdm" not in sys.modules or not self.stream.isatty():
             super().emit(record)
             return
         from tqdm import tqdm
@@ -66,7 +69,7 @@ def set_up_logging(*, rank: int, stream: TextIO | None = None) -> None:
     """
     for handler in [handler for handler in logging.root.handlers if isinstance(handler, _Handler)]:
         logging.root.removeHandler(handler)
-    logging.root.addHandler(_Handler(stream=sys.stderr if stream is None else stream, rank=rank))
+    logging.root.addHandler(_Handler(stream=stream, rank=rank))
     logging.getLogger(_PACKAGE).setLevel(logging.INFO if rank == 0 else logging.WARNING)
     warnings.formatwarning = _one_line
     logging.captureWarnings(True)

@@ -207,5 +207,5 @@ def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
         "RuntimeError: adapters must be disabled before they are merged into the weights, not after",
         "TypeError: a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got "
         "LoRAColumnParallelLinear; build the model with adaptable=True, and adapt a layer once",
-        "ValueError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",
+        "UserError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",
     ]

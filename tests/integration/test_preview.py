@@ -26,9 +26,9 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
         done = forked.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
-    status, output, errors = run("data", "preview", "rows.jsonl", "--model", str(tiny_llama))
+    status, output, errors = run("data", "preview", "rows.jsonl", "--model", str(tiny_llama), "model.data.seq_length=64")
     assert (status, errors[-1]) == (0, "False")
-    assert output[-2:] == ["line 1: desirable, 1 + 2 = 3 of at most 2048 tokens", "  | p[[r<|im_end|>]]"]
+    assert output[-2:] == ["line 1: desirable, 1 + 2 = 3 of at most 64 tokens", "  | p[[r<|im_end|>]]"]
     status, output, errors = run("data", "preview", "rows.jsonl")
     assert (status, output) == (2, [])
     assert errors[0].startswith("nemo-kto data preview: --model must name a Hugging Face folder")

@@ -77,13 +77,8 @@ def read(name: str, code: str) -> bool:
 def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     """A key that is accepted and changes nothing would be a lie."""
     launch, recipes = REPOSITORY / "nemo_kto" / "launch", REPOSITORY / "nemo_kto" / "recipes"
-    files = (
-        *launch.glob("build*.py"),
-        launch / "cli.py",
-        launch / "resume.py",
-        launch / "finish.py",
-        recipes / f"{recipe.name}.py",
-    )
+    others = (launch / f"{name}.py" for name in ("cli", "resume", "finish"))
+    files = (*launch.glob("build*.py"), *others, recipes / f"{recipe.name}.py")
     code = "".join(file.read_text() for file in files)
     code += inspect.getsource(rules.world_size) + inspect.getsource(rules.local_ranks)
     parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")

@@ -25,14 +25,19 @@ def in_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
 
+def within_positions(argv: tuple[str, ...]) -> list[str]:
+    """The tiny model has 256 positions, and the default of seq_length is more."""
+    return [*argv, *([] if "seq_length" in str(argv) else ["model.data.seq_length=256"])]
+
+
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    preview.main(argv)
+    preview.main(within_positions(argv))
     return capsys.readouterr().out.splitlines()
 
 
 def refused(*argv: str) -> list[str]:
     with pytest.raises(UserError) as error:
-        preview.main(argv)
+        preview.main(within_positions(argv))
     return str(error.value).splitlines()
 
 
