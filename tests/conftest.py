@@ -10,9 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
 import importlib.util
+import logging
 import sys
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """Undoes afterwards what a command sets up in this process."""
+    handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level
+    yield
+    logging.captureWarnings(False)
+    logging.root.handlers[:], warnings.formatwarning = handlers, form
+    logging.getLogger("nemo_kto").setLevel(level)
 
 
 @pytest.fixture(scope="session")

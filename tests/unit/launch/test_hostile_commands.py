@@ -16,6 +16,8 @@ from nemo_kto.launch import cli
 from nemo_kto.parallel import ranks
 from tests.tiny import write_stub_adapter, write_stub_model
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 OWN_FILES = {
     "mine": "defaults: [gpt_kto, _self_]\nmodel:\n  optim:\n    lr: -1\n    learning_rate: 1\n  data:\n    seq_len: 4\n"

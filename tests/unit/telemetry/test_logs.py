@@ -7,25 +7,17 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level
-    yield
-    logging.captureWarnings(False)
-    logging.root.handlers[:], warnings.formatwarning = handlers, form
-    logging.getLogger("nemo_kto").setLevel(level)
 
 
 def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
