@@ -150,7 +150,7 @@ def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.C
     row = {"prompt": "p", "response": "r", "label": True}
     write_rows(Path("rows.jsonl"), [{**row, "prompt": f"p{number}"} for number in range(4)] + [{}])
     with pytest.raises(UserError, match=r"rows\.jsonl:5: "):
-        preview.main(["rows.jsonl", "--model", model])
+        preview.main(["rows.jsonl", "--model", model, "model.data.seq_length=64"])
     lines = shown(capsys, "rows.jsonl", "--model", model, "model.global_batch_size=4", "--rows", "1")
     assert lines[2].startswith("KL examples: as if the first 4 examples")
     assert "answer of line 2" in lines[-2]

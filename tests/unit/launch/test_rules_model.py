@@ -325,8 +325,9 @@ def test_adapters_without_their_base_model_are_refused(said: Said, recipe: Recip
 
 def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
     for name, size in (("model", 64), ("other", 32)):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": size, "num_hidden_layers": 4}))
+        write_stub_model(tmp_path / name)
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "other")
     for reference in (tmp_path / "other", trained):
         assert said(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
