@@ -49,8 +49,9 @@ def check_checkpoint(folder: Path) -> Path | None:
     if adapters is None:
         return None
     try:
-        settings: dict[str, Any] = dict(adapters["settings"])
-        LoRASettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+        kept = adapters["settings"].items()
+        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept}
+        LoRASettings(**settings)
         return Path(adapters["base_model"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         told = f"{file} must name the base model and the settings of its adapters, got something else ({error})"

@@ -24,6 +24,7 @@ from nemo_kto.models.config_file import CONFIG, read_config_file
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
+_MAX_ROW_BYTES = 2**20  # of a first row; a file without lines may be as large as the disk
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
 
 
@@ -150,7 +151,7 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
     for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
         try:
             with file.open("rb") as handle:
-                row = json.loads(handle.readline())
+                row = json.loads(handle.readline(_MAX_ROW_BYTES))
         except OSError as error:
             yield ConfigError(_DATA, f"cannot be read: {file}: {error.strerror}; correct the path", about_files=True)
             continue
