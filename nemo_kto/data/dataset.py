@@ -210,16 +210,10 @@ def build_splits(
     renamed = Fields(fields or {})
     cache = TokenCache(kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation)
     warnings: list[str] = []
-    files = _open_all(sources, cache, warnings)
-    tables = {
-        source: datasets.concatenate_datasets([files[file] for file in source.files])
-        for group in sources.values()
-        for source in group
-    }
-    sizes = {source: len(table) for source, table in tables.items()}
+    tables = _open_all(sources, cache, warnings)
     ranges: dict[str, list[Range]]
     if WHOLE not in sources:
-        ranges = {split: [(source, 0, sizes[source]) for source in group] for split, group in sources.items()}
+        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
         warnings += leave_out_small(ranges, min_validation_rows)
     else:
         cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
@@ -233,8 +227,8 @@ def build_splits(
 
 def _open_all(
     sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
-) -> dict[Path, datasets.Dataset]:
-    """Every file's examples; all files are read before any broken row is raised."""
+) -> dict[Source, datasets.Dataset]:
+    """Every source's examples; all files are read before any broken row is raised. Unused columns go to ``warnings``."""
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
     opened = {file: cache.open(file, broken=broken) for file in files}
@@ -248,7 +242,12 @@ def _open_all(
     for file, (_, columns) in opened.items():
         if columns.unused:
             warnings.append(f"{file}: columns that are not used: {columns.unused_text()}")
-    return {file: table for file, (table, _) in opened.items() if table is not None}
+    tables = {file: table for file, (table, _) in opened.items() if table is not None}
+    return {
+        source: datasets.concatenate_datasets([tables[file] for file in source.files])
+        for group in sources.values()
+        for source in group
+    }
 
 
 def _assemble(
