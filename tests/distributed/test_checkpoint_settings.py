@@ -53,7 +53,7 @@ def built(model: Path, folder: Path, settings: Settings, dtype: torch.dtype, dis
         use_distributed_optimizer=distributed,
         **rates,
     )
-    lengths = {"warmup_steps": settings.warmup_steps, "max_steps": settings.max_steps}
+    lengths = {"warmup_steps": settings.warmup_steps, "max_steps": settings.max_steps, "constant_steps": 0}
     scheduler = build_scheduler(optimizer=optimizer, name=settings.schedule, **rates, **lengths)
     manager = CheckpointManager(
         folder=folder,

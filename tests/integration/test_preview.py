@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tests import forked
-from tests.integration.commands import environment
+from tests.integration.commands import environment, run_anew
 from tests.tiny import write_rows
 
-PREVIEW = """
-import sys
-from nemo_kto.launch.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print("megatron.core" in sys.modules, file=sys.stderr)
-"""
+PREVIEW = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
+LOADED = "; print('megatron.core' in sys.modules, file=sys.stderr)"
 
 
 def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None:
@@ -26,8 +21,10 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
         done = forked.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
-    status, output, errors = run("data", "preview", "rows.jsonl", "--model", str(tiny_llama), "model.data.seq_length=64")
-    assert (status, errors[-1]) == (0, "False")
+    named = ["data", "preview", "rows.jsonl", "--model", str(tiny_llama), "model.data.seq_length=64"]
+    shown = run_anew([sys.executable, "-c", PREVIEW + LOADED, *named], cwd=tmp_path, env=environment())
+    assert (shown.returncode, shown.stderr.splitlines()[-1]) == (0, "False")
+    output = shown.stdout.splitlines()
     assert output[-2:] == ["line 1: desirable, 1 + 2 = 3 of at most 64 tokens", "  | p[[r<|im_end|>]]"]
     status, output, errors = run("data", "preview", "rows.jsonl")
     assert (status, output) == (2, [])

@@ -73,9 +73,10 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "argv", ["nemo-kto"])
     monkeypatch.setattr(cli.Job, "_train", started)
     monkeypatch.setattr(ranks, "spawn_ranks", started)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "LOCAL_")) or "RANK" in name]:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    for name in ("HYDRA_FULL_ERROR", "NEMO_KTO_FORCE_CPU"):
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in ("HYDRA_FULL_ERROR", "NEMO_KTO_FORCE_CPU", *of_ranks):
         monkeypatch.setenv(name, "")  # put back afterwards, whatever the command makes of it
         monkeypatch.delenv(name)
     return place

@@ -25,19 +25,14 @@ def in_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
 
-def within_positions(argv: tuple[str, ...]) -> list[str]:
-    """The tiny model has 256 positions, and the default of seq_length is more."""
-    return [*argv, *([] if "seq_length" in str(argv) else ["model.data.seq_length=256"])]
-
-
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    preview.main(within_positions(argv))
+    preview.main(argv)
     return capsys.readouterr().out.splitlines()
 
 
 def refused(*argv: str) -> list[str]:
     with pytest.raises(UserError) as error:
-        preview.main(within_positions(argv))
+        preview.main(argv)
     return str(error.value).splitlines()
 
 
@@ -80,8 +75,8 @@ def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.Capture
 def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {"prompt": "p", "chosen": " good", "rejected": " bad"}
     write_rows(Path("pairs.jsonl"), [pair, {**pair, "chosen_reward": 3.5, "rejected_reward": 1}])
-    text = ["  chosen, 1 + 6 = 7 of at most 256 tokens", "  | p[[ good<|im_end|>]]"]
-    text += ["  rejected, 1 + 5 = 6 of at most 256 tokens", "  | [[ bad<|im_end|>]]"]
+    text = ["  chosen, 1 + 6 = 7 of at most 2048 tokens", "  | p[[ good<|im_end|>]]"]
+    text += ["  rejected, 1 + 5 = 6 of at most 2048 tokens", "  | [[ bad<|im_end|>]]"]
     arguments = ("pairs.jsonl", "--model", model, "--algorithm", "dpo")
     assert shown(capsys, *arguments, "--rows", "1")[2:] == ["", "line 1: a pair", *text]
     with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[2:]
@@ -89,10 +84,10 @@ def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     # the same file in KTO: a pair is two examples, and both are answers to one prompt
     lines = shown(capsys, "pairs.jsonl", "--model", model, "--rows", "1")
     assert [line for line in lines if line.startswith(("line", "  KL"))] == [
-        "line 1: desirable, 1 + 6 = 7 of at most 256 tokens",
+        "line 1: desirable, 1 + 6 = 7 of at most 2048 tokens",
         "  KL example: this prompt with the answer of line 1, which was given to the same prompt, 1 + 5 = 6 of at most "
         "2048 tokens",
-        "line 1: undesirable, 1 + 5 = 6 of at most 256 tokens",
+        "line 1: undesirable, 1 + 5 = 6 of at most 2048 tokens",
         "  KL example: this prompt with the answer of line 2, which was given to the same prompt, 1 + 6 = 7 of at most "
         "2048 tokens",
     ]
@@ -103,7 +98,7 @@ def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.Captu
     fields = "model.data.fields={prompt:question,response:answer}"
     for override in ("model.kto.preference_loss=kto", "model.kto.preference_loss=apo_zero_unpaired"):
         lines = shown(capsys, "rows.jsonl", "--model", model, fields, override)
-        assert lines[2:] == ["", "line 1: undesirable, 1 + 2 = 3 of at most 256 tokens", "  | q[[a<|im_end|>]]"]
+        assert lines[2:] == ["", "line 1: undesirable, 1 + 2 = 3 of at most 2048 tokens", "  | q[[a<|im_end|>]]"]
 
 
 def test_colours_end_with_the_line() -> None:
@@ -150,7 +145,7 @@ def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.C
     row = {"prompt": "p", "response": "r", "label": True}
     write_rows(Path("rows.jsonl"), [{**row, "prompt": f"p{number}"} for number in range(4)] + [{}])
     with pytest.raises(UserError, match=r"rows\.jsonl:5: "):
-        preview.main(["rows.jsonl", "--model", model, "model.data.seq_length=64"])
+        preview.main(["rows.jsonl", "--model", model])
     lines = shown(capsys, "rows.jsonl", "--model", model, "model.global_batch_size=4", "--rows", "1")
     assert lines[2].startswith("KL examples: as if the first 4 examples")
     assert "answer of line 2" in lines[-2]
