@@ -18,6 +18,7 @@ from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_ba
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.data.collate import dpo_custom_collate
+from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
@@ -87,7 +88,7 @@ class DPOTrainer:
         self.steps_per_epoch = self._cfg.steps_per_epoch(batches)
         self.max_steps = self._cfg.total_steps(batches)
         if self.max_steps < 1:
-            raise ValueError(
+            raise UserError(
                 f"the run must have at least one step, got {self.max_steps}; "
                 "raise max_epochs, max_steps or limit_train_batches"
             )

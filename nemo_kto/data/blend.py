@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from nemo_kto.data.prefix import AUTO, Source, read_splits_string
+from nemo_kto.errors import UserError
 
 Range = tuple[Source, int, int]  # rows of a source: the first, and the one after the last
 
@@ -104,13 +105,13 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
         (source [N], row within the source [N]), int64.
 
     Raises:
-        ValueError: an epoch would use the rows more than a hundred times on average.
+        UserError: an epoch would use the rows more than a hundred times on average.
     """
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
     length = max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
     if length > _MAX_REPEATS * sum(sizes):
-        raise ValueError(
+        raise UserError(
             f"a blend must not repeat its rows more than {_MAX_REPEATS} times: an epoch of {sizes} rows with the weights "
             f"{[float(weight) for weight in weights]} would have {length} rows; raise the weight of the large files"
         )
