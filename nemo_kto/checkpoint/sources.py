@@ -5,6 +5,7 @@ Only small JSON files are read and nothing heavy is imported, so that a command 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,19 +50,19 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
     Raises:
         UserError: it is none of these, or it is adapters whose base model is not there.
     """
-    if (folder / OUR_INFO).is_file():
+    if os.path.isfile(folder / OUR_INFO):
         adapters = read_json(folder / OUR_INFO).get("adapters")
         if not isinstance(adapters, dict):
             return ModelSource(base=folder)
         return ModelSource(base=_base_there(folder, str(adapters["base_model"])), adapters=folder)
-    if (folder / PEFT_CONFIG).is_file():
+    if os.path.isfile(folder / PEFT_CONFIG):
         if not is_peft_folder(folder):
             raise UserError(
                 f"must be a model or adapters, got {folder}, which has {PEFT_CONFIG} and weights of a whole model; "
                 "move one of them to another folder"
             )
         return ModelSource(base=_peft_base(folder, default_base), adapters=folder)
-    if (folder / HF_CONFIG).is_file():
+    if os.path.isfile(folder / HF_CONFIG):
         return ModelSource(base=folder)
     raise UserError(
         f"must be a Hugging Face folder (with {HF_CONFIG}), one of our checkpoints (with {OUR_INFO}) or adapters in PEFT "
@@ -71,14 +72,14 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
 
 def is_whole_model(folder: Path) -> bool:
     """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
-    if (folder / OUR_INFO).is_file():
+    if os.path.isfile(folder / OUR_INFO):
         return read_json(folder / OUR_INFO).get("adapters") is None
-    return (folder / HF_CONFIG).is_file()
+    return os.path.isfile(folder / HF_CONFIG)
 
 
 def is_peft_folder(folder: Path) -> bool:
     """True for adapters in PEFT format without the weights of a whole model beside them."""
-    has_adapters = (folder / PEFT_CONFIG).is_file() and not (folder / OUR_INFO).is_file()
+    has_adapters = os.path.isfile(folder / PEFT_CONFIG) and not os.path.isfile(folder / OUR_INFO)
     return has_adapters and not any(folder.glob("model*.safetensors"))
 
 
@@ -130,7 +131,7 @@ def _peft_base(folder: Path, default_base: Path | None) -> Path:
 
 def _base_there(folder: Path, base: str) -> Path:
     if not is_whole_model(Path(base).expanduser()):
-        where = PEFT_CONFIG if (folder / PEFT_CONFIG).is_file() else OUR_INFO
+        where = PEFT_CONFIG if os.path.isfile(folder / PEFT_CONFIG) else OUR_INFO
         raise UserError(
             f"must have the base model of its adapters where {where} names it, got {folder} with {base}, which is no model "
             f"on this machine; put it there, or correct {where}"

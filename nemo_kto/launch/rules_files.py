@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -199,6 +200,15 @@ def _folders(cfg: RunConfig) -> Errors:
             yield ConfigError(key, f"{text}; remove it or choose another folder", about_files=True)
 
 
+def _takes_a_folder(folder: Path) -> bool:
+    """Whether a folder can be made there: a file system may refuse what mode bits allow, to root most of all."""
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=folder))
+    except OSError:
+        return False
+    return True
+
+
 def _unwritable(key: str, path: Path) -> Errors:
     """Of a folder, or of the nearest one above it that exists: it must be a folder, and one that can be written."""
     nearest, reason = path, ""
@@ -208,7 +218,7 @@ def _unwritable(key: str, path: Path) -> Errors:
         nearest = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
         if not nearest.is_dir():
             reason = "no folder"
-        elif not os.access(nearest, os.W_OK | os.X_OK):
+        elif not os.access(nearest, os.W_OK | os.X_OK) or (nearest != path.absolute() and not _takes_a_folder(nearest)):
             reason = "not writable"
     except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a character that no name has
         reason = f"no name for one ({error.strerror if isinstance(error, OSError) else error})"
