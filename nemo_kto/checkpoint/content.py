@@ -14,8 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from nemo_kto.checkpoint.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.checkpoint.safetensors_files import INDEX
 from nemo_kto.files import publish_file
+from nemo_kto.models.config_file import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,12 @@ def model_files(folder: Path) -> list[Path]:
     ``folder``: a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, which has its weights in
     state/. A checkpoint of adapters, and a folder in PEFT's format, also need their base model, which lies elsewhere.
     """
-    if (folder / "trainer.json").is_file():
+    if is_checkpoint(folder):
         weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
-        return sorted([*weights, folder / "trainer.json", folder / "hf" / "config.json"])
-    names = {"config.json", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+        return sorted([*weights, folder / INFO, config_folder(folder) / CONFIG])
+    names = {CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "model.safetensors"}
     if (folder / INDEX).is_file():
-        names = {"config.json", INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+        names = {CONFIG, INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
     return sorted(file for file in (folder / name for name in names) if file.is_file())
 
 

@@ -39,6 +39,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.checkpoint import model_state
+from nemo_kto.checkpoint.checkpoint_files import INFO
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
@@ -108,27 +109,22 @@ def _rank(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
 def _whole(path: Path) -> _Info | None:
     """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
     try:
-        info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+        info = json.loads((path / INFO).read_text(encoding="utf-8"))
         intact = all((path / name).stat().st_size == size for name, size in info["files"].items())
     except (OSError, ValueError, KeyError):
         return None
     return info if intact else None
 
 
-def hugging_face_folder(path: Path) -> Path | None:
-    """The folder with configuration and tokenizer inside one of our own checkpoints; None if ``path`` is none."""
-    return path / "hf" if (path / "trainer.json").is_file() else None
-
-
 def checkpoint_dtype(path: Path) -> torch.dtype:
     """The dtype of the weights in a checkpoint."""
-    info = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    info = json.loads((path / INFO).read_text(encoding="utf-8"))
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
 
 
 def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
     """What a checkpoint says of its adapters; None if it holds all weights of a model."""
-    return model_state.adapters_in(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
+    return model_state.adapters_in(json.loads((path / INFO).read_text(encoding="utf-8")))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
@@ -259,7 +255,7 @@ class CheckpointManager:
         # the files without which the checkpoint cannot be loaded
         files = [file for part in ("state", "rng") for file in sorted((partial / part).rglob("*")) if file.is_file()]
         info = {**info, "files": {str(file.relative_to(partial)): file.stat().st_size for file in files}}
-        (partial / "trainer.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+        (partial / INFO).write_text(json.dumps(info, indent=2), encoding="utf-8")
         publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
         *older, _ = find_checkpoints(self.folder)
         if self.save_top_k >= 0:

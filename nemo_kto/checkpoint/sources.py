@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG
+from nemo_kto.checkpoint.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.errors import UserError
 from nemo_kto.files import read_json
+from nemo_kto.models.config_file import CONFIG
 
-PEFT_CONFIG, OUR_INFO, HF_CONFIG = "adapter_config.json", "trainer.json", "config.json"
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
@@ -50,42 +52,42 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
     Raises:
         UserError: it is none of these, or it is adapters whose base model is not there.
     """
-    if os.path.isfile(folder / OUR_INFO):
-        adapters = read_json(folder / OUR_INFO).get("adapters")
+    if is_checkpoint(folder):
+        adapters = read_json(folder / INFO).get("adapters")
         if not isinstance(adapters, dict):
             return ModelSource(base=folder)
         return ModelSource(base=_base_there(folder, str(adapters["base_model"])), adapters=folder)
-    if os.path.isfile(folder / PEFT_CONFIG):
+    if os.path.isfile(folder / ADAPTER_CONFIG):
         if not is_peft_folder(folder):
             raise UserError(
-                f"must be a model or adapters, got {folder}, which has {PEFT_CONFIG} and weights of a whole model; "
+                f"must be a model or adapters, got {folder}, which has {ADAPTER_CONFIG} and weights of a whole model; "
                 "move one of them to another folder"
             )
         return ModelSource(base=_peft_base(folder, default_base), adapters=folder)
-    if os.path.isfile(folder / HF_CONFIG):
+    if os.path.isfile(folder / CONFIG):
         return ModelSource(base=folder)
     raise UserError(
-        f"must be a Hugging Face folder (with {HF_CONFIG}), one of our checkpoints (with {OUR_INFO}) or adapters in PEFT "
-        f"format (with {PEFT_CONFIG}), got {folder}; download it or correct the path"
+        f"must be a Hugging Face folder (with {CONFIG}), one of our checkpoints (with {INFO}) or adapters in PEFT "
+        f"format (with {ADAPTER_CONFIG}), got {folder}; download it or correct the path"
     )
 
 
 def is_whole_model(folder: Path) -> bool:
     """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
-    if os.path.isfile(folder / OUR_INFO):
-        return read_json(folder / OUR_INFO).get("adapters") is None
-    return os.path.isfile(folder / HF_CONFIG)
+    if is_checkpoint(folder):
+        return read_json(folder / INFO).get("adapters") is None
+    return os.path.isfile(folder / CONFIG)
 
 
 def is_peft_folder(folder: Path) -> bool:
     """True for adapters in PEFT format without the weights of a whole model beside them."""
-    has_adapters = os.path.isfile(folder / PEFT_CONFIG) and not os.path.isfile(folder / OUR_INFO)
+    has_adapters = os.path.isfile(folder / ADAPTER_CONFIG) and not is_checkpoint(folder)
     return has_adapters and not any(folder.glob("model*.safetensors"))
 
 
 def named_base(adapters: Path) -> Path | None:
     """The base model that adapters in PEFT format name, if it is a folder of this machine and not only a name of a hub."""
-    name = read_json(adapters / PEFT_CONFIG).get("base_model_name_or_path")
+    name = read_json(adapters / ADAPTER_CONFIG).get("base_model_name_or_path")
     base = Path(str(name)).expanduser()
     return base if name and is_whole_model(base) else None
 
@@ -117,21 +119,21 @@ def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[
 
 def _config(folder: Path) -> dict[str, object]:
     """The Hugging Face configuration of a whole model; empty where it is not there."""
-    files = (folder / HF_CONFIG, folder / "hf" / HF_CONFIG)
-    return next((read_json(file) for file in files if file.is_file()), {})
+    file = config_folder(folder) / CONFIG
+    return read_json(file) if os.path.isfile(file) else {}
 
 
 def _peft_base(folder: Path, default_base: Path | None) -> Path:
     if (base := named_base(folder)) is not None:
         return base
-    name = read_json(folder / PEFT_CONFIG).get("base_model_name_or_path")
+    name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else of a hub: organisation/model
     return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
 
 
 def _base_there(folder: Path, base: str) -> Path:
     if not is_whole_model(Path(base).expanduser()):
-        where = PEFT_CONFIG if os.path.isfile(folder / PEFT_CONFIG) else OUR_INFO
+        where = ADAPTER_CONFIG if os.path.isfile(folder / ADAPTER_CONFIG) else INFO
         raise UserError(
             f"must have the base model of its adapters where {where} names it, got {folder} with {base}, which is no model "
             f"on this machine; put it there, or correct {where}"

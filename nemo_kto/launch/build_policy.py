@@ -13,12 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
-from nemo_kto.checkpoint.checkpoint_files import check_checkpoint
+from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.distributed import (
     CHECKPOINTS,
     checkpoint_dtype,
     find_checkpoints,
-    hugging_face_folder,
     load_weights_only,
     saved_adapters,
 )
@@ -57,7 +56,7 @@ class Policy:
     @property
     def folder(self) -> Path:
         """Hugging Face folder with the configuration and the tokenizer."""
-        return hugging_face_folder(self.source) or self.source
+        return config_folder(self.source)
 
     @property
     def start(self) -> ModelSource:
@@ -77,8 +76,8 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     With adapters, these are all that is trained.
     """
     adapters = adapter_settings(cfg.peft)
-    architecture = read_architecture(hugging_face_folder(source) or source, tensor_parallel=cfg.tensor_model_parallel_size)
-    if hugging_face_folder(source) is None:
+    architecture = read_architecture(config_folder(source), tensor_parallel=cfg.tensor_model_parallel_size)
+    if not is_checkpoint(source):
         check_weights(architecture, source)  # before memory is taken for what may be of another size
     gpt = build_gpt(
         architecture,
@@ -147,7 +146,7 @@ def load_base_weights(policy: Policy, source: Path) -> None:
         base = find_source(source).base
     except UserError as error:
         raise UserError(f"the model {error}") from error
-    folder = hugging_face_folder(base) or base
+    folder = config_folder(base)
     found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
     values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
     try:
@@ -183,7 +182,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     Raises:
         UserError: there is no complete checkpoint, or none with adapters for ``adapter``; or ``out`` is in the way.
     """
-    if hugging_face_folder(checkpoint) is None:
+    if not is_checkpoint(checkpoint):
         complete = find_checkpoints(checkpoint / CHECKPOINTS)
         if not complete:
             told = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
@@ -195,7 +194,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
-    architecture = read_architecture(hugging_face_folder(checkpoint) or checkpoint, tensor_parallel=1)
+    architecture = read_architecture(config_folder(checkpoint), tensor_parallel=1)
     gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=adapters is not None)
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)

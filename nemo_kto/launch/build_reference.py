@@ -12,7 +12,8 @@ from megatron.core.utils import unwrap_model
 from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
 from nemo_kto.checkpoint.adapter import load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.cached_reference import CachedReference
-from nemo_kto.checkpoint.distributed import hugging_face_folder, load_weights_only, saved_adapters
+from nemo_kto.checkpoint.checkpoint_files import is_checkpoint
+from nemo_kto.checkpoint.distributed import load_weights_only, saved_adapters
 from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.checkpoint.sources import ModelSource, find_source
 from nemo_kto.launch.build_data import RunData
@@ -86,7 +87,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
     zero_adapters(policy.chunks)
     if (adapters := other.adapters) is None:
         return
-    saved = None if hugging_face_folder(adapters) is None else saved_adapters(adapters)
+    saved = saved_adapters(adapters) if is_checkpoint(adapters) else None
     settings = read_adapter_settings(adapters) if saved is None else saved.settings
     for chunk in policy.chunks:
         gpt = unwrap_model(chunk)

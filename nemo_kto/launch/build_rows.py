@@ -7,17 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.schema import RunConfig
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
-    if (source / "config.json").is_file():
-        return load_tokenizer(source)
-    from nemo_kto.checkpoint.distributed import hugging_face_folder  # it loads megatron-core, which a preview can do without
-
-    return load_tokenizer(hugging_face_folder(source) or source)
+    return load_tokenizer(config_folder(source))
 
 
 def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

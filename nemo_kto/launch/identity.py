@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
-from nemo_kto.checkpoint.distributed import hugging_face_folder
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.sources import find_source
 from nemo_kto.launch.build_data import RunData
@@ -133,7 +133,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
     train: Any = data.train  # torch's loader, of which the trainer needs less
     validation = data.splits.validation
-    tokenizer_folder = hugging_face_folder(source) or source
+    tokenizer_folder = config_folder(source)
     tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
     facts: Facts = {
         "algorithm": name,
