@@ -206,6 +206,7 @@ _HUGGING_FACE = {
     "eval_steps": f"{_LOOP}.val_check_interval",
     "eval_on_start": f"{_LOOP}.val_before_training",
     "save_total_limit": "exp_manager.checkpoint_callback_params.save_top_k",
+    "load_best_model_at_end": "export.which (best)",
     "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
     "greater_is_better": "exp_manager.checkpoint_callback_params.mode (max or min)",
     "resume_from_checkpoint": "exp_manager.resume_if_exists (a run resumes in its exp_manager.explicit_log_dir)",
