@@ -7,7 +7,7 @@ counters are not weights and go their own way here: one number, saved and put ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -48,11 +48,11 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
     Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them.
     """
     parts = _parts(optimizer)
-    settings = [[_settings(group) for group in part.param_groups] for part in parts]
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
     for part, its_state in zip(parts, states, strict=True):
         # megatron-core would look for Adam's counters among the saved tensors, so these are loaded without them
         tensors = its_state.pop("param_state", None)
+        _take_over_settings(its_state.get("optimizer", its_state)["param_groups"], part.param_groups)
         part.load_state_dict(its_state)
         if tensors is not None:
             for kept in part.optimizer.state.values():
@@ -62,14 +62,20 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
             for kept in part.optimizer.state.values():
                 # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
-    for part, of_part in zip(parts, settings, strict=True):
-        for group, of_group in zip(part.param_groups, of_part, strict=True):  # loading keeps the order of the groups
-            group.update(of_group)
 
 
-def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    """How a group of parameters is trained: all but the parameters, and the counter that some optimizers keep there."""
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
+def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mapping[str, object]]) -> None:
+    """Give saved groups of parameters the settings of the present ones: all but the parameters and a counter.
+
+    Before they are loaded, because megatron-core 0.19 looks for a group by its learning rates too.
+    """
+
+    def kind(group: Mapping[str, object]) -> tuple[object, ...]:
+        return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
+
+    settings = {kind(group): {name: group[name] for name in group if name not in ("params", "step")} for group in now}
+    for group in saved:
+        group.update(settings[kind(group)])
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
