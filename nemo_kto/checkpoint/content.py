@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8  # hashlib lets other threads run while it works
 _MIN_KEPT_BYTES = 2**20  # a smaller file is hashed in less time than its hash is found
+_MIN_TOLD_BYTES = 2**30  # a smaller one takes less than a second or two
 _CHUNK_BYTES = 2**24
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 
@@ -72,7 +73,8 @@ def _file_hash(file: Path, *, cache_dir: Path) -> str:
     kept = cache_dir / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
     if kept.is_file():
         return kept.read_text(encoding="ascii")
-    logger.info("hashing %s (%.1f GB), once", file, state.st_size / 1e9)
+    if state.st_size >= _MIN_TOLD_BYTES:
+        logger.info("hashing %s (%.0f GB), once", file, state.st_size / 1e9)
     found = hashlib.sha256()
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
