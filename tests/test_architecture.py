@@ -50,7 +50,7 @@ PACKAGES = {
     ),
     "parallel": Package(
         outside=names("torch numpy megatron.core"),
-        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("ranks.py"))),
+        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("ranks.py rendezvous.py"))),
     ),
     "models": Package(
         own=names("losses data parallel"),

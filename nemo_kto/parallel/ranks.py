@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -28,9 +28,12 @@ from nemo_kto.errors import UserError
 USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
 SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
-_LOCAL = "127.0.0.1"  # not the host name, which need not resolve
 _STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
 _MAX_RANKS = 10**6
+_NO_LOOPBACK = (
+    "the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
+    "(ip link set lo up) or use trainer.devices=1"
+)
 _UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
 _LIKELY_CAUSE = {-signal.SIGTERM: 2, USAGE_ERROR: 0}  # other signals are 0 as well, errors 1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -120,44 +123,70 @@ def spawn_ranks(count: int, command: Sequence[str]) -> None:
     When one fails, the others are ended at once. SIGINT and SIGTERM are passed on. The processors are shared: each rank
     gets as many threads as there are processors a rank, unless OMP_NUM_THREADS says otherwise.
 
+    They meet in a folder that only this user can open, and listen on the loopback interface only.
+
     Args:
         count: number of ranks.
         command: arguments of the Python interpreter.
 
     Raises:
-        SystemExit: a rank failed (with its status), or a signal ended the run (128 + its number).
+        SystemExit: a rank failed (with its status), a signal ended the run (128 + its number), or the loopback interface
+            is down (2, with a message).
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-    os.environ[_STARTED_BY] = str(os.getpid())
+    from nemo_kto.parallel import rendezvous
+
+    if rendezvous.loopback() is None:
+        fail(UserError(_NO_LOOPBACK), world=None)
+    rendezvous.register()
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # said better below
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
-    with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:
+    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:  # only this user can open it
+        for_ranks = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+            _STARTED_BY: str(os.getpid()),
+            rendezvous.STORE_FILE: str(Path(scratch, "store")),
+        }
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=count,
             run_id=f"nemo_kto_{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOCAL}:0",  # any free port
-            local_addr=_LOCAL,
+            rdzv_backend=rendezvous.BACKEND,
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
         try:
-            elastic_launch(config, sys.executable)(*command)
+            with _environment(for_ranks):
+                elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             sys.exit(_report(_first(error.failures.values()), count))
         except SignalException as error:
             sys.exit(128 + error.sigval.value)
         finally:
             _end_descendants()
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Variables that only the ranks have: the next job of a sweep may run in this process itself."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Failure(Protocol):

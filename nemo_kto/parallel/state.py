@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import device
+from nemo_kto.parallel import device, rendezvous
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 Item = TypeVar("Item")
@@ -46,7 +46,7 @@ class Layout:
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world and form the groups of ``layout``.
 
-    The default process group is made from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless it exists already.
+    The default process group is made by :func:`~nemo_kto.parallel.rendezvous.join` unless it exists already.
 
     Args:
         layout: model-parallel degrees.
@@ -59,11 +59,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     install_cpu_backend()
     device.select()
     if not dist.is_initialized():
-        backend = "nccl" if device.on_gpu() else "gloo"
-        if "RANK" not in os.environ:  # one process by itself needs no rendezvous
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout)
+        rendezvous.join("nccl" if device.on_gpu() else "gloo", timeout=timeout)
     if world_size() % layout.model_ranks:
         raise ValueError(
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) = {layout.model_ranks} must divide the number of "

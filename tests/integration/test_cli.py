@@ -25,8 +25,9 @@ told["export"] = cfg.export.path
 open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(told | {n: os.environ.get(n) for n in names}))
 """
 MEET = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+import datetime, torch, torch.distributed as dist
+from nemo_kto.parallel import rendezvous
+rendezvous.join("gloo", timeout=datetime.timedelta(minutes=1))
 dist.barrier()
 """
 
@@ -212,6 +213,13 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
     done = run([*CLI, "dpo", *GOOD, "--multirun", "model.seed=5", "trainer.devices=2"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
+
+
+def test_a_job_of_a_sweep_without_ranks_is_no_rank_of_the_job_before_it(tmp_path: Path) -> None:
+    body = "from nemo_kto.data.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
+    env = pretend(tmp_path, body + "print(os.environ['NEMO_KTO_STORE_FILE'].endswith('/store'))")
+    done = run([*CLI, "kto", *GOOD, "--multirun", "trainer.devices=2,1"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "True\nTrue\n", "nemo-kto: 1 broken row: rows.jsonl:1\n")
 
 
 def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import lightning_fabric.utilities.rank_zero  # noqa: F401  (looks for the rank when imported: before a test pretends one)
+import psutil
 import pytest
 
 from nemo_kto.parallel import ranks
@@ -113,3 +114,21 @@ def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path
 def test_what_is_said_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks._report(Failure(1, exitcode, 0), 4) == status
     assert capsys.readouterr().err == text
+
+
+class Address:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+def test_without_a_loopback_interface_no_rank_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": [Address("192.0.2.2")]})
+    with pytest.raises(SystemExit) as ended:
+        ranks.spawn_ranks(2, ["-c", "print('started')"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "nemo-kto: the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
+        "(ip link set lo up) or use trainer.devices=1\n"
+    )
