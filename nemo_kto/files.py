@@ -42,9 +42,10 @@ def refuse_code(file: Path, content: Mapping[str, object]) -> None:
     """
     if content.get("auto_map"):
         got = repr(content["auto_map"])
+        told = f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}"
         raise UserError(
-            f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}: code that comes with a model "
-            "is not run; choose another model, or remove auto_map if transformers has the same classes itself"
+            f"{told}: code that comes with a model is not run; choose another model, or remove auto_map if transformers has "
+            "the same classes itself"
         )
 
 

@@ -46,7 +46,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     same scale.
 
     Raises:
-        UserError: it is no adapter, a file of it lies outside the folder, or it asks for what our adapters are not; lists all of it.
+        UserError: it is no adapter, or asks for what our adapters are not; lists all of it. Or it has a file outside.
     """
     config, shapes = _read(Path(folder))
     modules_of_layer: dict[int, set[str]] = defaultdict(set)

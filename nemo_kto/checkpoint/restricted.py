@@ -1,8 +1,8 @@
 """The files of a checkpoint, loaded without running anything that they hold.
 
-A pickle can have any function of any module called while it is read, and some files of a checkpoint are pickles: its metadata,
-its common state, its shards and its generators. megatron-core leaves the reading of the first and of the objects in shards to
-torch.distributed.checkpoint, which restricts neither. Here all are read with lists of what they may name.
+A pickle can have any function of any module called while it is read, and some files of a checkpoint are pickles: its
+metadata, its common state, its shards and its generators. megatron-core leaves the reading of the first and of objects in
+shards to torch.distributed.checkpoint, which restricts neither. Here all are read with lists of what they may name.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         vocab_size: rows of the model's embedding; None where not known.
 
     Raises:
-        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token has no row in the embedding.
+        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token has no row in
+            the embedding.
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         told = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got none"
