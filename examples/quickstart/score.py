@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from plan import choose_precision
-from prepare import PROMPTS, SEED, SYSTEM
+from prepare import FROM_FILES, PROMPTS, SEED, SYSTEM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -51,8 +51,8 @@ class Loaded:
 
 def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
     """Model and tokenizer of a Hugging Face folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.current_device()).eval()
-    return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **FROM_FILES).to(device.current_device()).eval()
+    return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder, **FROM_FILES))
 
 
 def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
+from nemo_kto.files import file_inside, read_json
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -46,7 +46,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     same scale.
 
     Raises:
-        UserError: it is no adapter, or asks for what our adapters are not; lists all of it.
+        UserError: it is no adapter, or asks for what our adapters are not; lists all of it. Or it has a file outside.
     """
     config, shapes = _read(Path(folder))
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
@@ -85,7 +85,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
             f"{folder} must be an adapter in PEFT's format, but {' and '.join(absent)} is not there; "
             "load it with peft and write it with save_pretrained"
         )
-    return read_json(folder / ADAPTER_CONFIG), tensor_shapes(folder / ADAPTER_WEIGHTS)
+    config, weights = (file_inside(folder, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    return read_json(config), tensor_shapes(weights)
 
 
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:

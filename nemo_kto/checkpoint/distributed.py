@@ -41,6 +41,7 @@ from torch.distributed.checkpoint import CheckpointException
 from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.checkpoint_files import INFO
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
+from nemo_kto.checkpoint.restricted import load_plain, load_state
 from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import device, state
@@ -135,12 +136,13 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
     Raises:
         ValueError: the checkpoint holds other adapters than the model has.
+        UserError: a file of it holds what could run.
     """
     saved = saved_adapters(path)
     if saved is not None:
         model_state.check_adapters(saved, chunks)
     sharded = model_state.sharded_state(chunks, adapters=saved is not None)
-    model_state.load_state(chunks, dist_checkpointing.load(sharded, str(path / "state")), adapters=saved is not None)
+    model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -216,20 +218,21 @@ class CheckpointManager:
 
         Raises:
             ValueError: it holds other adapters.
+            UserError: a file of it holds what could run.
         """
         checkpoints = find_checkpoints(self.folder)
         if not checkpoints:
             return None
         newest = checkpoints[-1]
         model_state.check_adapters(model_state.adapters_in(newest.info), self.chunks)
-        loaded = dist_checkpointing.load(self._state(is_loading=True), str(newest.folder / "state"))
+        loaded = load_state(self._state(is_loading=True), newest.folder / "state")
         model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
         if self.reference_weights is not None:
             model_state.load_reference(self.chunks, self.reference_weights, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
         if newest.info["layout"] == _layout():
-            _set_rng_state(torch.load(newest.folder / "rng" / f"{state.rank():05d}.pt", weights_only=True))
+            _set_rng_state(load_plain(newest.folder / "rng" / f"{state.rank():05d}.pt"))
         return {name: int(value) for name, value in newest.info["trainer"].items()}
 
     def _state(self, *, is_loading: bool) -> ShardedStateDict:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_kto.errors import UserError, either
-from nemo_kto.files import read_json
+from nemo_kto.files import file_inside, read_json
 
 INDEX = "model.safetensors.index.json"
 WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
@@ -89,6 +89,7 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
 
     Raises:
         UserError: there are no safetensors, not all that the index names, or they cannot be read; lists all such files.
+            Or one lies outside the folder.
     """
     files = _weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
@@ -119,11 +120,11 @@ def is_our_model(folder: Path) -> bool:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
-        return [folder / "model.safetensors"]
-    files = read_json(index).get("weight_map")
+        return [file_inside(folder, "model.safetensors")]
+    files = read_json(file_inside(folder, INDEX)).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise UserError(f"{index} must have a weight_map from the name of each weight to its file; {_REMEDY}")
-    return [folder / name for name in sorted(set(files.values()))]
+    return [file_inside(folder, name) for name in sorted(set(files.values()))]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
+from nemo_kto.files import read_json, refuse_code
 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -20,12 +20,14 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         vocab_size: rows of the model's embedding; None where not known.
 
     Raises:
-        UserError: it has none, a file is damaged, it has no EOS token, or a token has no row in the embedding.
+        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token has no row in
+            the embedding.
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         told = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got none"
         raise UserError(f"{told}; copy its files from where the model came from")
     config = _tokenizer_config(folder)
+    refuse_code(folder / _CONFIG, config)
     if "eos_token" in config and config["eos_token"] is None:
         raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():

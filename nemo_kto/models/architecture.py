@@ -112,7 +112,7 @@ def read_architecture(folder: str | Path, *, tensor_parallel: int) -> Architectu
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of a wrong field transformers may make anything
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
+from nemo_kto.files import read_json, refuse_code
 from nemo_kto.models.families import Family, find_family
 from nemo_kto.models.rope import check_rope_type
 
@@ -73,6 +73,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
             f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
         )
     config = read_json(path, remedy=_REMEDY)
+    refuse_code(path, config)
     if wrong := [*_wrong_forms(config, _FIELDS), *_wrong_rope(config)]:
         raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:

@@ -93,11 +93,11 @@ def replaced_by_folder(file: str) -> Break:
     return apply
 
 
-def linked(file: str, target: str) -> Break:
-    """A link: to itself, to nowhere, or to a file that cannot be read by anyone."""
+def linked(file: str, target: str, *, anew: bool = False) -> Break:
+    """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
 
     def apply(folder: Path) -> None:
-        (folder / file).unlink()
+        (folder / file).unlink(missing_ok=anew)
         os.symlink(target, folder / file)
 
     return apply

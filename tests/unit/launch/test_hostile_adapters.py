@@ -9,10 +9,12 @@ import pytest
 from tests.unit.launch.hostile import (
     GONE,
     Break,
+    both,
     content,
     cut,
     fields,
     launcher_says,
+    linked,
     ranks_say,
     removed,
     shapes,
@@ -32,6 +34,20 @@ ADAPTERS: dict[str, tuple[Break, str]] = {
     "no weights": (
         removed(ADAPTER_WEIGHTS),
         "must be an adapter in PEFT's format, but adapter_model.safetensors is not there",
+    ),
+    "weights are a link that leads out": (
+        both(
+            lambda folder: (folder / ADAPTER_WEIGHTS).rename(folder.parent / "weights"),
+            linked(ADAPTER_WEIGHTS, "../weights", anew=True),
+        ),
+        f"{ADAPTER_WEIGHTS} must be a file of its folder, got a link to ",
+    ),
+    "configuration is a link that leads out": (
+        both(
+            lambda folder: (folder / ADAPTER_CONFIG).rename(folder.parent / "configuration"),
+            linked(ADAPTER_CONFIG, "../configuration", anew=True),
+        ),
+        "/configuration, which is outside; copy it there, or download the model again",
     ),
     "configuration is garbage": (content(ADAPTER_CONFIG, b"{]"), "adapter_config.json must be JSON"),
     "configuration is a list": (content(ADAPTER_CONFIG, b"[]"), "adapter_config.json must be a JSON object, got list"),

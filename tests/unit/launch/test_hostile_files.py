@@ -6,10 +6,14 @@ ranks, which raise nothing but a UserError: any other error would end a run with
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 
 import pytest
 
+from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.errors import UserError
 from tests.unit.launch.hostile import (
     GONE,
     Break,
@@ -149,7 +153,40 @@ AT_START: dict[str, tuple[Break, str]] = {
     ),
     "weights are a folder": (replaced_by_folder(WEIGHTS), "model.safetensors is not there"),
     "weights are a link to themselves": (linked(WEIGHTS, WEIGHTS), "model.safetensors is not there"),
-    "weights cannot be read": (linked(WEIGHTS, "/proc/self/mem"), "model.safetensors cannot be read: "),
+    "weights are a link that leads out": (
+        linked(WEIGHTS, "/proc/self/mem"),
+        "model.safetensors must be a file of its folder, got a link to /proc/",
+    ),
+    "weights are a link to the folder above": (
+        both(lambda folder: shutil.move(folder / WEIGHTS, folder.parent), linked(WEIGHTS, f"../{WEIGHTS}", anew=True)),
+        f"{WEIGHTS}, which is outside; copy it there, or download the model again",
+    ),
+    "the index is a link that leads out": (
+        both(
+            lambda folder: write(folder.parent / INDEX, {"weight_map": {NORM: WEIGHTS}}),
+            linked(INDEX, f"../{INDEX}", anew=True),
+        ),
+        f"{INDEX} must be a file of its folder, got a link to ",
+    ),
+    "the index names the folder above": (
+        indexed({"weight_map": {NORM: f"../{WEIGHTS}"}}),
+        f"must hold all its files, got '../{WEIGHTS}', which is outside; copy it there",
+    ),
+    "the index names a way out and back": (indexed({"weight_map": {NORM: f"a/../{WEIGHTS}"}}), "which is outside; copy it"),
+    "the index names an absolute path": (
+        indexed({"weight_map": {NORM: "/proc/self/mem"}}),
+        "must hold all its files, got '/proc/self/mem', which is outside; copy it there",
+    ),
+    "the index names no path": (indexed({"weight_map": {NORM: "a\0b"}}), "must hold all its files, got 'a\\x00b', which"),
+    "the model has code of its own": (
+        config(auto_map={"AutoConfig": "mine.Mine"}),
+        "config.json: auto_map must not be set, got {'AutoConfig': 'mine.Mine'}: code that comes with a model is not run; "
+        "choose another model, or remove auto_map if transformers has the same classes itself",
+    ),
+    "the tokenizer has code of its own": (
+        fields("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]}),
+        "tokenizer_config.json: auto_map must not be set, got {'AutoTokenizer': ['mine.Mine', None]}: code that comes with",
+    ),
     "weights are empty": (
         content(WEIGHTS, b""),
         "a whole safetensors file, but it begins with something else than a header",
@@ -232,9 +269,6 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
         config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", layer_types=["full_attention", "strange"]),
         "config.json"),
     "a rotation of half a head": (config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "config.json"),
-    "code of its own": (
-        both(fields("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})),
-        "tokenizer"),
     "a tokenizer of an unknown model": (fields(TOKENIZER, model={"type": "Magic", "vocab": {"a": 0}}), "cannot be loaded"),
     "a tokenizer with unknown steps": (
         fields(TOKENIZER, pre_tokenizer={"type": "Magic"}),
@@ -344,3 +378,39 @@ def test_messages_need_a_template(here: Path) -> None:
         "model.data.data_prefix must hold plain strings where the tokenizer has no chat template, got messages in "
         f"{here / 'rows.jsonl'}; add chat_template.jinja to {here / 'model'}, or write prompts and answers as strings"
     ]
+
+
+def test_a_model_in_the_cache_of_hugging_face_is_a_whole_model(here: Path) -> None:
+    snapshots, blobs = here / "models--a--b" / "snapshots", here / "models--a--b" / "blobs"
+    snapshots.mkdir(parents=True)
+    model = (here / "model").rename(snapshots / "0123")
+    shutil.copytree(model, blobs)
+    for file in model.iterdir():
+        linked(file.name, f"../../blobs/{file.name}")(model)
+    (here / "model").symlink_to(model)
+    for folder in (model, here / "model"):
+        assert launcher_says(folder, here / "rows.jsonl") == []
+        assert ranks_say(folder) is None
+    linked(WEIGHTS, f"../../../models--other/blobs/{WEIGHTS}")(model)
+    (said,) = launcher_says(model, here / "rows.jsonl")
+    assert "got a link to " in said
+
+
+def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    code = (
+        f"open({str(here / 'marker')!r}, 'w')\n"
+        "from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        "class Config(PretrainedConfig): pass\nclass Tokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    content("mine.py", code.encode())(here / "model")
+    names = {"AutoConfig": "mine.Config", "AutoTokenizer": [None, "mine.Tokenizer"]}
+    for breaks in (config(auto_map=names), fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)):
+        breaks(here / "model")
+        said = launcher_says(here / "model", here / "rows.jsonl")
+        assert all("auto_map must not be set, got" in line for line in said)
+        assert "config.json: auto_map must not be set, got" in str(ranks_say(here / "model"))
+    assert len(said) == 2
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: auto_map must not be set"):
+        load_tokenizer(here / "model")
+    assert not (here / "marker").exists()

@@ -1,0 +1,150 @@
+"""The files of a checkpoint, loaded without running anything that they hold.
+
+A pickle can have any function of any module called while it is read, and some files of a checkpoint are pickles: its
+metadata, its common state, its shards and its generators. megatron-core leaves the reading of the first and of objects in
+shards to torch.distributed.checkpoint, which restricts neither. Here all are read with lists of what they may name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, Metadata, filesystem
+from torch.distributed.checkpoint.planner import ReadItem
+
+from nemo_kto.errors import UserError
+from nemo_kto.files import read_json
+
+_REMEDY = "take another checkpoint"
+_METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
+# Classes without any action, and one function, which looks a name up in a table.
+_NAMED_BY_METADATA = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+}  # fmt: skip
+
+
+class _Foreign(pickle.UnpicklingError):
+    """What a pickle names and may not."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _NAMED_BY_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        value = vars(torch).get(name) if module == "torch" else None
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return value
+        raise _Foreign(f"{module}.{name}")
+
+
+def read_metadata(stream: IO[bytes]) -> Metadata:
+    """The metadata of a checkpoint in torch's distributed format, from an open file.
+
+    Raises:
+        UserError: it names anything but metadata, or a file outside the folder; names the file.
+    """
+    must = f"{stream.name} must hold only checkpoint metadata"
+    try:
+        metadata = _MetadataUnpickler(stream).load()
+        paths = [info.relative_path for info in metadata.storage_data.values()]
+    except _Foreign as error:
+        raise UserError(f"{must}, got {error}; {_REMEDY}") from None
+    except Exception as error:  # of a broken pickle Python may make anything
+        raise UserError(f"{must}, got something else ({error}); {_REMEDY}") from error
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{must}, got {type(metadata).__name__}; {_REMEDY}")
+    if outside := [path for path in paths if not isinstance(path, str) or Path(path).name != path]:
+        raise UserError(f"{stream.name} must name files of its own folder, got {outside[0]}; {_REMEDY}")
+    return metadata
+
+
+def load_plain(file: Path) -> Any:
+    """What torch.save wrote to a file: tensors and plain data.
+
+    Raises:
+        UserError: it holds anything else, or cannot be read; names the file.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a broken file torch may make anything
+        raise UserError(f"{file} must hold only tensors and plain data, got {_found(error)}; {_REMEDY}") from error
+
+
+def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
+    """``dist_checkpointing.load`` from the ``state`` folder of a checkpoint; collective.
+
+    The pickles are looked at first, so that the error is that of the rank, with the file. While megatron-core loads, torch
+    reads them by the same rules: what was changed in between is refused too.
+
+    Raises:
+        UserError: a file holds what could run.
+    """
+    backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
+    found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))
+    if found != ("torch_dist", "torch"):  # those of other formats have readers of their own, with pickles of their own
+        raise UserError(f"{folder / _BACKENDS} must name the formats torch_dist and torch, got {found}; {_REMEDY}")
+    try:
+        with (folder / _METADATA).open("rb") as stream:
+            read_metadata(stream)
+    except OSError as error:
+        raise UserError(f"{folder / _METADATA} cannot be read: {error.strerror}; {_REMEDY}") from error
+    if (folder / _COMMON).exists():
+        load_plain(folder / _COMMON)
+    restricted = SimpleNamespace(load=read_metadata, dump=pickle.dump, dumps=pickle.dumps)
+    try:
+        with _replaced(filesystem, "pickle", restricted), _replaced(DefaultLoadPlanner, "load_bytes", _load_bytes):
+            return cast(StateDict, dist_checkpointing.load(sharded, str(folder)))
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, UserError):
+                raise failure from error
+            if isinstance(failure, pickle.UnpicklingError):
+                told = f"the .distcp files in {folder} must hold only tensors and plain data"
+                raise UserError(f"{told}, got {_found(failure)}; {_REMEDY}") from error
+        raise
+
+
+_load_trusted_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    """Give torch's own function, which would unpickle anything, what the restricted reader made of the bytes."""
+    plain = io.BytesIO()
+    torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
+    plain.seek(0)
+    _load_trusted_bytes(self, read_item, plain)
+
+
+def _found(error: Exception) -> str:
+    """The name that torch refused, or what it says instead."""
+    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return refused[1] if refused else f"something else ({(str(error) or type(error).__name__).splitlines()[0]})"
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

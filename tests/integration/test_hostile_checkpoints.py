@@ -1,0 +1,147 @@
+"""Checkpoints whose pickles would run something when they are loaded: nothing runs, and the file is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.tiny import make_rows, write_rows
+
+RUN, STEP = "run", "run/checkpoints/step_000001"
+PLAIN = "must hold only tensors and plain data, got "
+
+
+class Evil:
+    """A pickle of it creates the file ``marker`` when it is loaded."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch marker",)
+
+
+def kto(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    words = ["model.data.data_prefix=rows.jsonl", "model.data.cache_dir=cache", "model.data.seq_length=64"]
+    words += ["model.global_batch_size=4", "hardware=cpu", "trainer.kto.save_interval=1", "trainer.precision=32"]
+    words += ["model.data.splits_string='100,0,0'", "export.enabled=false"]
+    return run([*CLI, "kto", *words, *given], cwd=folder, env=environment(), preload=TRAINING, timeout=300)
+
+
+def exported(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run([*CLI, "export", STEP, "out"], cwd=folder, env=environment(), preload=TRAINING)
+
+
+def resumed(folder: Path) -> subprocess.CompletedProcess[str]:
+    return kto(
+        folder,
+        "pretrained_checkpoint.restore_from_path=model",
+        f"exp_manager.explicit_log_dir={RUN}",
+        "trainer.kto.max_steps=2",
+    )
+
+
+def restored(folder: Path) -> subprocess.CompletedProcess[str]:
+    return kto(
+        folder,
+        f"pretrained_checkpoint.restore_from_path={STEP}",
+        "exp_manager.explicit_log_dir=other",
+        "trainer.kto.max_steps=1",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its rows, and a run of one step."""
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(tiny_llama, folder / "model")
+    write_rows(folder / "rows.jsonl", make_rows(8))
+    given = ("pretrained_checkpoint.restore_from_path=model", f"exp_manager.explicit_log_dir={RUN}")
+    done = kto(folder, *given, "trainer.kto.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def evil_metadata(checkpoint: Path) -> None:
+    (checkpoint / "state/.metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def evil_file(name: str) -> Callable[[Path], None]:
+    return lambda checkpoint: torch.save({"a": Evil()}, checkpoint / name)
+
+
+def evil_entries(*, objects: bool) -> Callable[[Path], None]:
+    """All objects, or all tensors, that the metadata names lie in a file that is a pickle."""
+
+    def apply(checkpoint: Path) -> None:
+        state = checkpoint / "state"
+        metadata = FileSystemReader(state).read_metadata()
+        torch.save([Evil()], state / "evil.distcp")
+        size = (state / "evil.distcp").stat().st_size
+        changed = 0
+        for index, info in metadata.storage_data.items():
+            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata) == objects:
+                metadata.storage_data[index] = replace(info, relative_path="evil.distcp", offset=0, length=size)
+                changed += 1
+        assert changed
+        (state / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+def leads_out(checkpoint: Path) -> None:
+    state = checkpoint / "state"
+    metadata = FileSystemReader(state).read_metadata()
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(info, relative_path=f"../state/{info.relative_path}")
+    (state / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def other_backend(checkpoint: Path) -> None:
+    backends = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    (checkpoint / "state/metadata.json").write_text(json.dumps(backends))
+
+
+Command = Callable[[Path], subprocess.CompletedProcess[str]]
+METADATA = "state/.metadata must hold only checkpoint metadata, got posix.system; take another checkpoint"
+SHARDS = f"state {PLAIN}posix.system; take another checkpoint"
+CASES: dict[str, tuple[Command, Callable[[Path], None], str]] = {
+    "metadata at export": (exported, evil_metadata, METADATA),
+    "metadata at a resume": (resumed, evil_metadata, METADATA),
+    "metadata at a start": (restored, evil_metadata, METADATA),
+    "common state at export": (exported, evil_file("state/common.pt"), f"state/common.pt {PLAIN}posix.system; take"),
+    "generators at a resume": (resumed, evil_file("rng/00000.pt"), f"rng/00000.pt {PLAIN}posix.system; take"),
+    "objects in shards at a resume": (resumed, evil_entries(objects=True), SHARDS),
+    "tensors in shards at a start": (restored, evil_entries(objects=False), SHARDS),
+    "shards elsewhere at export": (exported, leads_out, "state/.metadata must name files of its own folder, got ../state/"),
+    "another format at export": (exported, other_backend, "metadata.json must name the formats torch_dist and torch, got"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_runs_and_the_file_is_named(case: str, whole: Path, tmp_path: Path) -> None:
+    command, breaks, told = CASES[case]
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    checkpoint = folder / STEP
+    breaks(checkpoint)
+    info = json.loads((checkpoint / "trainer.json").read_text())
+    info["files"] = {name: (checkpoint / name).stat().st_size for name in info["files"]}
+    (checkpoint / "trainer.json").write_text(json.dumps(info))
+    done = command(folder)
+    assert not (folder / "marker").exists()
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("nemo-kto: ") == 1
+    assert told in done.stderr
+    assert f"{STEP}/" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "out").exists()
