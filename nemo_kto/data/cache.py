@@ -16,7 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DPORecord, KTORecord, RowError, RowErrors
+from nemo_kto.data.records import DPORecord, KTORecord, LastRowError, RowError, RowErrors
 from nemo_kto.data.truncation import Truncation
 from nemo_kto.files import publish_file
 
@@ -48,10 +48,16 @@ class ExampleKind:
     def examples(
         self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
     ) -> Iterator[Columns]:
-        """The columns of the examples of records; those that cannot be used are added to ``broken``."""
+        """The columns of the examples of records; those that cannot be used are added to ``broken``.
+
+        Raises:
+            DataError: one of them is a LastRowError.
+        """
         for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
             if isinstance(example, RowError):
                 broken.add(path, record.line, str(example))
+                if isinstance(example, LastRowError):
+                    broken.raise_if_any()
             else:
                 yield example
 
