@@ -211,12 +211,7 @@ def build_splits(
     sources = read_data_prefix(data_prefix)
     renamed = Fields(fields or {})
     cache = TokenCache(
-        kind=kind,
-        folder=Path(cache_dir),
-        fields=renamed,
-        encoder=encoder,
-        truncation=truncation,
-        shared=cache_shared,
+        kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation, shared=cache_shared
     )
     warnings: list[str] = []
     tables = _open_all(sources, cache, warnings)
