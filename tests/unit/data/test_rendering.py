@@ -104,7 +104,7 @@ def test_an_interrupted_parent_ends_the_child(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rendering.json, "loads", interrupted)
     children: list[int] = []
     fork = os.fork
-    monkeypatch.setattr(rendering.os, "fork", lambda: children.append(fork()) or children[0])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(rendering.os, "fork", lambda: children.append(fork()) or children[0])
 
     def render(row: int) -> RenderedText:
         while row:
