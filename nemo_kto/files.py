@@ -70,14 +70,24 @@ def file_inside(folder: Path, name: str) -> Path:
     return path
 
 
+def make_folder(folder: Path, *, private: bool) -> None:
+    """Make a folder and those above it where absent; ``private``: those made are for the user only."""
+    absent = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(absent):
+        each.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+
+
 @contextlib.contextmanager
-def publish_file(target: Path) -> Iterator[Path]:
+def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
     """Give a path to write to. At the end of the block the file there gets the name ``target``.
 
     Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once.
+    ``private``: only the user may read it, also while it is written; else the umask decides.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
+        if private:
+            writing.touch(mode=0o600, exist_ok=False)
         yield writing
         if writing.exists():
             writing.replace(target)

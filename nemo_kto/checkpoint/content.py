@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.checkpoint.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.checkpoint.safetensors_files import INDEX
-from nemo_kto.files import publish_file
+from nemo_kto.files import make_folder, publish_file
 from nemo_kto.models.config_file import CONFIG
 
 logger = logging.getLogger(__name__)
@@ -50,22 +50,23 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted(file for file in [*files, *folder.glob("additional_chat_templates/*")] if file.is_file())
 
 
-def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path) -> str:
+def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared: bool = False) -> str:
     """Hash of the names and the content of files in ``folder``.
 
     Args:
         folder: the names count from here on.
         files: in any order; all below ``folder``.
         cache_dir: where the hashes of large files are kept; made if absent.
+        shared: others may read these, as the umask says; else only the user.
     """
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(partial(_file_hash, cache_dir=cache_dir / "hashes"), files))
+        hashes = list(pool.map(partial(_file_hash, cache_dir=cache_dir / "hashes", private=not shared), files))
     named = [(str(file.relative_to(folder)), of_file) for file, of_file in zip(files, hashes, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-def _file_hash(file: Path, *, cache_dir: Path) -> str:
+def _file_hash(file: Path, *, cache_dir: Path, private: bool) -> str:
     state = file.stat()
     if state.st_size < _MIN_KEPT_BYTES:
         return hashlib.sha256(file.read_bytes()).hexdigest()
@@ -79,7 +80,7 @@ def _file_hash(file: Path, *, cache_dir: Path) -> str:
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
             found.update(chunk)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with publish_file(kept) as writing:
+    make_folder(cache_dir, private=private)
+    with publish_file(kept, private=private) as writing:
         writing.write_text(found.hexdigest(), encoding="ascii")
     return found.hexdigest()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_kto.checkpoint.content import model_files
-from nemo_kto.files import publish_file
+from nemo_kto.files import make_folder, publish_file
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
@@ -39,17 +39,21 @@ def model_state(folder: Path) -> dict[str, list[int]]:
 class ReferenceCache:
     """Files of log-probs by sequence, shared by all runs with the same reference model."""
 
-    def __init__(self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path]) -> None:
+    def __init__(
+        self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path], shared: bool = False
+    ) -> None:
         """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
 
         Args:
             folder: of all caches; made if absent.
             settings: what else decides a log-prob of given tokens, such as the precision.
             models: folders that make up the reference model.
+            shared: others may read the files, as the umask says; else only the user.
         """
         name = {"format": _FORMAT, "models": [str(model.resolve()) for model in models], **settings}
         self.folder = folder / "reference" / hashlib.sha256(json.dumps(name, sort_keys=True).encode()).hexdigest()[:24]
         self._about = {**name, "state": [model_state(model) for model in models]}
+        self._private = not shared
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
         with state.main_process_first():
@@ -94,7 +98,8 @@ class ReferenceCache:
         part = np.vstack([np.array(order, dtype=np.int64).T, logps_N.view(np.int64)])
         with state.main_process_first():
             if state.is_first_of_machine():
-                with publish_file(self.folder / f"part-{_digest(part)}.npy") as writing, writing.open("wb") as file:
+                target = self.folder / f"part-{_digest(part)}.npy"
+                with publish_file(target, private=self._private) as writing, writing.open("wb") as file:
                     np.save(file, part)
         self._open()
 
@@ -103,9 +108,9 @@ class ReferenceCache:
         if about.exists() and (reason := _difference(json.loads(about.read_text(encoding="utf-8")), self._about)):
             self._refuse(list(self.folder.glob("part-*.npy")), reason)
             about.unlink(missing_ok=True)  # another machine may have been first
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, private=self._private)
         if not about.exists():
-            with publish_file(about) as writing:
+            with publish_file(about, private=self._private) as writing:
                 writing.write_text(json.dumps(self._about, indent=2), encoding="utf-8")
         damaged = [file for file in self.folder.glob("part-*.npy") if not _is_whole(file)]
         self._refuse(damaged, "its content is not what was written")

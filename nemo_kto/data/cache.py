@@ -16,9 +16,9 @@ from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DPORecord, KTORecord, RowError, RowErrors
+from nemo_kto.data.records import DPORecord, KTORecord, LastRowError, RowError, RowErrors
 from nemo_kto.data.truncation import Truncation
-from nemo_kto.files import publish_file
+from nemo_kto.files import make_folder, publish_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,16 @@ class ExampleKind:
     def examples(
         self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
     ) -> Iterator[Columns]:
-        """The columns of the examples of records; those that cannot be used are added to ``broken``."""
+        """The columns of the examples of records; those that cannot be used are added to ``broken``.
+
+        Raises:
+            DataError: one of them is a LastRowError.
+        """
         for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
             if isinstance(example, RowError):
                 broken.add(path, record.line, str(example))
+                if isinstance(example, LastRowError):
+                    broken.raise_if_any()
             else:
                 yield example
 
@@ -122,6 +128,7 @@ class TokenCache:
     Attributes:
         kind, fields, encoder, truncation: what becomes of a row.
         folder: made if absent.
+        shared: others may read the files, as the umask says; else only the user.
     """
 
     kind: ExampleKind
@@ -129,6 +136,7 @@ class TokenCache:
     fields: Fields
     encoder: RecordEncoder
     truncation: Truncation
+    shared: bool = False
 
     def __post_init__(self) -> None:
         self._tokenizer_hash = self.encoder.fingerprint()
@@ -143,11 +151,11 @@ class TokenCache:
         cached = self.folder / self._name(path)
         about = cached.with_suffix(".json")
         if not (cached.exists() and about.exists()):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, private=not self.shared)
             columns = FileColumns()
             if not self._write(path, cached, columns, broken):
                 return None, columns
-            with publish_file(about) as writing:
+            with publish_file(about, private=not self.shared) as writing:
                 writing.write_text(json.dumps(asdict(columns)), encoding="utf-8")
         return Dataset.from_file(str(cached)), FileColumns(**json.loads(about.read_text(encoding="utf-8")))
 
@@ -160,7 +168,7 @@ class TokenCache:
     def _write(self, path: Path, cached: Path, columns: FileColumns, broken: RowErrors) -> bool:
         logger.info("tokenising %s into %s", path, cached)
         before = broken.total
-        with publish_file(cached) as writing:
+        with publish_file(cached, private=not self.shared) as writing:
             with ArrowWriter(path=str(writing), features=self.kind.features, writer_batch_size=_BATCH) as writer:
                 for example in self._examples(path, columns, broken):
                     writer.write(example)

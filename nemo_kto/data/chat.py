@@ -8,12 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
-from nemo_kto.data.tokenizer_files import check_tokenizer
+from nemo_kto.data.rendering import RenderedText, render_rows
+from nemo_kto.data.tokenizer_files import chat_template_file, check_tokenizer
 from nemo_kto.errors import UserError
 
 
@@ -25,8 +26,7 @@ class EncodedExample:
     response_ids: list[int]
 
 
-@dataclass(frozen=True)
-class _RenderedText:
+class _Text(NamedTuple):
     prompt: str
     answer: str
     templated: bool
@@ -67,6 +67,8 @@ class RecordEncoder:
         self._tokenizer = tokenizer
         self._eos_id: int = tokenizer.eos_token_id
         self._template = str(tokenizer.chat_template)
+        file = chat_template_file(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else None
+        self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
         self._special_tokens = _special_tokens(tokenizer)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
         self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
@@ -75,13 +77,8 @@ class RecordEncoder:
 
     def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
         """One result for each record: its token ids, or why it cannot be used."""
-        texts: list[_RenderedText | RowError] = []
-        for record in records:
-            try:
-                texts.append(self._text(record))
-            except RowError as error:
-                texts.append(error)
-        usable = [text for text in texts if isinstance(text, _RenderedText)]
+        texts = self._texts(records)
+        usable = [text for text in texts if isinstance(text, _Text)]
         prompts = self._ids([text.prompt for text in usable])
         wholes = self._ids([text.prompt + text.answer for text in usable])
         continued = [whole[: len(prompt)] == prompt for prompt, whole in zip(prompts, wholes, strict=True)]
@@ -112,9 +109,19 @@ class RecordEncoder:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return encoded["input_ids"]
 
-    def _text(self, record: KTORecord) -> _RenderedText:
-        if isinstance(record.prompt, str) and isinstance(record.response, str):
-            return _RenderedText(record.prompt, record.response, templated=False)
+    def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
+        messages = [record for record in records if not isinstance(record.prompt, str)]
+        rendered = iter(render_rows(self._render_row, messages, template=self._template_name) if messages else [])
+        texts: list[_Text | RowError] = []
+        for record in records:
+            if isinstance(record.prompt, str) and isinstance(record.response, str):
+                texts.append(_Text(record.prompt, record.response, templated=False))
+            else:
+                text = next(rendered)
+                texts.append(text if isinstance(text, RowError) else _Text(*text, templated=True))
+        return texts
+
+    def _render_row(self, record: KTORecord) -> RenderedText:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
         if "tools" in record.template and "tools" not in self._template:
@@ -132,11 +139,13 @@ class RecordEncoder:
         answer = whole[len(prompt) :]
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
-        return _RenderedText(prompt, answer, templated=True)
+        return RenderedText(prompt, answer)
 
     def _render(self, messages: TextOrMessages, given: Mapping[str, Any], *, asks: bool) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program of its own and may raise anything
             told = f"the tokenizer's chat template refuses the messages: {error}"
             raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
@@ -144,7 +153,7 @@ class RecordEncoder:
             raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
         return rendered
 
-    def _finish(self, text: _RenderedText, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
+    def _finish(self, text: _Text, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
         if text.templated:
             ended = bool(answer) and answer[-1] in self._special_ids
         else:

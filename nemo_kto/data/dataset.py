@@ -182,6 +182,7 @@ def build_splits(
     seed: int,
     fields: Mapping[str, str] | None = None,
     min_validation_rows: int = 1,
+    cache_shared: bool = False,
 ) -> Splits[AnyDataset]:
     """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
@@ -197,6 +198,7 @@ def build_splits(
         cache_dir: folder of the tokenised examples.
         seed: order of the examples within a blend.
         fields: columns to rename, see ``reader.Fields``.
+        cache_shared: others may read the tokenised examples, as the umask says; else only the user.
         min_validation_rows: a validation split of fewer rows is joined to the training rows, or left out where it has
             files of its own.
 
@@ -208,7 +210,9 @@ def build_splits(
     truncation = Truncation(seq_length, truncation_mode, encoder.bos_id)
     sources = read_data_prefix(data_prefix)
     renamed = Fields(fields or {})
-    cache = TokenCache(kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation)
+    cache = TokenCache(
+        kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation, shared=cache_shared
+    )
     warnings: list[str] = []
     tables = _open_all(sources, cache, warnings)
     ranges: dict[str, list[Range]]

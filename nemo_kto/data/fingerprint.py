@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets import Dataset
 
-from nemo_kto.files import publish_file
+from nemo_kto.files import make_folder, publish_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,8 +43,9 @@ def _file_hash(file: Path) -> str:
     whole = hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
-    kept.parent.mkdir(exist_ok=True)
-    with publish_file(kept) as writing:
+    private = not file.stat().st_mode & 0o077  # as the file itself
+    make_folder(kept.parent, private=private)
+    with publish_file(kept, private=private) as writing:
         writing.write_text(whole.hexdigest(), encoding="ascii")
     return whole.hexdigest()
 

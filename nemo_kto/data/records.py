@@ -62,6 +62,10 @@ class RowError(ValueError):
     """What is wrong with one row; whoever reads the file adds its name and the line."""
 
 
+class LastRowError(RowError):
+    """What is wrong with a row, and ends the reading: further rows could take as long or as much as this one."""
+
+
 @dataclass(kw_only=True)
 class RowErrors:
     """Counts broken rows. Of the same fault in one file the first row is shown, of different ones the first ten."""

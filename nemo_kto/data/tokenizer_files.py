@@ -40,8 +40,13 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether any file of a folder holds a chat template; raises as :func:`check_tokenizer` does."""
-    files = ("chat_template.jinja", "chat_template.json")
-    return any((folder / name).is_file() for name in files) or bool(_tokenizer_config(folder).get("chat_template"))
+    return chat_template_file(folder).name != _CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
+
+
+def chat_template_file(folder: Path) -> Path:
+    """Where a chat template of the folder stands if it has one."""
+    files = (folder / "chat_template.jinja", folder / "chat_template.json")
+    return next((file for file in files if file.is_file()), folder / _CONFIG)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.precision import resolve_precision
+from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.resume import Resumption, look_for_run
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_start
@@ -228,5 +229,5 @@ def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:
         wandb=settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         mlflow=settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
     )
-    run_logger.log_hyperparams(cfg.model_dump())
+    run_logger.log_hyperparams(public_config(cfg))
     return run_logger

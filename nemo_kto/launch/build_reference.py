@@ -156,4 +156,5 @@ def _open_cache(cfg: RunConfig, policy: Policy, other: ModelSource | None, engin
     }
     models = [policy.source, policy.base_model, policy.adapter_folder] if other is None else [other.base, other.adapters]
     folders = [Path(model) for model in models if model is not None]
-    return ReferenceCache(folder=Path(cfg.model.data.cache_dir), settings=settings, models=folders)
+    data = cfg.model.data
+    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=folders, shared=data.cache_shared)

@@ -29,6 +29,7 @@ def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
         "seq_length": data.seq_length,
         "truncation_mode": data.truncation_mode,
         "cache_dir": Path(data.cache_dir),
+        "cache_shared": data.cache_shared,
         "seed": cfg.model.seed,
     }
 

@@ -28,6 +28,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.migration import forced
+from nemo_kto.launch.redaction import redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
@@ -325,7 +326,7 @@ def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoRet
 
     Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
     """
-    lines = list(dict.fromkeys(str(mistake) for mistake in mistakes))
+    lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
     count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
     text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
     if world is None or world.rank == 0:

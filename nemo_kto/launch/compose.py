@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.launch import migration
 from nemo_kto.launch.own_files import brings_our_keys, key_lines, lay_over
+from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.schema import RunConfig, config_type
 from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes import RECIPES, Recipe
@@ -259,10 +260,10 @@ def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") 
 
 
 def save_config(config: RunConfig) -> None:
-    """Write the resolved configuration into the run folder, and say what has changed since the run began."""
+    """Write the resolved configuration, without secrets, into the run folder; say what has changed since the run began."""
     file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    now = OmegaConf.create(config.model_dump())
+    now = OmegaConf.create(public_config(config))
     if file.exists() and config.exp_manager.resume_if_exists:
         before = OmegaConf.load(file)
         for key in known_keys(now):

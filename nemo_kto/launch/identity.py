@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ MAY_CHANGE = (
         "when to validate, save and end, and what hangs on the loop",
     ),
     Rule(("exp_manager.*",), "logging, and which checkpoints are kept; another folder is another run"),
-    Rule(("model.data.cache_dir", "export.*"), "where files are written"),
+    Rule(("model.data.cache_dir", "model.data.cache_shared", "export.*"), "where files are written, and who may read them"),
 )
 
 
@@ -100,6 +101,7 @@ def rule_of(key: str, *, name: str) -> tuple[Rule, bool] | None:
     return None
 
 
+ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, its files) -> their hash
 Facts = dict[str, Any]  # what is compared -> a value, or {"sha256": of the content, "from": where it lies}; in JSON's types
 _TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
 _DATA_KEYS = ("seq_length", "truncation_mode", "reset_attention_mask", "eod_mask_loss")
@@ -129,22 +131,23 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     Raises:
         OSError: a file cannot be read.
     """
-    cache_dir, name, model = Path(cfg.model.data.cache_dir), cfg.recipe.name, cfg.model
+    name, model = cfg.recipe.name, cfg.model
+    hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
     train: Any = data.train  # torch's loader, of which the trainer needs less
     validation = data.splits.validation
     tokenizer_folder = config_folder(source)
-    tokenizer = content_hash(tokenizer_folder, tokenizer_files(tokenizer_folder), cache_dir=cache_dir)
+    tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
     facts: Facts = {
         "algorithm": name,
-        _MODEL: _model_content(str(source), cache_dir),
+        _MODEL: _model_content(str(source), hashed),
         _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
-        "model.reference.restore_from_path": _model_content(held.restore_from_path, cache_dir, default_base=source),
+        "model.reference.restore_from_path": _model_content(held.restore_from_path, hashed, default_base=source),
         "model.reference.sync_interval": held.sync_interval,
         "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
         "model.peft.peft_scheme": model.peft.peft_scheme,
         **_adapter_facts(adapter_settings(model.peft)),
-        "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, cache_dir),
+        "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, hashed),
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
@@ -175,21 +178,17 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
     return {f"model.peft.lora_tuning.{key}": value for key, value in (values | {"layer_selection": settings.layers}).items()}
 
 
-def _model_content(folder: str | None, cache_dir: Path, *, default_base: Path | None = None) -> dict[str, str] | None:
+def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
     """The content of a model; of adapters with that of their base model, which is ``default_base`` if they name none."""
     if folder is None:
         return None
     source = find_source(Path(folder), default_base=default_base)
-    parts = [_hash(part, cache_dir) for part in (source.adapters, source.base) if part is not None]
+    parts = [hashed(part, model_files(part)) for part in (source.adapters, source.base) if part is not None]
     return {"sha256": " on ".join(parts), "from": folder}
 
 
-def _adapter_content(folder: str | None, cache_dir: Path) -> dict[str, str] | None:
-    return None if folder is None else {"sha256": _hash(Path(folder), cache_dir), "from": folder}
-
-
-def _hash(folder: Path, cache_dir: Path) -> str:
-    return content_hash(folder, model_files(folder), cache_dir=cache_dir)
+def _adapter_content(folder: str | None, hashed: ContentHash) -> dict[str, str] | None:
+    return None if folder is None else {"sha256": hashed(Path(folder), model_files(Path(folder))), "from": folder}
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:

@@ -203,6 +203,7 @@ class DataConfig(Section):
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
     num_workers: Annotated[int, Ge(0)]
     cache_dir: FilePath
+    cache_shared: bool
     reset_attention_mask: bool
     eod_mask_loss: bool
 

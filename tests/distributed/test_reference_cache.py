@@ -84,6 +84,8 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     except RuntimeError as error:
         found["error"] = str(error).replace(str(again.reference.cache.folder), "FOLDER")
 
+    kept = again.reference.cache.folder
+    found["modes"] = sorted({oct(path.stat().st_mode & 0o777) for path in [kept.parent, kept, *kept.iterdir()]})
     parts = sorted(again.reference.cache.folder.glob("part-*.npy"))
     content = parts[0].read_bytes()
     parts[0].write_bytes(content[:-8])
@@ -113,6 +115,7 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
         "reference log-probs of every sequence must be in FOLDER, but 3 of 3 sequences of this batch are not; "
         "the data may have been changed during the run: start it again"
     )
+    assert found["modes"] == ["0o600", "0o700"], "files and folders are for the user only"
     for text in found["warnings"]:
         assert text.startswith("reference log-probs in FOLDER/part-")
         assert text.endswith(".npy are not used and computed again: its content is not what was written")

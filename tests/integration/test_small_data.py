@@ -31,6 +31,8 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     logged = [json.loads(line) for line in (tmp_path / "results/gpt_kto/metrics.jsonl").read_text().splitlines()]
     assert [line["train/rows"] for line in logged if "train/loss" in line] == [16, 16]
     assert not any("val/loss" in line for line in logged)
+    cache = tmp_path / "cache"
+    assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
     said = [
         f"{file}: columns that are not used: id, source (40 rows)",
         'validation: no row, of 40 rows in all; set model.data.splits_string="90,10" for more, or null for no validation',

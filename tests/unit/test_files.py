@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from nemo_kto.files import partial_folder, publish_file, publish_folder, remove_folder, start_folder
+from nemo_kto.files import make_folder, partial_folder, publish_file, publish_folder, remove_folder, start_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -56,3 +57,21 @@ def test_a_removal_that_was_interrupted_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     remove_folder(tmp_path / "out")
     assert names(tmp_path) == []
+
+
+def modes(folder: Path) -> set[tuple[str, int]]:
+    return {(path.name, path.stat().st_mode & 0o777) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("private", "folder_mode", "file_mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+def test_private_files_are_so_from_their_first_byte(private: bool, folder_mode: int, file_mode: int, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        make_folder(tmp_path / "a" / "b", private=private)
+        with publish_file(tmp_path / "a" / "b" / "c", private=private) as writing, writing.open("w") as file:
+            assert writing.stat().st_mode & 0o777 == file_mode
+            file.write("text")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path) == {("a", folder_mode), ("b", folder_mode), ("c", file_mode)}
+    assert (tmp_path / "a" / "b" / "c").read_text() == "text"

@@ -87,3 +87,16 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
     (model / "model.safetensors").write_text("weights")  # the same again, at another time
     assert hashed(model) == before
     assert len(list((model.parent / "cache" / "hashes").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("shared", "mode"), [(False, 0o600), (True, 0o644)])
+def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
+    shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 0)
+    before = os.umask(0o022)
+    try:
+        content_hash(model, model_files(model), cache_dir=tmp_path / "cache", shared=shared)
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "cache" / "hashes").iterdir()] == [mode, mode]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,3 +84,18 @@ def test_a_file_is_hashed_once(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache" / "hashes").iterdir()
     kept.write_text("0" * 64)
     assert fingerprint(file, tmp_path) != before, "what is kept is used"
+
+
+@pytest.mark.parametrize(("shared", "folder_mode", "file_mode"), [(False, 0o700, 0o600), (True, 0o755, 0o644)])
+def test_what_is_made_of_rows_is_for_the_user_only_unless_it_is_shared(
+    shared: bool, folder_mode: int, file_mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        fingerprint(str(write_rows(tmp_path / "a.jsonl", numbered_rows(5))), tmp_path, cache_shared=shared)
+    finally:
+        os.umask(before)
+    cache = tmp_path / "cache"
+    found = sorted((path.suffix, path.stat().st_mode & 0o777) for path in [cache, *cache.rglob("*")])
+    files = [(suffix, file_mode) for suffix in (".arrow", ".json", ".sha256")]
+    assert found == [("", folder_mode), ("", folder_mode), *files]

@@ -298,6 +298,8 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
         content(TEMPLATE, b"{{ ''.__class__.__mro__[1].__subclasses__() }}"),
         "refuses the messages",
     ),
+    "a template that needs all memory": (
+        content(TEMPLATE, b"{{ 'x' * 10**11 }}"), "chat_template.jinja) must render a row in 1 GiB of memory, needed more"),
     "a template that returns nothing": (content(TEMPLATE, b""), "the tokenizer's chat template"),
     "a template that returns spaces": (content(TEMPLATE, b"  \n"), "the tokenizer's chat template must give text, got none"),
     "a template that is binary": (content(TEMPLATE, b"\xff\xfe\x00"), "tokenizer"),

@@ -1,0 +1,70 @@
+"""Passwords and tokens are not in what is written and said; the files are read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import ConfigError
+from nemo_kto.launch import cli
+from nemo_kto.launch.build import build_logger
+from nemo_kto.launch.compose import save_config
+from nemo_kto.launch.redaction import redacted
+from nemo_kto.parallel import state
+from tests.unit.launch.conftest import Load
+
+KEY = "exp_manager.mlflow_logger_kwargs.tracking_uri"
+SECRETS = ("pass1word", "held-in-the-environment", "hf_abcdefghijklmnopqrst", "of-a-callback")
+
+
+def given(folder: Path, *, host: str) -> list[str]:
+    return [
+        f"{KEY}=https://me:{SECRETS[0]}@{host}/mlflow",
+        f"exp_manager.wandb_logger_kwargs.group=run-of-{SECRETS[1]}",
+        f"exp_manager.wandb_logger_kwargs.entity={SECRETS[2]}",
+        f"trainer.callbacks=[{{_target_:tests.Mine,api_token:{SECRETS[3]},steps:3}}]",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+    ]
+
+
+def test_files_of_a_run_have_no_secrets(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(state, "is_rank_zero", lambda: True)
+    monkeypatch.setenv("WANDB_API_KEY", SECRETS[1])
+    config = load(*given(tmp_path, host="host"))
+    save_config(config)
+    save_config(load(*given(tmp_path, host="other")))
+    build_logger(config, resumed_step=None).finalize("success")
+    assert capsys.readouterr().err == (
+        f"nemo-kto: {KEY} was https://***@host/mlflow when this was last started, and is https://***@other/mlflow\n"
+    )
+    written = {file.relative_to(tmp_path): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert [(name, secret) for name, text in written.items() for secret in SECRETS if secret.encode() in text] == []
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    for line in ("tracking_uri: https://***@other/mlflow", "group: run-of-***", "entity: '***'", "api_token: '***'"):
+        assert line in text
+    assert "steps: 3" in text
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert b"https://***@host/mlflow" in events.read_bytes()
+
+
+def test_mistakes_are_said_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli._refuse([ConfigError("tracking", "is not a key, got tracking=https://me:pass1word@host/x; remove it")], None)
+    assert capsys.readouterr().err.splitlines()[1] == "  tracking is not a key, got tracking=https://***@host/x; remove it"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://u:p/w@db:5432/runs", "postgresql://***@db:5432/runs"),
+        ("https://token@host", "https://***@host"),
+        ("https://host/x?api_key=abc&y=1", "https://host/x?api_key=***&y=1"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("me@host and a: b", "me@host and a: b"),
+    ],
+)
+def test_what_is_left_of_a_text(text: str, shown: str) -> None:
+    assert redacted(text) == shown
