@@ -10,6 +10,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.files import read_json
 from nemo_kto.models.lora_settings import LoRASettings
 
+CHECKPOINTS = "checkpoints"  # their folder in that of a run
 INFO = "trainer.json"
 _REMEDY = "take another checkpoint of the run"
 _DTYPES = ("bfloat16", "float32")

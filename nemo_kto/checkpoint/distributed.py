@@ -46,7 +46,6 @@ from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, re
 from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import device, state
 
-CHECKPOINTS = "checkpoints"  # their folder in that of a run
 _NAME = re.compile(r"step_(\d+)")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # not copied into every checkpoint
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
@@ -96,9 +95,13 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
         folder: of the checkpoints.
         monitor, mode: as of :class:`CheckpointManager`.
     """
-    kept = find_checkpoints(folder) if state.is_rank_zero() else []
-    ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
-    return state.from_rank_zero(min(ranked, key=lambda each: _rank(each, monitor, mode), default=None))
+
+    def find() -> Checkpoint | None:
+        kept = find_checkpoints(folder)
+        ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
+        return min(ranked, key=lambda each: _rank(each, monitor, mode), default=None)
+
+    return state.from_rank_zero(find)
 
 
 def _rank(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:

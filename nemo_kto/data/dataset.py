@@ -125,12 +125,8 @@ class KTODataset(_TokenDataset[KTOExample]):
 
     _sequences = ("prompt_ids", "response_ids")
 
-    def desirable_count(self) -> int:
-        """Number of desirable examples."""
-        return self._number_of("desirable")
-
     def _desirable(self) -> int:
-        return self.desirable_count()
+        return self._number_of("desirable")
 
 
 class DPODataset(_TokenDataset[DPOExample]):

@@ -17,7 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, CheckpointManager
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
@@ -61,7 +62,8 @@ def train(cfg: RunConfig) -> None:
         return
     check_export(cfg, start.data)
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
-    say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why)
+    resumed_step = start.run.resumed_step
+    say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
     trainer = build_trainer(cfg, policy, start)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with

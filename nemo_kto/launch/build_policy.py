@@ -13,9 +13,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
-from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.distributed import (
-    CHECKPOINTS,
     checkpoint_dtype,
     find_checkpoints,
     load_weights_only,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, best_checkpoint, load_weights_only
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.distributed import Checkpoint, best_checkpoint, load_weights_only
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, export_policy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, checkpoint_dtype, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.distributed import checkpoint_dtype, find_checkpoints
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
@@ -19,7 +20,7 @@ def resolve_precision(cfg: RunConfig) -> tuple[RunConfig, str]:
     Rank 0 decides for all ranks what auto becomes: a resumed run keeps the precision of its newest checkpoint, any other
     run takes bf16 where the machine computes faster with it.
     """
-    chosen, why = state.from_rank_zero(_choose(cfg) if state.is_rank_zero() else ("", ""))
+    chosen, why = state.from_rank_zero(lambda: _choose(cfg))
     return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})}), why
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.distributed import Checkpoint, find_checkpoints
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
@@ -25,13 +26,13 @@ class Resumption:
 
     Attributes:
         facts: what must stay when the run is resumed, for its checkpoints.
+        resumed_step: steps that are done already; None for a new run.
         finished: there is nothing left to do, in words; None otherwise.
-        refused: why it cannot be resumed; None otherwise.
     """
 
-    facts: Facts = field(default_factory=dict)
+    facts: Facts
+    resumed_step: int | None = None
     finished: str | None = None
-    refused: str | None = None
 
 
 def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
@@ -40,18 +41,15 @@ def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> R
     Raises:
         UserError: there is another run, or what must stay has changed; lists all of it.
     """
-    found = state.from_rank_zero(_look(cfg, data, trainer_cfg) if state.is_rank_zero() else Resumption())
-    if found.refused is not None:
-        raise UserError(found.refused)
-    return found
+    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg))
 
 
 def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
     folder = Path(cfg.exp_manager.explicit_log_dir)
     checkpoints = find_checkpoints(folder / CHECKPOINTS)
     if checkpoints and not cfg.exp_manager.resume_if_exists:
-        return Resumption(
-            refused=f"a new run must have a folder without checkpoints, but {folder / CHECKPOINTS} has {len(checkpoints)}, "
+        raise UserError(
+            f"a new run must have a folder without checkpoints, but {folder / CHECKPOINTS} has {len(checkpoints)}, "
             f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
         )
     facts = facts_of_run(cfg, data, trainer_cfg)
@@ -60,10 +58,9 @@ def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumpti
     if changed := differences(_facts_of(checkpoints[-1], facts), facts):
         count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
         lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
-        return Resumption(
-            refused="\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"])
-        )
-    return Resumption(facts=facts, finished=_finished(cfg, checkpoints[-1], trainer_cfg, len(data.train.batch_sampler)))
+        raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))
+    finished = _finished(cfg, checkpoints[-1], trainer_cfg, len(data.train.batch_sampler))
+    return Resumption(facts=facts, resumed_step=checkpoints[-1].step, finished=finished)
 
 
 def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:

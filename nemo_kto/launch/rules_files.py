@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
-from nemo_kto.checkpoint.checkpoint_files import check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.safetensors_files import find_weights, is_our_model
 from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_folder, is_whole_model
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
@@ -189,7 +189,7 @@ def _folders(cfg: RunConfig) -> Errors:
         written |= {key: path for key, (path, _) in exports.items() if path}
     for key, path in written.items():
         yield from _unwritable(key, Path(path))
-    checkpoints = Path(cfg.exp_manager.explicit_log_dir) / "checkpoints"
+    checkpoints = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
     if not cfg.exp_manager.resume_if_exists and (earlier := sorted(checkpoints.glob("step_*"))):
         text = f"must be true in a folder with checkpoints, got false and {earlier[-1]}; or choose another exp_manager.name"
         yield ConfigError("exp_manager.resume_if_exists", text, ("exp_manager.explicit_log_dir",))

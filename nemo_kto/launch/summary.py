@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.distributed import CHECKPOINTS, Checkpoint, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.distributed import Checkpoint, find_checkpoints
 from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.launch.build_data import RunData
@@ -22,7 +23,9 @@ from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
 
 
-def say_start(cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConfig, *, why_precision: str) -> None:
+def say_start(
+    cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConfig, *, why_precision: str, resumed_step: int | None
+) -> None:
     """Print, on rank 0, what is about to be trained."""
     if not state.is_rank_zero():
         return
@@ -41,7 +44,7 @@ def say_start(cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConf
         splits={name: _rows(cfg.recipe.unit, found.counts) for name, found in examples.items() if found is not None},
         steps=length.total_steps(batches),
         steps_per_epoch=length.steps_per_epoch(batches),
-        resumed_step=_resumed_step(cfg),
+        resumed_step=resumed_step,
         global_batch=cfg.model.global_batch_size,
         micro_batch=cfg.model.micro_batch_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
@@ -111,12 +114,6 @@ def _rows(unit: str, counts: SplitCounts) -> SplitRows:
         cut_prompts=counts.cut_prompts,
         cut_responses=counts.cut_responses,
     )
-
-
-def _resumed_step(cfg: RunConfig) -> int | None:
-    folder = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
-    found = find_checkpoints(folder) if cfg.exp_manager.resume_if_exists else []
-    return found[-1].step if found else None
 
 
 def _device() -> str:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -112,13 +112,6 @@ def broadcast_bool(answer: bool) -> bool:
     return bool(box.item())
 
 
-def from_rank_zero(value: Item) -> Item:
-    """Rank 0's value (anything that can be pickled), on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 @dataclass(frozen=True)
 class Problem:
     """Why a rank cannot go on, and whether that is a mistake of the user."""
@@ -135,6 +128,10 @@ class Problem:
     def error(self, failure: str = "{}") -> Exception:
         """What is raised: a UserError or a RuntimeError; ``failure`` with the text in the place of ``{}``."""
         return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
+
+    def while_waiting_for(self, whom: str) -> Exception:
+        """What the ranks raise that only waited for the one with the problem."""
+        return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
 
 
 def attempt(action: Callable[[], object]) -> Problem | None:
@@ -162,6 +159,26 @@ def on_rank_zero(action: Callable[[], object], failure: str) -> None:
     raise_together(attempt(action) if is_rank_zero() else None, failure)
 
 
+def from_rank_zero(action: Callable[[], Item]) -> Item:
+    """What ``action`` gives on rank 0 (anything that can be pickled), on every rank; collective.
+
+    If it fails, the other ranks fail with its message instead of waiting for the timeout.
+    """
+    box: list[Any] = [None, None]  # the result, the problem
+    try:
+        if is_rank_zero():
+            box[0] = action()
+    except BaseException as error:
+        box[1] = Problem.of(error)
+        raise
+    finally:
+        dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1].while_waiting_for("rank 0")
+    result: Item = box[0]
+    return result
+
+
 @contextlib.contextmanager
 def main_process_first() -> Iterator[None]:
     """Let the first process of each machine do the block (it fills a cache), then the others (they read it).
@@ -178,8 +195,7 @@ def main_process_first() -> Iterator[None]:
     finally:
         problem = _first_problem(problem)
     if problem is not None:
-        told = "{}" if problem.of_user else "the first process of a machine failed while the others waited for it: {}"
-        raise problem.error(told)
+        raise problem.while_waiting_for("the first process of a machine")
     if not first:
         yield
 

@@ -74,8 +74,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> 
     from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
     from nemo_kto.parallel import state
 
-    desirable = examples.desirable_count()
-    undesirable = len(examples) - desirable
+    desirable, undesirable = examples.counts.classes.values()
     weights = section.desirable_loss_weight, section.undesirable_loss_weight
     warnings = [one_class_warning(desirable, undesirable, lr)]
     if section.auto_balance:

@@ -245,17 +245,11 @@ def _where_zeros_belong(chunks: list[Any]) -> float:
     return largest
 
 
-def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path) -> CheckpointManager:
-    scheduler = build_scheduler(
-        optimizer=optimizer,
-        name="constant",
-        lr=LR,
-        min_lr=LR,
-        warmup_steps=0,
-        constant_steps=0,
-        max_steps=10,
-        weight_decay=WEIGHT_DECAY,
-    )
+def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **schedule: Any) -> CheckpointManager:
+    """Checkpoints of a model; ``schedule``: what differs from a constant learning rate."""
+    constant = {"name": "constant", "lr": LR, "min_lr": LR, "weight_decay": WEIGHT_DECAY}
+    steps = {"warmup_steps": 0, "constant_steps": 0, "max_steps": 10}
+    scheduler = build_scheduler(optimizer=optimizer, **(constant | steps | schedule))
     return CheckpointManager(
         folder=folder,
         chunks=chunks,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_kto.checkpoint.distributed import CheckpointManager
-from nemo_kto.models.optimizer import build_optimizer, build_scheduler
+from nemo_kto.models.optimizer import build_optimizer
 from nemo_kto.parallel import state
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
@@ -53,19 +53,8 @@ def built(model: Path, folder: Path, settings: Settings, dtype: torch.dtype, dis
         use_distributed_optimizer=distributed,
         **rates,
     )
-    lengths = {"warmup_steps": settings.warmup_steps, "max_steps": settings.max_steps, "constant_steps": 0}
-    scheduler = build_scheduler(optimizer=optimizer, name=settings.schedule, **rates, **lengths)
-    manager = CheckpointManager(
-        folder=folder,
-        chunks=chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        monitor="val_loss",
-        mode="min",
-        save_top_k=-1,
-        hugging_face_source=model,
-    )
-    return chunks, manager
+    lengths = {"warmup_steps": settings.warmup_steps, "max_steps": settings.max_steps}
+    return chunks, lora_jobs.manager_of(chunks, optimizer, folder, model, name=settings.schedule, **rates, **lengths)
 
 
 def take_step(chunks: list[Any], manager: CheckpointManager) -> None:

@@ -46,9 +46,11 @@ def fail_on_rank(culprit: int) -> list[str | None]:
             lambda: state.on_rank_zero(lambda: None, "no folder: {}"),
             lambda: state.on_rank_zero(refuse, "no export: {}"),
             refuse_first,
+            lambda: state.from_rank_zero(refuse),
             main_process_first,
+            lambda: state.from_rank_zero(break_here),
         )
-    ]
+    ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}")]
 
 
 def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
@@ -59,7 +61,11 @@ def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
         None,
         "UserError: no export: rows are broken; correct them",
         "UserError: rows are broken; correct them",
+        "UserError: rows are broken; correct them",
     ]
-    assert first == [*together, "OSError: disk of rank 0 is full"]
-    waited = "RuntimeError: the first process of a machine failed while the others waited for it: "
-    assert second == [*together, f"{waited}OSError: disk of rank 0 is full"]
+    own, said = "OSError: disk of rank 0 is full", "said by rank 0"
+    assert first == [*together, own, own, said]
+    waited = "failed while the others waited for it: OSError: disk of rank 0 is full"
+    assert second == [
+        *together, f"RuntimeError: the first process of a machine {waited}", f"RuntimeError: rank 0 {waited}", said
+    ]  # fmt: skip

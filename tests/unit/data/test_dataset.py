@@ -55,7 +55,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert TOKENIZER.decode(row.response_ids) == " answer 5<|im_end|>"
     assert row.prompt_ids.dtype == np.int32
     assert [each.desirable for each in dataset.__getitems__([5, 0, 5])] == [False, True, False]
-    assert dataset.desirable_count() == 4
+    assert dataset.counts.desirable == 4
 
 
 def test_rows_are_cut_to_seq_length(tmp_path: Path) -> None:
