@@ -275,6 +275,12 @@ def adapted(first: Folders, ranks: RankPool, tmp_path_factory: pytest.TempPathFa
     return folders
 
 
+def change_an_adapter(folder: Path) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] += 1
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: RankPool) -> None:
     before, tuning = adapted._replace(run=adapted.run.parent / "before"), "model.peft.lora_tuning"
     changed = [f"{tuning}.adapter_dim=8", f"{tuning}.target_modules=[q_proj,o_proj]", f"{tuning}.layer_selection=[1,2]"]
@@ -296,12 +302,24 @@ def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: Ra
     other = Path(shutil.copytree(given, tmp_path / "other"))
     ((printed, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
     assert (error, printed[:26]) == ("", "nemo-kto: already finished")
-    weights = load_file(other / "adapter_model.safetensors")
-    next(iter(weights.values()))[0, 0] += 1
-    save_file(weights, other / "adapter_model.safetensors", metadata={"format": "pt"})
+    change_an_adapter(other)
     ((_, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
     assert error.splitlines()[1:-1] == [
         f"  model.peft.restore_from_path must hold the same adapters in a resumed run, got others ({other}; then {given})"
+    ]
+
+
+def test_adapters_of_the_reference_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
+    given, run = adapted.run.parent / "adapter", adapted._replace(run=tmp_path / "run")
+    other = Path(shutil.copytree(given, tmp_path / "other"))
+    key = "model.reference.restore_from_path"
+    assert ranks.run(1, started, run, [f"{key}={given}"])[0].error == ""
+    ((printed, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
+    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
+    change_an_adapter(other)
+    ((_, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
+    assert error.splitlines()[1:-1] == [
+        f"  {key} must hold the same weights and configuration in a resumed run, got others ({other}; then {given})"
     ]
 
 
