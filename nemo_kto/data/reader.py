@@ -215,7 +215,7 @@ def _parse(raw: bytes) -> Row:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, an integer of thousands of digits, brackets without end
         raise RowError(f"not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
         raise RowError(f"a row must be a JSON object, got {show(row)}")

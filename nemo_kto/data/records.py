@@ -185,7 +185,7 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
     if "prompt" not in row or len(answer_keys) != 1:
         raise RowError(
             'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
-            f"got the keys {sorted(row)}"
+            f"got the keys {show(sorted(row), 300)}"
         )
     key = answer_keys[0]
     return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line, row)]
@@ -201,7 +201,7 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     if keys is None:
         raise RowError(
             'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
-            f"got the keys {sorted(row)}; unpaired feedback is for KTO"
+            f"got the keys {show(sorted(row), 300)}; unpaired feedback is for KTO"
         )
     good, bad = keys
     chosen, rejected = _pair(row, good, bad)
@@ -266,7 +266,7 @@ def _template(row: Row, *, plain: bool) -> dict[str, object]:
 def _tools(value: object) -> list[object]:
     try:
         tools = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, an integer of thousands of digits, brackets without end
         raise RowError(f'"tools" must be a list of JSON schemas, got a string that is not JSON ({error})') from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f'"tools" must be a list of JSON schemas, or that as a string of JSON, got {show(value)}')
@@ -278,7 +278,7 @@ def _label(row: Row) -> bool:
     if len(keys) != 1:
         raise RowError(
             'a row must have one of "preference" ("chosen" or "rejected") or "label" (true or false); '
-            f"got the keys {sorted(row)}"
+            f"got the keys {show(sorted(row), 300)}"
         )
     value = row[keys[0]]
     if keys[0] == "label":
@@ -379,7 +379,7 @@ def _messages(value: object, key: str) -> list[Message]:
     return value
 
 
-def show(value: object) -> str:
-    """A value as it is named in a message."""
+def show(value: object, length: int = 60) -> str:
+    """A value as it is named in a message, in at most ``length`` characters."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -28,7 +28,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.migration import forced
-from nemo_kto.launch.redaction import redacted
+from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, ranks
@@ -268,6 +268,7 @@ class Job:
         settings = HydraConfig.get()
         sweep = settings.mode == RunMode.MULTIRUN
         if sweep:
+            redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote it before the first job
             config.exp_manager.explicit_log_dir = settings.runtime.output_dir
         self.run(config, list(settings.overrides.task), sweep=sweep)
 

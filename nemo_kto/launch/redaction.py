@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from nemo_kto.files import publish_file
 from nemo_kto.launch.schema import RunConfig
 
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would be found in words too
 _SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"
 _NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
+_NAMED = re.compile(rf"\b((?:\w*_)?{_SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
 _IN_TEXT = (
     (re.compile(r"(?<=://)[^\s'\"]+(?=@)"), HIDDEN),  # who logs in to a server: user:password, or a token
     (re.compile(rf"([?&][\w.-]*{_SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
@@ -27,6 +30,16 @@ def redacted(text: str) -> str:
     for value in sorted(held, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return text
+
+
+def redact_file(file: Path) -> None:
+    """Take secrets out of a text file of another program, if it is there: what redacted() finds, and what a name shows."""
+    if not file.is_file():
+        return
+    text = file.read_text(encoding="utf-8")
+    if (public := _NAMED.sub(rf"\1{HIDDEN}", redacted(text))) != text:
+        with publish_file(file) as writing:
+            writing.write_text(public, encoding="utf-8")
 
 
 def public_config(config: RunConfig) -> dict[str, object]:

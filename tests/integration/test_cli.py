@@ -208,11 +208,16 @@ def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
-    """As above, with one job."""
+    """As above, with one job, and a password among the overrides, which Hydra writes into multirun.yaml."""
     env = pretend(tmp_path, TELL)
-    done = run([*CLI, "dpo", *GOOD, "--multirun", "model.seed=5", "trainer.devices=2"], cwd=tmp_path, env=env)
+    given = ["--multirun", "model.seed=5", "trainer.devices=2"]
+    given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
+    done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
+    told = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
+    assert told.count("https://***@host") == 3
+    assert "pass1word" not in told
 
 
 def test_a_job_of_a_sweep_without_ranks_is_no_rank_of_the_job_before_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -119,22 +118,3 @@ def said(good: list[str]) -> Said:
         return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep)
 
     return get
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    """A folder with a model, an adapter and rows that nothing is wrong with."""
-    from tests.unit.launch.hostile import make_adapter, make_model, write  # which import what this file holds
-
-    folder = tmp_path_factory.mktemp("whole")
-    make_model(folder / "model", tokenizer_folder)
-    make_adapter(folder / "adapter", folder / "model")
-    write(folder / "rows.jsonl", {"prompt": "p", "response": "r", "preference": "chosen"})
-    return folder
-
-
-@pytest.fixture
-def here(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    shutil.copytree(whole, tmp_path / "run")
-    return tmp_path / "run"

@@ -10,7 +10,7 @@ from nemo_kto.errors import ConfigError
 from nemo_kto.launch import cli
 from nemo_kto.launch.build import build_logger
 from nemo_kto.launch.compose import save_config
-from nemo_kto.launch.redaction import redacted
+from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.parallel import state
 from tests.unit.launch.conftest import Load
 
@@ -68,3 +68,16 @@ def test_mistakes_are_said_without_secrets(capsys: pytest.CaptureFixture[str]) -
 )
 def test_what_is_left_of_a_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
+
+
+def test_secrets_of_a_file_that_hydra_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "multirun.yaml"
+    redact_file(file)
+    file.write_text(
+        "- trainer.callbacks=[{_target_:tests.Mine,api_token:abc,steps:3}]\n- x=postgresql://u:p@db\n  password: 'a b'\n"
+    )
+    redact_file(file)
+    assert file.read_text() == (
+        "- trainer.callbacks=[{_target_:tests.Mine,api_token:***,steps:3}]\n- x=postgresql://***@db\n  password: ***\n"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.hostile import (
+from tests.hostile.folders import (
     GONE,
     Break,
     both,

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.errors import UserError
-from tests.unit.launch.hostile import (
+from tests.hostile.folders import (
     GONE,
     Break,
     both,
@@ -314,10 +314,6 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
 def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl") == []
     assert ranks_say(here / "model") is None
-
-
-def test_the_corpus_is_large_enough() -> None:
-    assert len(AT_START) + len(ON_RANKS) >= 89
 
 
 @pytest.mark.parametrize("case", AT_START)
