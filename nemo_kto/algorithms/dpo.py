@@ -67,7 +67,8 @@ class DPOTrainer:
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
-        self.callbacks = [*self.callbacks, CheckpointCallback(writer=self.ckpt_callback), LoggerCallback(logger=self.logger)]
+        checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
+        self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
         self._cfg = self._read_cfg()
         self.step = 0
         self.skipped_steps = 0
