@@ -183,7 +183,7 @@ def test_a_disk_that_is_full(ranks: RankPool, tiny_llama: Path, tmp_path: Path) 
         *before, last = first
         assert before
         assert set(before) == {"nothing"}
-        needs = rf"{re.escape(str(disk))}/run/step_{len(first):06d} needs \d\.\d\d MB, and there is room for \d\.\d\d MB"
+        needs = rf"{re.escape(str(disk))}/run/step_{len(first):06d} needs \d\.\d\d MB, and there is room for 0.10 GB"
         assert re.match(rf"UserError: the checkpoint could not be written: {needs} \(No space left on device\); free", last)
         assert sorted(os.listdir(disk / "run")) == [f"step_{step:06d}" for step in range(1, len(first))]
     finally:

@@ -162,8 +162,8 @@ def test_a_missing_permission_is_no_damage(code: int, is_damage: bool, folder: P
         with pytest.raises(UserError) as caught:
             newest_checkpoint(folder)
     assert str(caught.value) == (
-        f"{folder}/step_000006/state/__0_0.distcp cannot be read: {os.strerror(code)}; let this user read it, or see what is "
-        "wrong with the disk"
+        f"{folder}/step_000006/state/__0_0.distcp cannot be read: {os.strerror(code)}; let this user read it, or see "
+        "what is wrong with the disk"
     )
 
 
@@ -189,5 +189,5 @@ def test_the_base_model_of_adapters_may_be_corrected_by_hand(folder: Path) -> No
     edited(lambda info: info["adapters"].update(base_model="/models/new"))(checkpoint)
     assert check_checkpoint(checkpoint) == Path("/models/new")
     edited(lambda info: info["adapters"]["settings"].update(rank=3))(checkpoint)
-    with pytest.raises(UserError, match="trainer.json has another content"):
+    with pytest.raises(UserError, match=r"trainer\.json has another content"):
         check_checkpoint(checkpoint)

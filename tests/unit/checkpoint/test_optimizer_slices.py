@@ -17,9 +17,8 @@ def test_rectangles_are_the_piece(shape: tuple[int, ...]) -> None:
     whole = torch.arange(length).view(shape)
     for start, end in itertools.combinations(range(length + 1), 2):
         found = list(blocks(shape, start, end))
-        parts = [
-            whole[tuple(slice(at, at + size) for at, size in zip(each.offsets, each.sizes, strict=True))] for each in found
-        ]
+        slices = [[slice(at, at + size) for at, size in zip(each.offsets, each.sizes, strict=True)] for each in found]
+        parts = [whole[tuple(of_axes)] for of_axes in slices]
         assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, end))
         assert [each.start for each in found] == [int(part.flatten()[0]) for part in parts]
         assert len(found) <= 2 * len(shape) - 1
