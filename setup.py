@@ -62,7 +62,7 @@ setup(
             "trl==1.5.1",
         ],
     },
-    entry_points={"console_scripts": ["nemo-kto = nemo_kto.launch.cli:main"]},
+    entry_points={"console_scripts": ["nemo-kto = nemo_kto.launch.entry:main"]},
     classifiers=[
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",

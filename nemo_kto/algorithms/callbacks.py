@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer
+from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 
@@ -66,7 +66,8 @@ class LoggerCallback(Callback):
         self.logger.log_metrics(event.report, event.step)
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
-        self.logger.log_metrics(report, trainer.step)
+        if report:
+            self.logger.log_metrics(report, trainer.step)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self.logger.finalize("success")
@@ -77,14 +78,32 @@ class LoggerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointCallback(Callback):
-    """Writes a checkpoint when one is due."""
+    """Begins a checkpoint when one is due, and logs how long it took once it is complete, which may be some steps later.
+
+    When the run fails, what is not complete is left behind.
+    """
 
     writer: CheckpointWriter
+    logger: MetricsLogger
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        self._log(self.writer.poll())
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         with trainer.timers.phase("checkpoint"):
-            self.writer.save(trainer.state_dict(), trainer.monitored)
-        report["timing/checkpoint"] = trainer.timers.report_and_reset()["checkpoint"]
+            self._log(self.writer.finish())
+            self._log(self.writer.save(trainer.state_dict(), trainer.monitored))
+        trainer.timers.report_and_reset()  # it is no phase of a step
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        with trainer.timers.phase("checkpoint"):
+            self._log(self.writer.finish())
+
+    def _log(self, written: WrittenCheckpoint | None) -> None:
+        """Under the step of the checkpoint."""
+        if written is not None:
+            times = {"timing/checkpoint": written.seconds, "timing/checkpoint_stall": written.stall_seconds}
+            self.logger.log_metrics(times, written.step)
 
 
 @dataclass(kw_only=True, eq=False)

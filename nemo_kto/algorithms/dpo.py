@@ -70,7 +70,8 @@ class DPOTrainer:
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
 
     def __post_init__(self) -> None:
-        self.callbacks = [*self.callbacks, CheckpointCallback(writer=self.ckpt_callback), LoggerCallback(logger=self.logger)]
+        checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
+        self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
         self._cfg = self._read_cfg()
         self.step = 0
         self.validation_due = False  # it was due at the present step, and a stop left it out

@@ -71,10 +71,26 @@ class MetricsLogger(Protocol):
     def finalize(self, status: str) -> None: ...
 
 
-class CheckpointWriter(Protocol):
-    """What writes a checkpoint; collective."""
+class WrittenCheckpoint(Protocol):
+    """A checkpoint that is complete: its step, seconds from the request to that, and how many of them training waited."""
 
-    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def stall_seconds(self) -> float: ...
+
+
+class CheckpointWriter(Protocol):
+    """What writes checkpoints, at once or while training goes on; collective. Each is returned once, when it is complete.
+
+    ``save`` begins one and finishes the one before it, ``poll`` looks whether it is complete, ``finish`` waits for it.
+    """
+
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> WrittenCheckpoint | None: ...
+    def poll(self) -> WrittenCheckpoint | None: ...
+    def finish(self) -> WrittenCheckpoint | None: ...
 
 
 class Trainer(Protocol):

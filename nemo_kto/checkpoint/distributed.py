@@ -4,120 +4,60 @@
       state/        weights, optimizer and schedule, loadable at any layout
       rng/          generators of each rank, used at the same layout
       hf/           configuration and tokenizer: the checkpoint needs no other folder
-      trainer.json  where the run stands, what it is of, its metrics, the layout and the versions
+      trainer.json  where the run stands, what it is of, its metrics, the layout, the versions, and the hashes of all files
 
 A model with adapters is saved as only its adapters; trainer.json then names the base model.
 
-A checkpoint is written under another name and gets its own by one rename, when all of it is on disk: a folder with a
-checkpoint's name is complete.
+A checkpoint is written under another name, by a thread of each rank while training goes on. It gets its own by one rename,
+when the part of every rank is on disk: a folder with a checkpoint's name is complete.
 """
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
-import logging
-import math
 import queue
-import random
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import megatron.core
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.checkpoint import model_state
-from nemo_kto.checkpoint.checkpoint_files import INFO
+from nemo_kto.checkpoint.checkpoint_files import (
+    INFO,
+    Checkpoint,
+    Written,
+    checkpoint_folder,
+    find_checkpoints,
+    hash_file,
+    info_text,
+)
+from nemo_kto.checkpoint.choose import rank_by, verify
+from nemo_kto.checkpoint.companions import read_companions
+from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.checkpoint.restricted import load_plain, load_state
+from nemo_kto.checkpoint.writing import NO_ROOM, FileWriter, PlannedSave, Write, bytes_to_write, write_file, writes
+from nemo_kto.errors import UserError
 from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import device, state
 
-_NAME = re.compile(r"step_(\d+)")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # not copied into every checkpoint
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
-
-
-class _Info(TypedDict, total=False):
-    """The content of a trainer.json; earlier versions lack reference and run, plain models the adapters."""
-
-    trainer: dict[str, int]
-    metrics: dict[str, float]
-    dtype: str
-    layout: dict[str, int]
-    distributed_optimizer: bool
-    files: dict[str, int]
-    adapters: dict[str, object]
-    moving_reference: bool
-    run: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: its folder, and the content of its trainer.json."""
-
-    folder: Path
-    step: int
-    info: _Info
-
-
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, oldest first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if name := _NAME.fullmatch(path.name):
-            if (info := _whole(path)) is not None:
-                found.append(Checkpoint(path, int(name[1]), info))
-            else:
-                logging.getLogger(__name__).warning("%s is damaged and not used: files are missing or cut short", path)
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-
-def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
-    """The checkpoint of a run with the best metric, the newest of equals; None if none has that metric.
-
-    Collective: rank 0 decides for all ranks.
-
-    Args:
-        folder: of the checkpoints.
-        monitor, mode: as of :class:`CheckpointManager`.
-    """
-
-    def find() -> Checkpoint | None:
-        kept = find_checkpoints(folder)
-        ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
-        return min(ranked, key=lambda each: _rank(each, monitor, mode), default=None)
-
-    return state.from_rank_zero(find)
-
-
-def _rank(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
-    """The smaller, the better."""
-    value, sign = checkpoint.info["metrics"].get(monitor), 1.0 if mode == "min" else -1.0
-    return (math.inf if value is None else sign * value, -checkpoint.step)
-
-
-def _whole(path: Path) -> _Info | None:
-    """Content of a checkpoint's trainer.json; None if that, or a file it lists, is not as it was written."""
-    try:
-        info = json.loads((path / INFO).read_text(encoding="utf-8"))
-        intact = all((path / name).stat().st_size == size for name, size in info["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return info if intact else None
+_MORE_ROOM = "free some room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
@@ -132,15 +72,16 @@ def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else.
+    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else; collective.
 
     Of a checkpoint of adapters only these are loaded, and the base model stays as it is; of any other checkpoint all but
     the adapters.
 
     Raises:
         ValueError: the checkpoint holds other adapters than the model has.
-        UserError: a file of it holds what could run.
+        UserError: it is damaged, or a file of it holds what could run.
     """
+    verify(path, ("state", "hf"))
     saved = saved_adapters(path)
     if saved is not None:
         model_state.check_adapters(saved, chunks)
@@ -148,9 +89,38 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrittenCheckpoint:
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: of the run.
+        seconds: from the request to the complete checkpoint.
+        stall_seconds: of these, how long training waited.
+    """
+
+    step: int
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(kw_only=True, eq=False)
+class _Save:
+    """A checkpoint that is being written."""
+
+    final: Path
+    step: int
+    info: dict[str, Any]
+    need: int  # bytes, over all ranks
+    started: float
+    stall_seconds: float = 0.0
+    thread: FileWriter | None = None
+    results: list[Any] = field(default_factory=list)
+
+
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Writes the checkpoints of a run, finds the newest, and removes those that are no longer wanted.
+    """Writes the checkpoints of a run, loads one, and removes those that are no longer wanted.
 
     Attributes:
         folder: where the checkpoints go.
@@ -160,10 +130,14 @@ class CheckpointManager:
         monitor: name of the metric that ranks checkpoints.
         mode: 'min' or 'max', whether small or large is good.
         save_top_k: checkpoints to keep besides the last; -1 keeps all.
+        async_save: whether training goes on while a checkpoint is written.
         hugging_face_source: folder whose configuration and tokenizer belong to the model.
         base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
         reference_weights: the weights of a reference that is synced; None for a reference that never changes.
         run: what must stay when the run is resumed; kept in every checkpoint.
+
+    Raises:
+        UserError: a file that belongs into every checkpoint lies outside its folder.
     """
 
     folder: Path
@@ -173,6 +147,7 @@ class CheckpointManager:
     monitor: str
     mode: str
     save_top_k: int
+    async_save: bool
     hugging_face_source: Path
     base_model: Path | None = None
     reference_weights: SwappedWeights | None = None
@@ -180,63 +155,102 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         self._adapters = model_state.adapters_of(self.chunks)
-        self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        # Results of a save travel within this process. The default starts a server process for them, which costs seconds
-        # and outlives a rank that is killed.
+        self._planned = PlannedSave("torch_dist", 1, thread_count=1)
+        # What several data-parallel ranks hold is shared out among them, once: its structure stays the same.
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._strategy = FullyParallelSaveStrategyWrapper(self._planned, group, do_cache_distribution=True)
+        # megatron-core would start a server process for the results of a save, which costs seconds and outlives a rank that
+        # is killed. They do not go that way here.
         filesystem_async._results_queue = queue.Queue()
-        state.on_rank_zero(self._clear_leftovers, _NOT_WRITTEN)
+        self._save: _Save | None = None
+        self._companions: dict[str, bytes] = {}
+        state.on_rank_zero(self._prepare, "{}")
 
-    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
-        """Write a checkpoint; collective. The one before it is safe until this one is complete.
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
+        """Begin a checkpoint of what is now; collective. One that is being written is finished first.
+
+        Returns:
+            The checkpoint, without ``async_save``; else None, and :meth:`poll` gives it.
 
         Raises:
+            UserError: there is no room for it; says how much it needs, on every rank.
             RuntimeError: it could not be written; says why on every rank.
         """
-        final = self.folder / f"step_{trainer_state['step']:06d}"
-        partial = partial_folder(final)
-        state.on_rank_zero(lambda: self._begin(final), _NOT_WRITTEN)
+        started = time.monotonic()
+        self.finish()
+        sharded = self._state(is_loading=False)
+        need = _sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
+        final = checkpoint_folder(self.folder, trainer_state["step"])
+        info = self._info(trainer_state, metrics)
+        self._save = save = _Save(final=final, step=trainer_state["step"], info=info, need=need, started=started)
+        self._on_rank_zero(lambda: self._begin(save))
         try:
-            sharded, folder = self._state(is_loading=False), str(partial / "state")
-            dist_checkpointing.save(sharded, folder, sharded_strategy=self._strategy, validate_access_integrity=False)
-            torch.save(_rng_state(), partial / "rng" / f"{state.rank():05d}.pt")
+            self._plan(sharded, partial_folder(final) / "state")
+            files, save.results = self._planned.take_files(sharded)
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
-        torch.distributed.barrier()
-        info = {"trainer": dict(trainer_state), "metrics": dict(metrics), "dtype": model_state.dtype_name(self.chunks)}
-        if self._adapters is not None:
-            info["adapters"] = model_state.adapters_info(self._adapters, self.base_model or self.hugging_face_source)
-        info["moving_reference"] = self.reference_weights is not None
-        info["run"] = dict(self.run)
-        info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
-        info |= {"layout": _layout(), "distributed_optimizer": is_distributed(self.optimizer)}
-        state.on_rank_zero(lambda: self._publish(final, info), _NOT_WRITTEN)
+        generators = io.BytesIO()
+        torch.save(get_rng_state(), generators)
+        parts: dict[str, Write] = {f"state/{name}": write for name, write in files.items()}
+        parts[f"rng/{state.rank():05d}.pt"] = writes(generators.getvalue())
+        save.thread = FileWriter(folder=partial_folder(final), files=parts)
+        save.thread.start()
+        save.stall_seconds = time.monotonic() - started
+        return None if self.async_save else self.finish()
 
-    def load_latest(self) -> dict[str, int] | None:
-        """Put everything back as the newest checkpoint has it; collective.
+    def poll(self) -> WrittenCheckpoint | None:
+        """The checkpoint that is being written, once the parts of all ranks are on disk: it then gets its name. Collective.
+
+        Raises:
+            UserError: the disk is full; says how much it needs, on every rank.
+            RuntimeError: some rank could not write its part; says why, on every rank.
+        """
+        if (save := self._save) is None or save.thread is None:
+            return None
+        began = time.monotonic()
+        is_busy, has_failed = _any_rank(save.thread.is_alive(), save.thread.problem is not None)
+        if has_failed:
+            self._raise_together(save.thread.problem)
+        if is_busy:
+            save.stall_seconds += time.monotonic() - began
+            return None
+        self._complete(save)
+        self._save = None
+        now = time.monotonic()
+        stall = save.stall_seconds + now - began
+        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
+
+    def finish(self) -> WrittenCheckpoint | None:
+        """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
+        if (save := self._save) is None or save.thread is None:
+            return None
+        began = time.monotonic()
+        save.thread.join()
+        save.stall_seconds += time.monotonic() - began
+        return self.poll()
+
+    def load(self, checkpoint: Checkpoint) -> dict[str, int]:
+        """Put everything back as a checkpoint has it; collective.
 
         Generators are put back where the layout is the one that was saved.
 
         Returns:
-            The trainer's state; None if there is no checkpoint.
+            The trainer's state.
 
         Raises:
             ValueError: it holds other adapters.
             UserError: a file of it holds what could run.
         """
-        checkpoints = find_checkpoints(self.folder)
-        if not checkpoints:
-            return None
-        newest = checkpoints[-1]
-        model_state.check_adapters(model_state.adapters_in(newest.info), self.chunks)
-        loaded = load_state(self._state(is_loading=True), newest.folder / "state")
+        model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
+        loaded = load_state(self._state(is_loading=True), checkpoint.folder / "state")
         model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
         if self.reference_weights is not None:
             model_state.load_reference(self.chunks, self.reference_weights, loaded)
         load_optimizer_state(self.optimizer, loaded)
         self.scheduler.load_state_dict(loaded["scheduler"])
-        if newest.info["layout"] == _layout():
-            _set_rng_state(load_plain(newest.folder / "rng" / f"{state.rank():05d}.pt"))
-        return {name: int(value) for name, value in newest.info["trainer"].items()}
+        if checkpoint.info["layout"] == _layout():
+            set_rng_state(load_plain(checkpoint.folder / "rng" / f"{state.rank():05d}.pt"))
+        return {name: int(value) for name, value in checkpoint.info["trainer"].items()}
 
     def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = self._adapters is not None
@@ -248,30 +262,123 @@ class CheckpointManager:
             reference = model_state.sharded_reference(self.chunks, self.reference_weights)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
-    def _begin(self, final: Path) -> None:
-        partial = start_folder(final)
-        for name in ("state", "rng", "hf"):
-            (partial / name).mkdir()
-        for file in self.hugging_face_source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copy2(file, partial / "hf")
+    def _info(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The trainer.json of a checkpoint, without its files."""
+        info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
+        info["dtype"] = model_state.dtype_name(self.chunks)
+        if self._adapters is not None:
+            info["adapters"] = model_state.adapters_info(self._adapters, self.base_model or self.hugging_face_source)
+        info["moving_reference"] = self.reference_weights is not None
+        info["run"] = dict(self.run)
+        info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+        return info | {"layout": _layout(), "distributed_optimizer": is_distributed(self.optimizer)}
 
-    def _publish(self, final: Path, info: Mapping[str, object]) -> None:
-        partial = partial_folder(final)
-        # the files without which the checkpoint cannot be loaded
-        files = [file for part in ("state", "rng") for file in sorted((partial / part).rglob("*")) if file.is_file()]
-        info = {**info, "files": {str(file.relative_to(partial)): file.stat().st_size for file in files}}
-        (partial / INFO).write_text(json.dumps(info, indent=2), encoding="utf-8")
-        publish_folder(final, durable=True)  # a folder of this name is damaged, or the run would have been resumed from it
-        *older, _ = find_checkpoints(self.folder)
-        if self.save_top_k >= 0:
-            for checkpoint in sorted(older, key=lambda each: _rank(each, self.monitor, self.mode))[self.save_top_k :]:
-                remove_folder(checkpoint.folder)
-
-    def _clear_leftovers(self) -> None:
+    def _prepare(self) -> None:
+        self._companions = read_companions(self.hugging_face_source)
         for start in (WRITING, REMOVING):
             for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)
+
+    def _begin(self, save: _Save) -> None:
+        """Make the folder that is written to, with the files of the model, where there is room for all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if save.need > shutil.disk_usage(self.folder).free:
+            raise self._no_room(save)
+        partial = start_folder(save.final)
+        save.info["files"] = {}
+        for name in ("state", "rng", "hf"):
+            (partial / name).mkdir()
+        for name, content in self._companions.items():
+            file = partial / "hf" / name
+            file.parent.mkdir(exist_ok=True)
+            save.info["files"][f"hf/{name}"] = write_file(file, writes(content))
+
+    def _plan(self, sharded: ShardedStateDict, folder: Path) -> None:
+        """Let megatron-core write what all ranks have in common, and say what each has to write; collective."""
+        newer = {"async_strategy": "mcore"}  # of which megatron-core 0.19 has several
+        options = newer if newer.keys() <= inspect.signature(dist_checkpointing.save).parameters.keys() else {}
+        dist_checkpointing.save(
+            sharded,
+            str(folder),
+            sharded_strategy=self._strategy,
+            validate_access_integrity=False,
+            async_sharded_save=True,
+            **options,
+        )
+
+    def _complete(self, save: _Save) -> None:
+        """Let a checkpoint whose parts are all on disk appear under its name; collective."""
+        assert save.thread is not None
+        of_ranks: list[Any] = [None] * state.world_size()
+        mine = (save.results, save.thread.written)
+        torch.distributed.gather_object(mine, of_ranks if state.is_rank_zero() else None, dst=0)
+        self._on_rank_zero(lambda: self._publish(save, of_ranks))
+
+    def _publish(self, save: _Save, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
+        partial = partial_folder(save.final)
+        self._planned.write_index([results for results, _ in of_ranks])
+        files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
+        for file in (partial / "state").iterdir():  # the small ones, which megatron-core has written
+            name = file.relative_to(partial).as_posix()
+            files.setdefault(name, hash_file(file))
+        info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
+        (partial / INFO).write_text(info_text(info), encoding="utf-8")
+        publish_folder(
+            save.final, durable=True
+        )  # a folder of this name is damaged, or the run would have been resumed from it
+        if self.save_top_k >= 0:
+            older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
+            for checkpoint in sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))[self.save_top_k :]:
+                remove_folder(checkpoint.folder)
+
+    def _on_rank_zero(self, action: Callable[[], object]) -> None:
+        """Do a part of the present save on rank 0; all ranks succeed, or all fail and nothing of it is left."""
+        error = None
+        try:
+            if state.is_rank_zero():
+                action()
+        except Exception as caught:
+            error = caught
+        if _any_rank(error is not None)[0]:
+            self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Give up the present save for the error of some rank, remove what was written, and raise; collective."""
+        save = self._save
+        assert save is not None
+        self._save = None
+        if save.thread is not None:
+            save.thread.stop()
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            error = self._no_room(save, error)
+        problem = None if error is None else state.Problem.of(error)
+        torch.distributed.barrier()  # all have stopped
+        if state.is_rank_zero():
+            shutil.rmtree(partial_folder(save.final), ignore_errors=True)
+        state.raise_together(problem, _NOT_WRITTEN)
+
+    def _no_room(self, save: _Save, error: OSError | None = None) -> UserError:
+        room = shutil.disk_usage(self.folder).free
+        why = "" if error is None else f" ({error.strerror})"
+        told = f"{save.final} needs {_size(save.need)}, and there is room for {_size(room)}{why}"
+        return UserError(f"{told}; {_MORE_ROOM}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def _sum_over_ranks(count: int) -> int:
+    box = torch.tensor(count, dtype=torch.int64, device=device.current_device())
+    torch.distributed.all_reduce(box)
+    return int(box)
+
+
+def _any_rank(*answers: bool) -> list[bool]:
+    """For each answer, whether it is yes on any rank; collective."""
+    box = torch.tensor([int(answer) for answer in answers], device=device.current_device())
+    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
+    return [bool(answer) for answer in box.tolist()]
 
 
 def _layout() -> dict[str, int]:
@@ -280,23 +387,3 @@ def _layout() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
     }
-
-
-def _rng_state() -> dict[str, Any]:
-    kept = np.random.get_state(legacy=False)
-    assert isinstance(kept, dict)
-    return {
-        "torch": torch.get_rng_state(),
-        "device": device.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-        "python": random.getstate(),
-        "numpy": json.dumps(kept, default=np.ndarray.tolist),
-    }
-
-
-def _set_rng_state(kept: Mapping[str, Any]) -> None:
-    torch.set_rng_state(kept["torch"])
-    device.set_rng_state(kept["device"])
-    get_cuda_rng_tracker().set_states(kept["tracker"])
-    random.setstate(kept["python"])
-    np.random.set_state(json.loads(kept["numpy"]))

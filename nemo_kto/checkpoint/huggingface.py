@@ -20,7 +20,7 @@ from nemo_kto.models.architecture import Architecture
 
 _SHOWN = 20  # differences; a model of the wrong size differs everywhere
 # What transformers, and the engines that serve its models, read beside the weights and config.json.
-_COMPANIONS = (
+COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates",
@@ -110,7 +110,7 @@ def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:
     config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
     config["torch_dtype"] = dtype_name(chunks)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in _COMPANIONS:
+    for name in COMPANIONS:
         if (source / name).is_dir():
             shutil.copytree(source / name, partial / name)
         elif (source / name).is_file():

@@ -13,10 +13,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.optimizer import MegatronOptimizer
 
+from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.parallel import device
 
-# canonical tensors, in the shapes of the weights: any layout can read them
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+# Canonical tensors, in the shapes of the weights, that any layout can read; what a rank writes is up to optimizer_slices.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
@@ -32,6 +33,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
                 part._init_optimizer_states_with_dummy_values()
             if is_distributed(part):
                 stack.enter_context(_counter_of_nothing(part.optimizer, step))
+                stack.enter_context(_in_slices(part))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
     for form in [sharded] if len(parts) == 1 else [sharded[number] for number in range(len(parts))]:
         inner = form.get("optimizer", form)
@@ -57,7 +59,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
         if tensors is not None:
             for kept in part.optimizer.state.values():
                 kept.pop("step", None)
-            part.load_parameter_state_from_fully_reshardable(tensors)
+            load_slices(part, tensors)
         if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one too
             for kept in part.optimizer.state.values():
                 # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
@@ -103,9 +105,26 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 @contextlib.contextmanager
+def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
+    """Let the distributed optimizer give its state as slices, in the place of its own form."""
+
+    def of_part(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
+        return sharded_slices(part, model_state, is_loading=is_loading)
+
+    part.sharded_param_state_fully_reshardable = of_part
+    try:
+        yield
+    finally:
+        del part.sharded_param_state_fully_reshardable
+
+
+@contextlib.contextmanager
 def _counter_of_nothing(optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-    """The distributed optimizer asks torch's Adam for its counter, also on a stage that has nothing to train and so none."""
-    nothing = isinstance(optimizer, torch.optim.Adam) and not any(group["params"] for group in optimizer.param_groups)
+    """The distributed optimizer asks torch's Adam for its counter, also where it has none.
+
+    That is on a stage that has nothing to train, and where no step has been taken.
+    """
+    nothing = isinstance(optimizer, torch.optim.Adam) and not optimizer.state
     if nothing:
         # a string where parameters are expected: what is no tensor passes through state_dict as it is
         optimizer.state["nothing"] = {"step": torch.tensor(float(step))}  # type: ignore[index]

@@ -138,7 +138,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
         run=start.run.facts,
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
-    resumed = checkpoints.load_latest()
+    resumed = None if start.run.checkpoint is None else checkpoints.load(start.run.checkpoint)
     resumed_step = None if resumed is None else resumed["step"]
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=trainer_cfg,

@@ -14,12 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
-from nemo_kto.checkpoint.distributed import (
-    checkpoint_dtype,
-    find_checkpoints,
-    load_weights_only,
-    saved_adapters,
-)
+from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.distributed import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.checkpoint.huggingface import check_weights, export, load_weights
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
@@ -179,14 +175,15 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
 
     Raises:
-        UserError: there is no complete checkpoint, or none with adapters for ``adapter``; or ``out`` is in the way.
+        UserError: there is no checkpoint, none that is as it was written, or none with adapters for ``adapter``; or ``out``
+            is in the way.
     """
     if not is_checkpoint(checkpoint):
-        complete = find_checkpoints(checkpoint / CHECKPOINTS)
-        if not complete:
+        newest = newest_checkpoint(checkpoint / CHECKPOINTS)
+        if newest is None:
             told = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
             raise UserError(f"{told}; correct the path")
-        checkpoint = complete[-1].folder
+        checkpoint = newest.folder
     check_checkpoint(checkpoint)
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:

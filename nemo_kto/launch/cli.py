@@ -1,4 +1,4 @@
-"""The commands: `nemo-kto kto`, `dpo`, `export` and `data preview`, and what examples/ calls.
+"""The commands: `nemo-kto kto`, `dpo`, `export`, `checkpoint` and `data preview`, and what examples/ calls.
 
 A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
 starts its own, or runs here as the one rank there is.
@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from nemo_kto import __version__
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
+from nemo_kto.launch.entry import look_at_checkpoints
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.migration import forced
 from nemo_kto.launch.redaction import redact_file, redacted
@@ -50,6 +51,10 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a jsonl file as the model sees them.
+
+  nemo-kto checkpoint ls RUN
+  nemo-kto checkpoint verify RUN|CHECKPOINT
+      Show the checkpoints of a run; compare every file with its hash.
 
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and meaning
@@ -91,12 +96,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         _export(arguments[1:])
     elif arguments[:2] == ["data", "preview"]:
         _preview(arguments[2:])
+    elif command == "checkpoint":
+        look_at_checkpoints(arguments[1:])
     elif command == "--version":
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
-        known, command = f"{', '.join(RECIPES)}, export or data preview", " ".join(arguments[: 1 + (command == "data")])
+        known, command = (
+            f"{', '.join(RECIPES)}, export, checkpoint or data preview",
+            " ".join(arguments[: 1 + (command == "data")]),
+        )
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
 

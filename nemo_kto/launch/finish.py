@@ -7,8 +7,9 @@ from pathlib import Path
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
-from nemo_kto.checkpoint.distributed import Checkpoint, best_checkpoint, load_weights_only
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint
+from nemo_kto.checkpoint.choose import best_checkpoint
+from nemo_kto.checkpoint.distributed import load_weights_only
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, export_policy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
-from nemo_kto.checkpoint.distributed import checkpoint_dtype, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, find_checkpoints
+from nemo_kto.checkpoint.distributed import checkpoint_dtype
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
 from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support

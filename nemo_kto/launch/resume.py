@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
-from nemo_kto.checkpoint.distributed import Checkpoint, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, named_checkpoints
+from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
@@ -26,41 +26,57 @@ class Resumption:
 
     Attributes:
         facts: what must stay when the run is resumed, for its checkpoints.
-        resumed_step: steps that are done already; None for a new run.
+        checkpoint: that it resumes from, the same on every rank; None for a new run.
         finished: there is nothing left to do, in words; None otherwise.
     """
 
     facts: Facts
-    resumed_step: int | None = None
+    checkpoint: Checkpoint | None = None
     finished: str | None = None
+
+    @property
+    def resumed_step(self) -> int | None:
+        """Steps that are done already; None for a new run."""
+        return None if self.checkpoint is None else self.checkpoint.step
 
 
 def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
-    """What is known of the run in the run folder, the same on every rank; collective. Rank 0 reads, and nothing is written.
+    """What is known of the run in the run folder, the same on every rank; collective. Nothing is written.
+
+    Here it is decided which checkpoint the run resumes from.
 
     Raises:
-        UserError: there is another run, or what must stay has changed; lists all of it.
+        UserError: there is another run, what must stay has changed (lists all of it), or all checkpoints are damaged.
     """
-    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg))
+    if not cfg.exp_manager.resume_if_exists:
+        state.from_rank_zero(lambda: _refuse_checkpoints(cfg))
+    newest = newest_checkpoint(_checkpoints(cfg))
+    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg, newest))
 
 
-def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
-    folder = Path(cfg.exp_manager.explicit_log_dir)
-    checkpoints = find_checkpoints(folder / CHECKPOINTS)
-    if checkpoints and not cfg.exp_manager.resume_if_exists:
+def _checkpoints(cfg: RunConfig) -> Path:
+    return Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
+
+
+def _refuse_checkpoints(cfg: RunConfig) -> None:
+    if steps := list(named_checkpoints(_checkpoints(cfg)).values()):
         raise UserError(
-            f"a new run must have a folder without checkpoints, but {folder / CHECKPOINTS} has {len(checkpoints)}, "
-            f"the last of step {checkpoints[-1].step}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
+            f"a new run must have a folder without checkpoints, but {_checkpoints(cfg)} has {len(steps)}, "
+            f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
         )
+
+
+def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig, newest: Checkpoint | None) -> Resumption:
+    folder = Path(cfg.exp_manager.explicit_log_dir)
     facts = facts_of_run(cfg, data, trainer_cfg)
-    if not checkpoints:
+    if newest is None:
         return Resumption(facts=facts)
-    if changed := differences(_facts_of(checkpoints[-1], facts), facts):
+    if changed := differences(_facts_of(newest, facts), facts):
         count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
         lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
         raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))
-    finished = _finished(cfg, checkpoints[-1], trainer_cfg, len(data.train.batch_sampler))
-    return Resumption(facts=facts, resumed_step=checkpoints[-1].step, finished=finished)
+    finished = _finished(cfg, newest, trainer_cfg, len(data.train.batch_sampler))
+    return Resumption(facts=facts, checkpoint=newest, finished=finished)
 
 
 def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:

@@ -107,6 +107,7 @@ class CheckpointConfig(Section):
     monitor: Name
     mode: Literal["min", "max"]
     save_top_k: Annotated[int, Ge(-1), Remedy("-1 keeps all checkpoints, 0 only the last")]
+    async_save: bool
 
 
 class ExpManagerConfig(Section):

@@ -10,8 +10,7 @@ from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
-from nemo_kto.checkpoint.distributed import Checkpoint, find_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.launch.build_data import RunData

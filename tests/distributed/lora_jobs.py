@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
+from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.models.architecture import Architecture, read_architecture
@@ -258,6 +259,7 @@ def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **
         monitor="val_loss",
         mode="min",
         save_top_k=-1,
+        async_save=False,
         hugging_face_source=source,
     )
 
@@ -277,7 +279,8 @@ def train_and_save(
     if settings is not None:  # from a B that is not zero, or nothing that is wrong with A shows in the first step
         _perturb_b(chunks)
         optimizer.reload_model_params()
-    done = (manager.load_latest() or {"step": 0})["step"]
+    newest = newest_checkpoint(run)
+    done = 0 if newest is None else manager.load(newest)["step"]
     norms = []
     for _ in range(done, steps):
         backward(chunks)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.models.optimizer import build_optimizer
 from nemo_kto.parallel import state
@@ -100,7 +101,9 @@ def resumed_with_other_settings(model: Path, folder: Path) -> dict[str, Any]:
             take_step(chunks, manager)
         manager.save({"step": 2}, {})
         chunks, manager = built(model, folder / name, AFTER, dtype, distributed)
-        manager.load_latest()
+        newest = newest_checkpoint(folder / name)
+        assert newest is not None
+        manager.load(newest)
         found[name] = watched_step(chunks, manager, AFTER, number=3)
     return found
 

@@ -118,7 +118,7 @@ CHECKPOINTS: dict[str, tuple[str, str]] = {
     "another dtype": ('{"files": {}, "dtype": "int8"}', "trainer.json must have files, dtype and adapters"),
     "files that are a list": ('{"files": [], "dtype": "float32"}', "trainer.json must have files, dtype and adapters"),
     "a file that is not there": (
-        '{"files": {"state/x": 3}, "dtype": "float32"}', "but state/x is not there instead of 3; take another checkpoint"),
+        '{"files": {"state/x": 3}, "dtype": "float32"}', "but state/x is not there; take another checkpoint"),
     "a file that is cut": ('{"files": {"hf/config.json": 3}, "dtype": "float32"}', "but hf/config.json has "),
     "adapters that are a list": ('{"files": {}, "dtype": "float32", "adapters": []}', "trainer.json must have files"),
     "adapters of nothing": (

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from nemo_kto.checkpoint.checkpoint_files import hash_file, info_text
 from tests.integration.commands import CLI, TRAINING, environment, run
 from tests.tiny import make_rows, write_rows
 
@@ -135,8 +136,8 @@ def test_nothing_runs_and_the_file_is_named(case: str, whole: Path, tmp_path: Pa
     checkpoint = folder / STEP
     breaks(checkpoint)
     info = json.loads((checkpoint / "trainer.json").read_text())
-    info["files"] = {name: (checkpoint / name).stat().st_size for name in info["files"]}
-    (checkpoint / "trainer.json").write_text(json.dumps(info))
+    info["files"] = {name: hash_file(checkpoint / name)._asdict() for name in info["files"]}
+    (checkpoint / "trainer.json").write_text(info_text(info))
     done = command(folder)
     assert not (folder / "marker").exists()
     assert done.returncode == 2, done.stderr

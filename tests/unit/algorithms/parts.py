@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -94,6 +94,14 @@ class Schedule:
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE
 
 
+class Complete(NamedTuple):
+    """What a writer of checkpoints says of one that is complete."""
+
+    step: int
+    seconds: float
+    stall_seconds: float
+
+
 class Notebook:
     """Logger and checkpoint callback in one: writes down what the trainer says."""
 
@@ -101,6 +109,7 @@ class Notebook:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.saved: list[tuple[dict[str, int], dict[str, float]]] = []
         self.ended: list[str] = []
+        self.unfinished = 0  # the step of the checkpoint that is being written
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.logged.append((step, dict(metrics)))
@@ -110,6 +119,15 @@ class Notebook:
 
     def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         self.saved.append((dict(trainer_state), dict(metrics)))
+        self.unfinished = trainer_state["step"]
+
+    def poll(self) -> Complete | None:
+        """A checkpoint takes until the end of the next step."""
+        return self.finish()
+
+    def finish(self) -> Complete | None:
+        step, self.unfinished = self.unfinished, 0
+        return Complete(step, 3.0, 0.25) if step else None
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric."""

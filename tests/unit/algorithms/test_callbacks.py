@@ -63,7 +63,17 @@ def test_what_a_callback_adds_is_logged() -> None:
     run = Run(max_steps=2, callbacks=[Diary()]).fit()
     assert run.notes.series("mine/twice") == [(1, 2.0), (2, 4.0)]
     assert run.notes.series("mine/validations") == run.notes.series("mine/saved") == [(2, 1.0)]
-    assert [step for step, report in run.notes.logged if "mine/saved" in report and "timing/checkpoint" in report] == [2]
+    assert [step for step, report in run.notes.logged if "mine/saved" in report] == [2]
+
+
+def test_a_checkpoint_is_logged_when_it_is_complete_under_its_step() -> None:
+    notes = Run(max_steps=5, save_interval=2, val_rows=None).fit().notes
+    written = {"timing/checkpoint": 3.0, "timing/checkpoint_stall": 0.25}
+    order = [(step, report if "timing/checkpoint" in report else "step") for step, report in notes.logged]
+    steps = [(step, "step") for step in range(1, 6)]
+    # complete after the next step, and before that is logged; the last one before the end
+    assert order == [*steps[:2], (2, written), *steps[2:4], (4, written), *steps[4:], (5, written)]
+    assert notes.saved_steps == [2, 4, 5]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), FloatingPointError("nan")])

@@ -193,7 +193,9 @@ def test_what_is_logged() -> None:
     }
     every_step |= {"timing/data", "timing/optimizer", "timing/step_time"}
     assert by_step[1] == every_step
-    assert by_step[5] == every_step | {"val/loss", "val/rows", "timing/validation", "timing/checkpoint"}
+    assert by_step[5] == every_step | {
+        "val/loss", "val/rows", "timing/validation", "timing/checkpoint", "timing/checkpoint_stall",
+    }  # fmt: skip
     assert [value for _, value in run.notes.series("train/epoch")] == [0] * 9 + [1]
 
 

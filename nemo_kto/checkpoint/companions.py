@@ -1,0 +1,53 @@
+"""The configuration and the tokenizer of a model, which every checkpoint gets: read once, at the start of a run.
+
+A save must not depend on files of others: during a run a model folder may change, go away, or become unreadable.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+from nemo_kto.checkpoint.content import tokenizer_files
+from nemo_kto.checkpoint.huggingface import COMPANIONS
+from nemo_kto.files import file_inside
+from nemo_kto.models.config_file import CONFIG
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 2**28  # the largest tokenizers have a tenth of that
+
+
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """Path below ``folder`` -> content of the configuration, the tokenizer's files and the chat templates.
+
+    What has such a name and cannot be copied (no regular file, not readable, larger than 256 MiB, a link to nothing) is left
+    out, with a warning that names it: transformers, which has just read the tokenizer, did not need it.
+
+    Raises:
+        UserError: a file is a link that leads out of the folder.
+    """
+    contents = {}
+    for name in _names(folder):
+        path = file_inside(folder, name)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a fifo would let the run wait for its writer
+            with open(handle, "rb") as file:
+                found = os.fstat(handle)
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError("it is no file")
+                if found.st_size > _MAX_BYTES:
+                    raise OSError(f"it has {found.st_size / 1e9:.1f} GB")
+                contents[name] = file.read()
+        except OSError as error:
+            text = "%s is not copied into the checkpoints: %s"
+            logger.warning(text, path, error.strerror or error)
+    return contents
+
+
+def _names(folder: Path) -> list[str]:
+    """What transformers may read beside the weights, as names below the folder, sorted."""
+    names = {CONFIG, *COMPANIONS, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
+    return sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name))

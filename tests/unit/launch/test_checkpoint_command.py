@@ -1,0 +1,93 @@
+"""`nemo-kto checkpoint`: what it shows of a run's checkpoints, its exit statuses, and that it loads nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.launch.entry import look_at_checkpoints
+from tests.unit.checkpoint.test_checkpoint_files import earlier, flip, make_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of two checkpoints."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    folder = tmp_path / "run" / "checkpoints"
+    metrics = {"val_loss": 0.46284, "val_acc": 0.75, "val_rewards_margin": 0.29, "train_loss": 0.4}
+    for step, of_step in ((2, {"train_loss": 0.5}), (4, metrics)):
+        file = make_checkpoint(folder, step, metrics=of_step) / "trainer.json"
+        os.utime(file, (1_700_000_000 + step * 60,) * 2)
+    return tmp_path / "run"
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        look_at_checkpoints([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/.writing-step_000006").mkdir()
+    (make_checkpoint(run / "checkpoints", 5) / "rng/00000.pt").unlink()
+    assert command("ls", run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    validated = "val_loss 0.4628, val_acc 0.7500, val_rewards_margin 0.2900"
+    assert [re.split("  +", line) for line in lines[:3]] == [
+        ["step", "written", "size", "data x tensor x pipeline", "metrics", "state"],
+        ["2", "2023-11-14 22:15", "0.01 MB", "1 x 1 x 1", "train_loss 0.5000", "complete"],
+        ["4", "2023-11-14 22:17", "0.01 MB", "1 x 1 x 1", validated, "complete"],
+    ]
+    assert re.split("  +", lines[3]) == ["5", "damaged: rng/00000.pt is not there"]
+    assert lines[4:] == [".writing-step_000006: not complete; it is being written, or its run was stopped"]
+    assert (
+        len({line.index(word) for line, word in zip(lines, ("state", "complete", "complete", "damaged"), strict=False)}) == 1
+    )
+
+
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (run / "checkpoints" / f"step_{step:06d}" for step in (2, 4))
+    whole = "5 files (0.01 MB) are as they were written"
+    assert command("verify", run) == 0
+    assert capsys.readouterr().out == f"{first}: {whole}\n{last}: {whole}\n"
+    for name in ("rng/00000.pt", "hf/tokenizer.json"):
+        flip(last / name)
+    damaged = f"{last}: damaged\n  rng/00000.pt has another content\n  hf/tokenizer.json has another content\n"
+    assert command("verify", run) == 1
+    assert capsys.readouterr().out == f"{first}: {whole}\n{damaged}"
+    assert command("verify", last) == 1
+    assert capsys.readouterr().out == damaged
+    earlier(first)
+    assert command("verify", first) == 0
+    told = f"{first}: 3 files (0.01 MB) are as they were written, by their sizes; an earlier version wrote no hashes\n"
+    assert capsys.readouterr().out == told
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("ls", tmp_path) == 2
+    told = f"RUN must be a run folder, with checkpoints in {tmp_path}/checkpoints, but there are none"
+    assert capsys.readouterr().err == f"nemo-kto checkpoint: {told}\n"
+    assert command("verify", tmp_path / "gone") == 2
+    told = f"RUN must be a folder that exists, got {tmp_path}/gone; correct the path"
+    assert capsys.readouterr().err == f"nemo-kto checkpoint: {told}\n"
+    assert command() == 2
+    assert "the following arguments are required: ls|verify" in capsys.readouterr().err
+
+
+def test_torch_is_not_loaded(run: Path) -> None:
+    code = (
+        "import sys; from nemo_kto.launch.entry import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'hydra', 'numpy', 'megatron'} & {*sys.modules}))\n"
+    )
+    words = [sys.executable, "-c", code, "checkpoint", "verify", str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
