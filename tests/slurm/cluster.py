@@ -5,6 +5,7 @@ Needs root and the packages slurm-wlm and munge (Debian's names).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -161,7 +162,9 @@ class Cluster:
     def submit(self, *command: str, cwd: Path, **variables: str) -> list[Submitted]:
         """sbatch with these arguments; the job, or those of an array ``--array=N-M``."""
         env = self.env | variables
-        done = subprocess.run(["sbatch", "--parsable", *command], env=env, cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable", *command], env=env, cwd=cwd, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         number = done.stdout.strip()
         array = next((re.findall(r"\d+", word) for word in command if word.startswith("--array=")), None)
@@ -176,6 +179,17 @@ class Cluster:
         daemons = [process for process in inside if process.cmdline()[:3] == ["slurmd", "-N", of]]
         tasks = [process for process in inside if process.environ().get("SLURMD_NODENAME") == of]
         return [*daemons, *{process.parent(): None for process in tasks}, *tasks]
+
+    def kill_node(self, name: str) -> None:
+        """What a machine that loses its power does to SLURM."""
+        for process in self.processes(of=name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def start_node(self, name: str) -> None:
+        """The machine comes back."""
+        (first,) = psutil.Process(self._init.pid).children()
+        self.run("nsenter", f"--target={first.pid}", "--mount", "--pid", "slurmd", "-N", name)
 
 
 class _Ports:
