@@ -3,7 +3,7 @@
 A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
 becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,
 exit status. That takes milliseconds, where an interpreter that imports torch takes seconds. The ranks that such a process
-starts through torch's launcher are forked as well, and are its children as they would be otherwise.
+starts through the package's launcher are forked as well, and are its children as they would be otherwise.
 """
 
 from __future__ import annotations
@@ -206,15 +206,13 @@ _INSTALLED: list[str] = []  # the search path without what PYTHONPATH and the sc
 
 
 class _Rank:
-    """What torch's launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
+    """What the launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
 
     nursery: socket.socket
 
-    def __init__(
-        self, *, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, start_new_session: bool
-    ) -> None:
-        assert args[:2] == (sys.executable, "-u")
-        assert (stdout, stderr, start_new_session) == (None, None, True)
+    def __init__(self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool) -> None:
+        assert args[:2] == [sys.executable, "-u"]
+        assert start_new_session
         request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env}
         socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2])
         self.args, self.pid, self.returncode = args, int(self.nursery.recv(_SIZE)), None
@@ -225,13 +223,12 @@ class _Rank:
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
-        end = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(0.01)
-        return status
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _nurse() -> tuple[dict[str, Any], list[int]]:
@@ -245,9 +242,9 @@ def _nurse() -> tuple[dict[str, Any], list[int]]:
     if os.fork():
         theirs.close()
         _Rank.nursery = ours
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+        from nemo_kto.parallel import launcher
 
-        subprocess_handler.Popen = _Rank
+        launcher.Popen = _Rank
         return {}, []
     ours.close()
     while True:

@@ -50,7 +50,7 @@ PACKAGES = {
     ),
     "parallel": Package(
         outside=names("torch numpy megatron.core"),
-        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("ranks.py rendezvous.py"))),
+        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("launcher.py ranks.py rendezvous.py"))),
     ),
     "models": Package(
         own=names("losses data parallel"),

@@ -16,11 +16,12 @@ import torch
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
 from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
+from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
 
@@ -44,9 +45,10 @@ class DPOTrainer:
         collate_fn: applied to what the loaders yield.
         logger: gets every report.
         ckpt_callback: writes the checkpoints.
-        run_timer: says when the time of the run is up.
+        run_timer: says when the run must stop before its last step.
         timers: measure the phases of a step; share them with the model.
         callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
+        skipped: decides about steps whose numbers are not finite; by default the first one ends the run.
 
     Raises:
         ValueError: there is no step to take, or ``cfg`` is a mapping that is not right.
@@ -65,12 +67,14 @@ class DPOTrainer:
     run_timer: RunTimer
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     callbacks: Sequence[Callback] = ()
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
 
     def __post_init__(self) -> None:
         self.callbacks = [*self.callbacks, CheckpointCallback(writer=self.ckpt_callback), LoggerCallback(logger=self.logger)]
         self._cfg = self._read_cfg()
         self.step = 0
-        self.skipped_steps = 0
+        self.validation_due = False  # it was due at the present step, and a stop left it out
+        self.stop: StopReason | None = None
         self.monitored: dict[str, float] = {}
         self._set_lengths(len(self.train_dataloader.batch_sampler))
 
@@ -108,35 +112,31 @@ class DPOTrainer:
         """Training examples used so far, over all ranks."""
         return self.step * self._cfg.global_batch_size
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether the run was asked to stop and has work left, which the next start does."""
+        return self.stop is not None and self.stop.early and (self.step < self.max_steps or self.validation_due)
+
     def fit(self) -> None:
         """Train to the end: every step, and the validations, checkpoints and log lines that are due.
 
-        The last step validates and saves, whether it is the last of the run or the last that ``max_time`` allows.
+        The last step validates and saves, whether it is the last of the run or the last that ``max_time`` allows. Where the
+        run must end early it saves only: a validation that is due, or interrupted, is made when the run is resumed.
 
         Raises:
-            FloatingPointError: the loss or the gradient is not finite; nothing of that step is saved.
+            UserError: too many steps in a row had a loss or gradient that is not finite, or the weights are not finite;
+                they are never saved.
         """
         self.run_timer.start_time()
         try:
             for callback in self.callbacks:
                 callback.on_fit_start(self)
-            if self._cfg.val_before_training and self.step == 0:
+            if self.validation_due or (self._cfg.val_before_training and self.step == 0):
                 self._validate()
-            started = time.perf_counter()
-            for batch in self._remaining_batches():
-                self.optimizer.zero_grad()
-                self.model.zero_grad()
-                loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-                figures = self._optimizer_step(loss)
-                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
-                done = self.run_timer.is_finished() or self.step >= self.max_steps
-                if done or self._due(self.val_interval):
-                    self._validate()
-                if done or self._due(self.save_interval):
+                if self.step >= self.max_steps and not self.validation_due:
                     self._save()
-                if done:
-                    break
-                started = time.perf_counter()
+            if not self._ends_early:
+                self._train()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_exception(self, error)
@@ -144,19 +144,58 @@ class DPOTrainer:
         for callback in self.callbacks:
             callback.on_fit_end(self)
 
+    def _train(self) -> None:
+        """The steps that are left."""
+        started = time.perf_counter()
+        for batch in self._remaining_batches():
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+            loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
+            figures = self._optimizer_step(loss)
+            self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+            done = self._must_stop() or self.step >= self.max_steps
+            if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
+                self._validate()
+            if done or self._ends_early or self._due(self.save_interval):
+                self._save()
+            if done or self._ends_early:
+                break
+            started = time.perf_counter()
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.stop is not None and self.stop.early
+
+    def _must_stop(self) -> bool:
+        """Ask all ranks whether the run must stop now; collective. Once it ends early, that stays so."""
+        if not self._ends_early:
+            self.stop = self.run_timer.stop_reason() or self.stop
+        return self.stop is not None
+
+    def _must_end_early(self) -> bool:
+        self._must_stop()
+        return self._ends_early
+
     def _optimizer_step(self, loss: float) -> dict[str, float]:
-        """Apply the gradient; learning rate, norm of the gradient, and steps skipped so far."""
-        self._check_finite("loss", loss)
+        """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
-            updated, grad_norm, _ = self.optimizer.step()
+            updated, grad_norm, _ = self.optimizer.step() if math.isfinite(loss) else (False, None, None)
         figures = {"lr": self.optimizer.param_groups[0]["lr"]}
-        if updated and grad_norm is not None:  # a step that was skipped, or is not clipped, may have none
-            self._check_finite("gradient norm", float(grad_norm))
+        if updated:
+            self.skipped.applied()
+        else:
+            self._skip(f"the loss is {loss}" if grad_norm is None else f"the gradient norm is {float(grad_norm)}")
+        if updated and grad_norm is not None:  # a gradient that is not clipped may have none
             figures["grad_norm"] = float(grad_norm)
         self.step += 1
-        self.skipped_steps += not updated
-        return figures | {"skipped_steps": self.skipped_steps}
+        return figures | {"skipped_steps": self.skipped.total}
+
+    def _skip(self, what: str) -> None:
+        sampler = self.train_dataloader.batch_sampler
+        self._set_position()  # of the batch at hand; the iteration that gave it has its own already
+        examples = next(iter(sampler))
+        self.skipped.skip(what, step=self.step + 1, ranks=self.model.ranks_not_finite(), examples=examples)
 
     def run_validation(self) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the validation examples, each weighing the same.
@@ -168,15 +207,14 @@ class DPOTrainer:
             raise ValueError(
                 "validation must have at least one batch, got none; give val_dataloader or raise limit_val_batches"
             )
-        metrics = self._validation_metrics()
+        metrics = functools.reduce(operator.add, self._validation_batches())
         return metrics["loss"], dict(metrics)
 
     @torch.no_grad()
-    def _validation_metrics(self) -> Metrics:
-        batches = islice(self.augment_dataloader(self.val_dataloader or ()), self.val_batches)
-        return functools.reduce(
-            operator.add, (self.model.get_loss_and_metrics(batch, forward_only=True)[1] for batch in batches)
-        )
+    def _validation_batches(self) -> Iterator[Metrics]:
+        """The metrics of each batch."""
+        for batch in islice(self.augment_dataloader(self.val_dataloader or ()), self.val_batches):
+            yield self.model.get_loss_and_metrics(batch, forward_only=True)[1]
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Collated batches with the reference log-probs attached as ``ref_policy_log_probs_{chosen,rejected}``.
@@ -207,7 +245,9 @@ class DPOTrainer:
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
             "steps_per_epoch": self.steps_per_epoch,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipped.total,
+            "skipped_in_a_row": self.skipped.in_a_row,
+            "validation_due": int(self.validation_due),
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -230,21 +270,28 @@ class DPOTrainer:
                 "training rows and limit_train_batches, or start a new run in another folder"
             )
         self.step = step
-        self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.skipped.total = int(state.get("skipped_steps", 0))
+        self.skipped.in_a_row = int(state.get("skipped_in_a_row", 0))
+        self.validation_due = bool(state.get("validation_due", 0))
 
     def _remaining_batches(self) -> Iterator[Any]:
         """Augmented batches from the present step to the last, epoch after epoch."""
         while self.step < self.max_steps:
-            done = self.step % self.steps_per_epoch
-            self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
-            yield from islice(self.augment_dataloader(self.train_dataloader), self.steps_per_epoch - done)
+            self._set_position()
+            left = self.steps_per_epoch - self.step % self.steps_per_epoch
+            yield from islice(self.augment_dataloader(self.train_dataloader), left)
+
+    def _set_position(self) -> None:
+        """Let the next iteration over the training examples begin with the next step."""
+        done = self.step % self.steps_per_epoch
+        self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
     def _report_step(self, metrics: Metrics, figures: Mapping[str, float], *, seconds: float) -> None:
         values = {**metrics, **figures}
-        self.monitored |= {f"train_{name}": value for name, value in values.items()}
+        self._monitor("train", values)
         report = {f"train/{name}": value for name, value in values.items()}
         report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
         report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
@@ -253,25 +300,35 @@ class DPOTrainer:
             callback.on_train_step_end(self, event)
 
     def _validate(self) -> None:
+        """Validate now; where the run must end early, leave it to the resumed run."""
         if not self.val_batches:
             return
+        self.validation_due = True
+        if self._ends_early:
+            return
         with self.timers.phase("validation"):
-            metrics = self._validation_metrics()
+            parts = []
+            for part in self._validation_batches():
+                parts.append(part)
+                if self._must_end_early() and len(parts) < self.val_batches:
+                    return
+        metrics = functools.reduce(operator.add, parts)
+        self.validation_due = False
         seconds = self.timers.report_and_reset()["validation"]  # the phases within it are not those of a step
-        self.monitored |= {f"val_{name}": value for name, value in metrics.items()}
+        self._monitor("val", metrics)
         report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
         for callback in self.callbacks:
             callback.on_validation_end(self, event)
 
+    def _monitor(self, prefix: str, values: Mapping[str, float]) -> None:
+        """Note what checkpoints are ranked by; a step that was skipped ranks none."""
+        self.monitored |= {f"{prefix}_{name}": value for name, value in values.items() if math.isfinite(value)}
+
     def _save(self) -> None:
+        if not self.model.has_finite_weights():
+            text = f"the weights are not finite after step {self.step}, so that no checkpoint of it is written"
+            raise UserError(f"{text}{self.skipped.advice}")
         report: dict[str, float] = {}
         for callback in self.callbacks:
             callback.on_save(self, report)
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"the {what} must be finite, got {value} at step {self.step + 1}; lower the learning rate, or look at the "
-                "rows of this step; the last checkpoint is untouched"
-            )

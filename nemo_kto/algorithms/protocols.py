@@ -15,13 +15,19 @@ Raw = TypeVar("Raw", covariant=True)
 
 
 class PolicyModel(Protocol[Batch]):
-    """Gives the loss and its gradient. Results are over the global batch and the same on every rank."""
+    """Gives the loss and its gradient. Results are over the global batch and the same on every rank.
+
+    ``ranks_not_finite`` are the ranks whose own part of the last step's loss or gradient is not finite, and
+    ``has_finite_weights`` says whether those of all ranks are; both are collective.
+    """
 
     @property
     def uses_reference(self) -> bool: ...
     def get_loss_and_metrics(self, batch: Batch, forward_only: bool) -> tuple[float, Metrics]: ...
     def get_ref_policy_logprobs(self, batch: Batch) -> Tensor: ...
     def zero_grad(self) -> None: ...
+    def ranks_not_finite(self) -> list[int]: ...
+    def has_finite_weights(self) -> bool: ...
 
 
 class Optimizer(Protocol):
@@ -40,9 +46,13 @@ class Scheduler(Protocol):
 
 
 class Position(Protocol):
-    """The order of an epoch's global batches, of which there are ``len``; the next iteration starts at the position."""
+    """The order of an epoch's global batches, of which there are ``len``; the next iteration starts at the position.
+
+    It gives the numbers of the examples of each.
+    """
 
     def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[list[int]]: ...
     def set_position(self, epoch: int, consumed_in_epoch: int) -> None: ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import datasets
 import numpy as np
@@ -51,13 +51,27 @@ class Origin:
         return f", {' and '.join(cut)} cut" if cut else ""
 
 
+class FileOfTable(NamedTuple):
+    """A file of rows, and how many examples it gave."""
+
+    path: Path
+    examples: int
+
+
 class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     """Examples of a memory-mapped table, in the order of an index."""
 
-    def __init__(self, *, table: datasets.Dataset, index: np.ndarray) -> None:
-        """Args: table: examples as ``TokenCache`` keeps them; index: [N] int64, the place in the table of each."""
+    def __init__(self, *, table: datasets.Dataset, index: np.ndarray, files: Sequence[FileOfTable] = ()) -> None:
+        """A view of a table.
+
+        Args:
+            table: examples as ``TokenCache`` keeps them.
+            index: [N] int64, the place in the table of each.
+            files: that the table was made of, one after the other; none where nobody will ask.
+        """
         self._table = table.with_format("arrow")
         self._index = index
+        self._files = files
 
     def __len__(self) -> int:
         return len(self._index)
@@ -78,6 +92,14 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         table = self._table[self._index[np.asarray(places)].tolist()]
         columns = [table.column(name).to_pylist() for name in ("line", "prompt_cut", "response_cut")]
         return [Origin(*values) for values in zip(*columns, strict=True)]
+
+    def names(self, places: Sequence[int]) -> list[str]:
+        """The rows that examples come from, such as "data/rows.jsonl:3"; a pair may be two examples of one row."""
+        ends = np.cumsum([file.examples for file in self._files])
+        of_files = np.searchsorted(ends, self._index[np.asarray(places)], side="right").tolist()
+        lines = [origin.line for origin in self.origins(places)]
+        named = (f"{self._files[number].path}:{line}" for number, line in zip(of_files, lines, strict=True))
+        return list(dict.fromkeys(named))
 
     def examples_of_lines(self, count: int) -> int:
         """How many examples from the first on come from the first ``count`` rows of the file; pairs may be two each."""
@@ -134,9 +156,16 @@ class DPODataset(_TokenDataset[DPOExample]):
 
     _sequences = ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")
 
-    def __init__(self, *, table: datasets.Dataset, index: np.ndarray, default_rewards: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        *,
+        table: datasets.Dataset,
+        index: np.ndarray,
+        default_rewards: tuple[float, float],
+        files: Sequence[FileOfTable] = (),
+    ) -> None:
         """Args: default_rewards: of the chosen and of the rejected answer, where an example has none of its own."""
-        super().__init__(table=table, index=index)
+        super().__init__(table=table, index=index, files=files)
         self._default_rewards = default_rewards
 
     def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
@@ -210,7 +239,7 @@ def build_splits(
         kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation, shared=cache_shared
     )
     warnings: list[str] = []
-    tables = _open_all(sources, cache, warnings)
+    tables, files = _open_all(sources, cache, warnings)
     ranges: dict[str, list[Range]]
     if WHOLE not in sources:
         ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
@@ -221,14 +250,14 @@ def build_splits(
         for split in SPLITS:
             ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
         warnings += join_small(ranges, splits_string, min_validation_rows)
-    built = {split: _assemble(make, tables, ranges.get(split, []), seed) for split in SPLITS}
+    built = {split: _assemble(make, tables, files, ranges.get(split, []), seed) for split in SPLITS}
     return Splits(**built, warnings=tuple(warnings))
 
 
 def _open_all(
     sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
-) -> dict[Source, datasets.Dataset]:
-    """Every source's examples; all files are read before any broken row is raised. Unused columns go to ``warnings``."""
+) -> tuple[dict[Source, datasets.Dataset], dict[Source, list[FileOfTable]]]:
+    """Every source's examples and files; all are read before any broken row is raised. Unused columns go to ``warnings``."""
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
     opened = {file: cache.open(file, broken=broken) for file in files}
@@ -243,24 +272,24 @@ def _open_all(
         if columns.unused:
             warnings.append(f"{file}: columns that are not used: {columns.unused_text()}")
     tables = {file: table for file, (table, _) in opened.items() if table is not None}
-    return {
-        source: datasets.concatenate_datasets([tables[file] for file in source.files])
-        for group in sources.values()
-        for source in group
-    }
+    every = [source for group in sources.values() for source in group]
+    joined = {source: datasets.concatenate_datasets([tables[file] for file in source.files]) for source in every}
+    return joined, {source: [FileOfTable(Path(file), len(tables[file])) for file in source.files] for source in every}
 
 
 def _assemble(
     make: Callable[..., AnyDataset],
     tables: Mapping[Source, datasets.Dataset],
+    files: Mapping[Source, Sequence[FileOfTable]],
     ranges: Sequence[Range],
     seed: int,
 ) -> AnyDataset | None:
     """One split out of its range of each source; None if there is no row in it."""
-    parts, places, weights, start = [], [], [], 0
+    parts, made_of, places, weights, start = [], list[FileOfTable](), [], [], 0
     for source, first, stop in ranges:
         if first < stop:
             parts.append(tables[source])
+            made_of += files[source]
             places.append(np.arange(start + first, start + stop))
             weights.append(source.weight)
             start += len(tables[source])
@@ -270,7 +299,7 @@ def _assemble(
     if blended := [weight for weight in weights if weight is not None]:
         chosen, within = blend([len(own) for own in places], blended, seed=seed)
         index = np.array([own[0] for own in places])[chosen] + within
-    return make(table=datasets.concatenate_datasets(parts), index=index)
+    return make(table=datasets.concatenate_datasets(parts), index=index, files=made_of)
 
 
 def _cut(table: datasets.Dataset, splits_string: str) -> dict[str, tuple[int, int]]:

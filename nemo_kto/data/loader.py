@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -56,10 +59,25 @@ def build_dataloader(
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
+        worker_init_fn=_ignore_stop_signals,
         # Without one of its own, every iteration draws from torch's global generator, and a resumed run (which
         # iterates less often) would get other random numbers than the run it continues.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Signals that ask a run to stop reach all its processes on some clusters; the rank decides, and needs its workers."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Python would end them with SIGTERM, and wait for them."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _take(batch: Sequence[Example], *, take: Callable[..., Share], rank: int, size: int) -> Share:

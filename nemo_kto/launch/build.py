@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -17,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
@@ -25,6 +27,7 @@ from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.finish import check_export, finish
+from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.resume import Resumption, look_for_run
@@ -35,10 +38,11 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
-from nemo_kto.parallel import device, state
+from nemo_kto.parallel import device, ranks, signals, state
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
+from nemo_kto.telemetry.spikes import LossSpikes
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
@@ -64,12 +68,15 @@ def train(cfg: RunConfig) -> None:
     policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
     resumed_step = start.run.resumed_step
     say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
-    trainer = build_trainer(cfg, policy, start)
+    trainer = build_trainer(cfg, policy, start, build_timer(cfg))
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     began = time.monotonic()
-    trainer.fit()
-    finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
+    with signals.deferred():
+        trainer.fit()
+        if trainer.ended_early:
+            leave_early(cfg, trainer)
+        finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()
 
 
@@ -94,11 +101,22 @@ def prepare(cfg: RunConfig) -> Start:
     return Start(data=data, trainer_cfg=trainer_cfg, run=look_for_run(cfg, data, trainer_cfg))
 
 
-def build_trainer(cfg: RunConfig, policy: Policy, start: Start) -> DPOTrainer:
+def build_timer(cfg: RunConfig) -> RunTimer:
+    """What says, the same on every rank, when the run must stop."""
+    return RunTimer(
+        max_time=cfg.trainer.max_time,
+        started=ranks.started_at(),
+        received=signals.received,
+        agree=state.largest,
+        requeue=cfg.trainer.requeue,
+    )
+
+
+def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTimer) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
     timers, data, trainer_cfg = PhaseTimers(synchronize=device.synchronize), start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
-    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers)
+    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer)
     make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
@@ -132,9 +150,15 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start) -> DPOTrainer:
         test_dataloader=None,
         logger=build_logger(cfg, resumed_step=resumed_step),
         ckpt_callback=checkpoints,
-        run_timer=RunTimer(max_time=cfg.trainer.max_time, agree=state.broadcast_bool),
+        run_timer=run_timer,
         timers=timers,
         callbacks=build_callbacks(cfg, reference, max_steps=max_steps, resumed_step=resumed_step),
+        skipped=SkippedSteps(
+            max_in_a_row=cfg.trainer.max_skipped_steps,
+            name_rows=data.splits.train.names,
+            last_checkpoint=partial(newest_checkpoint, cfg),
+            speaks=state.is_rank_zero(),
+        ),
     )
     if resumed is not None:
         trainer.load_state_dict(resumed)
@@ -217,6 +241,7 @@ def build_callbacks(
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
         callbacks.append(LoggerCallback(logger=Progress(total_steps=max_steps, start_step=resumed_step or 0)))
+        callbacks.append(LoggerCallback(logger=LossSpikes()))
     return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 
 

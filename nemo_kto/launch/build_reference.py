@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +19,16 @@ from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.checkpoint.sources import ModelSource, find_source
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, load_base_weights, load_policy_weights
+from nemo_kto.launch.leave import leave
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters_of, zero_adapters
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
-from nemo_kto.parallel import device, state
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import device, signals, state
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.telemetry.timers import PhaseTimers
+from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 
 class ReferenceSetup(NamedTuple):
@@ -50,7 +53,13 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
 
 
 def build_reference(
-    cfg: RunConfig, policy: Policy, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig, timers: PhaseTimers
+    cfg: RunConfig,
+    policy: Policy,
+    engine: LogProbEngine,
+    data: RunData,
+    trainer_cfg: TrainerConfig,
+    timers: PhaseTimers,
+    run_timer: RunTimer,
 ) -> ReferenceSetup:
     """The reference, and with it the weights that the policy starts from.
 
@@ -58,6 +67,7 @@ def build_reference(
 
     Raises:
         UserError: there is another model, which is not there or of another shape.
+        Stopped: the run must stop before all log-probs are computed; those that are, are in the cache.
     """
     mode, _ = choose_mode(cfg)
     other = find_other(cfg, policy)
@@ -67,7 +77,7 @@ def build_reference(
         load_model(policy, other)
     if mode == "cached":
         cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
-        _precompute(cached, cfg, engine, data, trainer_cfg)
+        _precompute(cached, cfg, engine, data, trainer_cfg, run_timer)
         timers.report_and_reset()  # not the phases of a step
         setup = ReferenceSetup(cached)
     else:
@@ -132,7 +142,12 @@ def _hold(
 
 
 def _precompute(
-    reference: CachedReference, cfg: RunConfig, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig
+    reference: CachedReference,
+    cfg: RunConfig,
+    engine: LogProbEngine,
+    data: RunData,
+    trainer_cfg: TrainerConfig,
+    run_timer: RunTimer,
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
     cache, known = reference.cache, reference.cache.size
@@ -142,7 +157,19 @@ def _precompute(
         title="reference",
         shown=state.is_rank_zero(),
     )
-    reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
+    reasons: list[StopReason] = []
+
+    def until_stopped() -> Iterator[Sequence[SequenceBatch]]:
+        for batch in batches:
+            if (reason := run_timer.stop_reason()) is not None:
+                reasons.append(reason)
+                return
+            yield cfg.recipe.sequences(data.collate_fn(batch))
+
+    with signals.deferred():
+        reference.precompute(until_stopped(), engine)
+        if reasons:
+            leave(f"stopped by {reasons[0].text} in the reference pass, with {cache.size} log-probs in {cache.folder}", cfg)
     if state.is_rank_zero():
         print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 

@@ -82,7 +82,8 @@ MAY_CHANGE = (
     Rule(
         (
             *("trainer.NAME.val_check_interval", "trainer.NAME.val_before_training", "trainer.NAME.save_interval"),
-            *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.callbacks"),
+            *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.stop_signals", "trainer.requeue"),
+            *("trainer.max_skipped_steps", "trainer.callbacks"),
         ),
         "when to validate, save and end, and what hangs on the loop",
     ),

@@ -77,7 +77,7 @@ def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
 def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
     """That nothing is left to do; None if something is."""
     step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
-    if step < total:
+    if step < total or newest.info["trainer"].get("validation_due"):
         return None
     why, settings = trainer_cfg.what_ends(batches)
     folder = cfg.exp_manager.explicit_log_dir

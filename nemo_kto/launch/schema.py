@@ -16,6 +16,7 @@ from nemo_kto.data.truncation import TRUNCATION_MODES
 from nemo_kto.errors import error_of
 from nemo_kto.losses.loss import Loss
 from nemo_kto.models.lora_settings import TARGET_MODULES
+from nemo_kto.parallel import signals
 from nemo_kto.parallel.precision import PRECISIONS
 from nemo_kto.recipes.recipe import LossConfig, Recipe
 from nemo_kto.recipes.section import FilePath, Name, Remedy, Section, check, one_of
@@ -75,6 +76,9 @@ class TrainerConfig(Section):
     accelerator: Literal["auto", "cpu", "gpu"]
     precision: Annotated[Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported")]
     max_time: Duration | None
+    stop_signals: list[Annotated[str, one_of(signals.NAMES)]]
+    requeue: bool
+    max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first one")]
     timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600, which is a year")]
     callbacks: list[str | dict[str, object]]
 

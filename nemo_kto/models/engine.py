@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -77,7 +77,8 @@ class LogProbEngine:
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
-        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.finalize_model_grads_func = self._finalize_gradients
+        self._local_norms: list[Tensor] = []
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
         self._width_multiple = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
 
@@ -129,6 +130,21 @@ class LogProbEngine:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
+
+    def _finalize_gradients(self, chunks: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
+        """Sum the gradients over all ranks, as megatron-core does, after a look at those of this rank."""
+        self._local_norms = [buffer.grad_data.norm() for chunk in self.chunks for buffer in chunk.buffers]
+        finalize_model_grads(chunks, *arguments, **options)
+
+    def local_gradients_are_finite(self) -> bool:
+        """Whether the gradients that this rank added to those of the last backward pass are finite."""
+        return all(bool(norm.isfinite()) for norm in self._local_norms)
+
+    def local_weights_are_finite(self) -> bool:
+        """Whether the weights that are trained on this rank are finite."""
+        trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
+        largest = [weight.abs().max().float() for weight in trained]
+        return not largest or bool(torch.stack(largest).isfinite().all())
 
     @property
     def training_passes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
@@ -18,18 +19,36 @@ def wrap_data_parallel(chunks: Sequence[MegatronModule], *, use_distributed_opti
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
     Gradients are summed in fp32 over the data-parallel group; dividing by the number of examples of the global batch is left
-    to ``finalize_model_grads``, which knows that number. A gradient that is not finite stops the rank that has it.
+    to ``finalize_model_grads``, which knows that number. Whether gradients are finite is looked at by the engine and by the
+    optimizer, which skips the step on all ranks; megatron-core's own check would stop the one rank that has them.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,
         average_in_collective=False,
     )
     return [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+
+
+class SkippingOptimizer(ChainedOptimizer):
+    """megatron-core's optimizer, which skips a step whose gradient is not finite.
+
+    Weights, moments and step counters stay, and ``step`` answers False with the norm. The norm is the same on every rank, so
+    that all skip a step or none does. megatron-core itself only looks where losses are scaled, in fp16.
+    """
+
+    def get_grad_norm(self) -> float:
+        """L2 norm of the whole gradient, over all ranks."""
+        self._norm = float(super().get_grad_norm())
+        return self._norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Apply the gradient; False where it is not finite."""
+        return math.isfinite(self._norm) and bool(super().step_with_ready_grads())
 
 
 def build_optimizer(
@@ -45,6 +64,8 @@ def build_optimizer(
     use_distributed_optimizer: bool,
 ) -> MegatronOptimizer:
     """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
+
+    A step whose gradient is not finite is skipped, see :class:`SkippingOptimizer`.
 
     Args:
         chunks: wrapped by :func:`wrap_data_parallel`.
@@ -64,7 +85,7 @@ def build_optimizer(
         params_dtype=params_dtype,
         use_distributed_optimizer=use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
 
 
 def build_scheduler(

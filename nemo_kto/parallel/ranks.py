@@ -1,4 +1,4 @@
-"""The ranks of a run: found under torchrun or srun, or started here.
+"""The ranks of a run: found under torchrun or srun, or started by ``launcher.py``; and how each ends.
 
 Torchrun is looked for before SLURM, since torchrun may itself run inside an srun step, and SLURM's variables are also set
 where nothing was started for each of them, such as in the batch script itself.
@@ -9,34 +9,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import multiprocessing
 import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from nemo_kto.errors import UserError
+from nemo_kto.parallel import signals
 
 USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
 SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
-_STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+STARTED_AT = "NEMO_KTO_STARTED_AT"  # when the run began, in seconds since 1970
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name too
 _MAX_RANKS = 10**6
-_NO_LOOPBACK = (
-    "the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
-    "(ip link set lo up) or use trainer.devices=1"
-)
 _UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
-_LIKELY_CAUSE = {-signal.SIGTERM: 2, USAGE_ERROR: 0}  # other signals are 0 as well, errors 1
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,135 +113,31 @@ def _from_slurm(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_PORT", str(slurm.main_port))
 
 
-def spawn_ranks(count: int, command: Sequence[str]) -> None:
-    """Start ``count`` ranks of a Python command on this machine and wait for them; nothing is restarted.
-
-    When one fails, the others are ended at once. SIGINT and SIGTERM are passed on. The processors are shared: each rank
-    gets as many threads as there are processors a rank, unless OMP_NUM_THREADS says otherwise.
-
-    They meet in a folder that only this user can open, and listen on the loopback interface only.
-
-    Args:
-        count: number of ranks.
-        command: arguments of the Python interpreter.
-
-    Raises:
-        SystemExit: a rank failed (with its status), a signal ended the run (128 + its number), or the loopback interface
-            is down (2, with a message).
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from nemo_kto.parallel import rendezvous
-
-    if rendezvous.loopback() is None:
-        fail(UserError(_NO_LOOPBACK), world=None)
-    rendezvous.register()
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # said better below
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:  # only this user can open it
-        for_ranks = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-            _STARTED_BY: str(os.getpid()),
-            rendezvous.STORE_FILE: str(Path(scratch, "store")),
-        }
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=f"nemo_kto_{os.getpid()}",
-            rdzv_backend=rendezvous.BACKEND,
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        )
-        try:
-            with _environment(for_ranks):
-                elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            sys.exit(_report(_first(error.failures.values()), count))
-        except SignalException as error:
-            sys.exit(128 + error.sigval.value)
-        finally:
-            _end_descendants()
+def has_launcher() -> bool:
+    """Whether this rank was started by :func:`~nemo_kto.parallel.launcher.spawn_ranks`, which decides for all its ranks."""
+    return STARTED_BY in os.environ
 
 
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Variables that only the ranks have: the next job of a sweep may run in this process itself."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def started_at() -> float:
+    """When the run began, in seconds since 1970: when its first process was started, or what :func:`begin_now` noted."""
+    if (noted := os.environ.get(STARTED_AT)) is not None:
+        return float(noted)
+    import psutil
+
+    return psutil.Process().create_time()
 
 
-class _Failure(Protocol):
-    """What torch says of a rank that failed."""
-
-    local_rank: int
-    exitcode: int
-    error_file: str
-    timestamp: int
-
-
-def _first(failures: Iterable[_Failure]) -> _Failure:
-    """The failure that caused the others.
-
-    A rank that was killed is noticed late, after those that missed it; one that was ended by SIGTERM was not the cause.
-    """
-    return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), _when(failure)))
-
-
-def _when(failure: _Failure) -> int:
-    """Nanoseconds; the time within the error file has whole seconds, and ranks fail within milliseconds of each other."""
-    try:
-        return os.stat(failure.error_file).st_mtime_ns
-    except OSError:
-        return failure.timestamp * 10**9
-
-
-def _report(failure: _Failure, count: int) -> int:
-    """Say which rank failed first and why; the exit status to end with."""
-    who, code = f"nemo-kto: rank {failure.local_rank} of {count}", failure.exitcode
-    if code < 0:
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
-        return 1
-    recorded = _recorded(failure.error_file)
-    if code == USAGE_ERROR and recorded:
-        print(f"nemo-kto: {recorded}", file=sys.stderr)
-    elif recorded:
-        print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
-    elif code != USAGE_ERROR:
-        print(f"{who} ended with status {code}; the other ranks were ended. Its error is above.", file=sys.stderr)
-    return code
-
-
-def _recorded(error_file: str) -> str | None:
-    """The traceback of a rank, or the message of its UserError."""
-    try:
-        message = json.loads(Path(error_file).read_text())["message"]
-        return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+def begin_now() -> None:
+    """Let the run begin now: the next job of a sweep runs in a process that was started long ago."""
+    os.environ[STARTED_AT] = str(time.time())
 
 
 def end_with_launcher() -> None:
     """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then."""
-    launcher = os.environ.get(_STARTED_BY)
+    launcher = os.environ.get(STARTED_BY)
     if launcher is None:
         return
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):  # killed before the line above
         os._exit(1)
 
@@ -253,53 +145,57 @@ def end_with_launcher() -> None:
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process: of a UserError with its message and status 2, of any other error with its traceback and status 1.
 
-    A rank started by :func:`spawn_ranks` leaves the words to the process that started it, which prints those of the rank
-    that failed first and not those of the ranks that failed because of it. Elsewhere the ranks after the first wait before
-    they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
+    A rank started by :func:`~nemo_kto.parallel.launcher.spawn_ranks` leaves the words to the process that started it, which
+    prints those of the rank that failed first and not those of the ranks that failed because of it. Elsewhere the ranks
+    after the first wait before they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
     """
     if isinstance(error, UserError):
-        if _STARTED_BY in os.environ:
-            _record(str(error))
-        else:
-            if world is not None and world.rank > 0:
-                time.sleep(SECONDS_TO_SPEAK)
-            print(f"nemo-kto: {error}", file=sys.stderr)
+        _say(str(error), world=world)
         exit_rank(USAGE_ERROR, world=world)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if os.environ.get(ERROR_FILE):
         get_error_handler().record_exception(error)  # type: ignore[arg-type]
-    if _STARTED_BY not in os.environ:
+    if STARTED_BY not in os.environ:
         rank = f"rank {world.rank}: " if world is not None else ""
         print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
     exit_rank(1, world=world)
 
 
+def end_early(message: str, *, world: World | None) -> NoReturn:
+    """End this process with status 85, because it was asked to stop; the message is empty where all has been said."""
+    if message:
+        _say(message, world=world)
+    exit_rank(signals.ENDED_EARLY, world=world)
+
+
+def _say(message: str, *, world: World | None) -> None:
+    if STARTED_BY in os.environ:
+        _record(message)
+        return
+    if world is not None and world.rank > 0:
+        time.sleep(SECONDS_TO_SPEAK)
+    print(f"nemo-kto: {message}", file=sys.stderr)
+
+
 def _record(message: str) -> None:
     """Leave a message where the launcher reads it; torch's own function would write a traceback."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if file := os.environ.get(ERROR_FILE):
         Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def exit_rank(status: int, *, world: World | None) -> NoReturn:
     """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
-    if world is None:
-        sys.exit(status)
     for child in multiprocessing.active_children():
         child.kill()
+    if world is None:
+        sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Ask the kernel for something about this process."""
     with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(option, value)
-
-
-def _end_descendants() -> None:
-    import psutil
-
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()

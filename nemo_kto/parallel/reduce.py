@@ -1,4 +1,4 @@
-"""Sums over the global batch: the only places where numbers of different data-parallel ranks meet."""
+"""Sums over the global batch, and answers of ranks: the only places where numbers of data-parallel ranks meet."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.tolist(), strict=True))
+
+
+def ranks_where(answer: bool) -> list[int]:
+    """The ranks of the world that answer True, on every rank."""
+    answers = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
+    answers[dist.get_rank()] = int(answer)
+    dist.all_reduce(answers)
+    return answers.nonzero().flatten().tolist()
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from nemo_kto.errors import UserError
 from nemo_kto.parallel import device, rendezvous
 from nemo_kto.parallel.cpu import install_cpu_backend
+from nemo_kto.parallel.signals import Stopped
 
 Item = TypeVar("Item")
 
@@ -105,31 +106,34 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
-def broadcast_bool(answer: bool) -> bool:
-    """Rank 0's answer, on every rank."""
-    box = torch.tensor([int(answer)], device=device.current_device())
-    dist.broadcast(box, src=0)
-    return bool(box.item())
+def largest(answer: int) -> int:
+    """The largest answer of all ranks, on every rank; collective."""
+    box = torch.tensor([answer], device=device.current_device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box.item())
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a rank cannot go on, and whether that is a mistake of the user."""
+    """Why a rank cannot go on, and whether that is a mistake of the user, or a signal that asked the run to stop."""
 
     text: str
     of_user: bool
+    stopped: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
         """That of an exception."""
-        of_user = isinstance(error, UserError)
-        return cls(str(error) if of_user else f"{type(error).__name__}: {error}", of_user)
+        of_user, stopped = isinstance(error, UserError), isinstance(error, Stopped)
+        return cls(str(error) if of_user or stopped else f"{type(error).__name__}: {error}", of_user, stopped)
 
-    def error(self, failure: str = "{}") -> Exception:
-        """What is raised: a UserError or a RuntimeError; ``failure`` with the text in the place of ``{}``."""
+    def error(self, failure: str = "{}") -> BaseException:
+        """What is raised: a UserError, Stopped or a RuntimeError; ``failure`` with the text in the place of ``{}``."""
+        if self.stopped:
+            return Stopped(self.text)
         return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
 
-    def while_waiting_for(self, whom: str) -> Exception:
+    def while_waiting_for(self, whom: str) -> BaseException:
         """What the ranks raise that only waited for the one with the problem."""
         return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 
@@ -69,14 +71,29 @@ def duration_text(seconds: float) -> str:
     return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
-@dataclass(kw_only=True, eq=False)
-class RunTimer:
-    """Says when the time given to a run is over, the same on every rank.
+class StopReason(NamedTuple):
+    """Why a run ends before its last step.
 
     Attributes:
-        max_time: DD:HH:MM:SS; None means that the run is never over.
-        agree: turns this rank's answer into everybody's (say, a broadcast from rank 0); clocks of ranks differ, and a rank
-            that stops before the others leaves them waiting. Not called without a limit.
+        text: in words.
+        early: at once and with as little as possible: a checkpoint of the last step, no validation, no export.
+    """
+
+    text: str
+    early: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class RunTimer:
+    """Says when a run must stop, the same on every rank: because its time is over, or because it was asked to.
+
+    Attributes:
+        max_time: DD:HH:MM:SS; None for no limit.
+        started: when the time began, by ``clock``; None for the moment of :meth:`start_time`.
+        received: the number of the signal that asked this rank to stop; 0 while none has.
+        agree: the largest of what the ranks answer; they leave together, or some would wait for others. None where there
+            is one rank.
+        requeue: the run is started again at once, so that it ends early when its time is over too.
         clock: seconds since some fixed moment.
 
     Raises:
@@ -84,26 +101,39 @@ class RunTimer:
     """
 
     max_time: str | None
-    agree: Callable[[bool], bool] | None = None
-    clock: Callable[[], float] = time.monotonic
+    started: float | None = None
+    received: Callable[[], int] | None = None
+    agree: Callable[[int], int] | None = None
+    requeue: bool = False
+    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self._limit = None if self.max_time is None else parse_duration(self.max_time)
-        self._start: float | None = None
 
     def start_time(self) -> None:
-        """Start the clock."""
-        self._start = self.clock()
+        """Start the clock, unless it is known when the time began."""
+        if self.started is None:
+            self.started = self.clock()
 
-    def is_finished(self) -> bool:
-        """True once the limit is reached. With ``agree`` this is a collective call.
+    def stop_reason(self) -> StopReason | None:
+        """Why the run must stop now; None if it need not. With ``agree`` this is a collective call.
 
         Raises:
-            RuntimeError: the clock was not started.
+            RuntimeError: there is a limit, and the clock was not started.
         """
+        number = self.received() if self.received is not None else 0
+        answer = 2 * number or int(self._time_is_over())  # a signal leaves less time
+        if self.agree is not None:
+            answer = self.agree(answer)
+        if answer == 0:
+            return None
+        if answer == 1:
+            return StopReason(f"max_time={self.max_time}", early=self.requeue)
+        return StopReason(signal.Signals(answer // 2).name, early=True)
+
+    def _time_is_over(self) -> bool:
         if self._limit is None:
             return False
-        if self._start is None:
-            raise RuntimeError("start_time() must be called before is_finished()")
-        finished = self.clock() - self._start >= self._limit
-        return self.agree(finished) if self.agree is not None else finished
+        if self.started is None:
+            raise RuntimeError("start_time() must be called before stop_reason()")
+        return self.clock() - self.started >= self._limit

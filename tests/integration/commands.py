@@ -74,7 +74,7 @@ GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix
 
 # What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
 _IMPORTED = ("hydra", "nemo_kto.launch.rules", "nemo_kto.launch.compose", "nemo_kto.parallel.ranks", "nemo_kto.launch.keys")
-_IMPORTED += ("torch.distributed.launcher.api", "psutil")
+_IMPORTED += ("torch.distributed.elastic.multiprocessing.errors", "psutil")
 # What training imports besides.
 TRAINING = ("nemo_kto.launch.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
 TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "pytorch_lightning.loggers")

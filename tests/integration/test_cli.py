@@ -178,22 +178,98 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
     assert ended(int((tmp_path / "pid").read_text()))
 
 
+NOTHING_TO_SAVE = "nemo-kto: stopped by {} before the first step, so that there was nothing to save; start the same command"
+NOTHING_TO_SAVE += " again\n"
+SAY_PID = "open(f'pid{rank}.partial', 'w').write(str(os.getpid()))\nos.rename(f'pid{rank}.partial', f'pid{rank}')\n"
+
+
+class Started:
+    """Two ranks of a job that have said who they are, and their launcher."""
+
+    def __init__(self, folder: Path, body: str, *given: str, fork_ranks: bool = True) -> None:
+        self.folder = folder
+        env = pretend(folder, SAY_PID + body)
+        with (folder / "said").open("w") as said:
+            command, number = [*CLI, "kto", *GOOD, "trainer.devices=2", *given], said.fileno()
+            self.launcher = start(command, cwd=folder, env=env, fork_ranks=fork_ranks, output=number, errors=number)
+        files = [folder / f"pid{rank}" for rank in (0, 1)]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.ranks = [int(file.read_text()) for file in files]
+
+    def end(self) -> tuple[int, str]:
+        """How the launcher ended, and all that was said; every rank must have ended too."""
+        status = self.launcher.wait(timeout=30)
+        assert all(ended(rank) for rank in self.ranks)
+        return status, (self.folder / "said").read_text()
+
+
 @either_way
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals, status: int, fork_ranks: bool) -> None:
-    env = pretend(tmp_path, "open(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(300)")
-    with (tmp_path / "said").open("w") as said:
-        command = [*CLI, "kto", *GOOD, "trainer.devices=2"]
-        process = start(command, cwd=tmp_path, env=env, fork_ranks=fork_ranks, output=said.fileno(), errors=said.fileno())
-    files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(process.pid, number)
-    assert process.wait(timeout=30) == status
-    assert (tmp_path / "said").read_text() == ""
-    for file in files:
-        assert ended(int(file.read_text()))
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.full), "SIGUSR1"])
+def test_a_signal_at_the_launcher_stops_ranks_that_have_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
+    job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
+    os.kill(job.launcher.pid, signal.Signals[name])
+    assert job.end() == (85, NOTHING_TO_SAVE.format(name))
+
+
+def test_a_signal_at_one_rank_stops_the_others_too(tmp_path: Path) -> None:
+    job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR2,SIGTERM]")
+    os.kill(job.ranks[1], signal.SIGUSR2)
+    assert job.end() == (85, NOTHING_TO_SAVE.format("SIGUSR2"))
+
+
+def test_a_signal_that_is_not_among_those_that_stop_a_run_ends_it(tmp_path: Path) -> None:
+    job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR1]")
+    os.kill(job.launcher.pid, signal.SIGTERM)
+    assert job.end() == (143, "")
+
+
+def test_the_launcher_waits_for_ranks_that_save_and_a_second_interrupt_ends_them(tmp_path: Path) -> None:
+    save = """
+from nemo_kto.parallel import signals
+with signals.deferred():
+    while not signals.received(): time.sleep(0.01)
+    open(f'stopping{rank}', 'w')
+    while not os.path.exists('saved'): time.sleep(0.01)
+raise signals.Stopped
+"""
+    for folder, last, status in ((tmp_path / "a", None, 85), (tmp_path / "b", signal.SIGINT, 130)):
+        folder.mkdir()
+        job = Started(folder, save)
+        os.kill(job.launcher.pid, signal.SIGINT)
+        while not all((folder / f"stopping{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        os.kill(job.launcher.pid, signal.SIGTERM)  # as a scheduler does that has lost patience
+        time.sleep(0.3)
+        assert job.launcher.poll() is None
+        if last is None:
+            (folder / "saved").touch()
+        else:
+            os.kill(job.launcher.pid, last)
+        assert job.end() == (status, "")
+
+
+@either_way
+def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork_ranks: bool) -> None:
+    job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
+    os.kill(job.launcher.pid, signal.SIGKILL)
+    assert job.end() == (-9, "")
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, 85), (2, 130)])
+def test_signals_at_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
+    body = "from nemo_kto.parallel import signals\nimport signal\nwith signals.deferred():\n"
+    body += f"    for _ in range({times}): os.kill(os.getpid(), signal.SIGINT)\nraise signals.Stopped('stopped, as said')"
+    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, body))
+    assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
+
+
+def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
+    body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
+    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=pretend(tmp_path, body))
+    assert (done.returncode, done.stdout, done.stderr) == (85, "job 1\n", NOTHING_TO_SAVE.format("SIGUSR1"))
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
+from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
@@ -51,6 +53,12 @@ class Mean:
     def zero_grad(self) -> None:
         self.zeroed += 1
 
+    def ranks_not_finite(self) -> list[int]:
+        return [0, 2]
+
+    def has_finite_weights(self) -> bool:
+        return bool(self.weight.isfinite())
+
 
 class Descent:
     """Gradient descent with the answers of megatron-core's optimizers."""
@@ -67,7 +75,7 @@ class Descent:
     def step(self) -> tuple[bool, float | None, int | None]:
         self.calls += 1
         if self.calls in self.skip:
-            return False, None, None
+            return False, math.inf, None
         assert self.weight.grad is not None
         norm = float(self.weight.grad.abs())
         with torch.no_grad():
@@ -147,6 +155,7 @@ class Run:
         clock: Callable[[], float] = lambda: 0.0,
         workers: int = 0,
         callbacks: Sequence[Callback] = (),
+        max_skipped_steps: int = 3,
         **settings: Any,
     ) -> None:
         self.model = Mean()
@@ -175,6 +184,11 @@ class Run:
             run_timer=RunTimer(max_time=max_time, clock=clock),
             timers=PhaseTimers(),
             callbacks=callbacks,
+            skipped=SkippedSteps(
+                max_in_a_row=max_skipped_steps,
+                name_rows=lambda places: [f"rows.jsonl:{place + 1}" for place in places],
+                last_checkpoint=lambda: str(self.notes.saved_steps[-1:]),
+            ),
         )
 
     def fit(self) -> Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 
 import pytest
 import torch
@@ -118,7 +117,8 @@ def test_a_run_that_is_done_does_nothing_more() -> None:
 
 def test_state_is_integers() -> None:
     run = Run(max_epochs=2, max_steps=13).fit()
-    expected = {"step": 13, "epoch": 1, "consumed_samples": 26, "steps_per_epoch": 10, "skipped_steps": 0}
+    expected = {"step": 13, "epoch": 1, "consumed_samples": 26, "steps_per_epoch": 10}
+    expected |= {"skipped_steps": 0, "skipped_in_a_row": 0, "validation_due": 0}
     assert run.trainer.state_dict() == expected == run.notes.saved[-1][0]
     assert all(type(value) is int for value in expected.values())
     big = 2**53 + 1  # a float would lose the last one
@@ -167,47 +167,6 @@ def test_validation_before_the_first_step_and_not_again_when_the_run_is_resumed(
     resumed = Run(val_before_training=True)
     resumed.trainer.load_state_dict({"step": 4, "epoch": 0, "consumed_samples": 8})
     assert resumed.fit().notes.steps_with("val/loss") == [10]
-
-
-def test_the_time_is_up() -> None:
-    run = Run(max_epochs=9, max_time="00:00:01:00")
-    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
-    run.fit()
-    assert run.notes.steps_with("train/loss") == [1, 2, 3]  # 75 seconds: the step that goes over is finished
-    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
-    assert run.notes.ended == ["success"]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_does_harm(value: float) -> None:
-    run = Run(save_interval=1)
-    run.model.spoil = lambda step: value if step == 3 else 0.0
-    with pytest.raises(FloatingPointError, match=rf"the loss must be finite, got {value} at step 3; lower the"):
-        run.fit()
-    assert float(run.model.weight) == closed_form(run.model.trained_on[:2])
-    assert run.optimizer.calls == 2
-    assert run.notes.saved_steps == [1, 2]
-    assert run.notes.ended == ["failed"]
-
-
-def test_a_gradient_norm_that_is_not_finite_stops_the_run_with_the_number_of_its_step() -> None:
-    run = Run()
-    step = run.optimizer.step
-    run.optimizer.step = lambda: (True, math.inf if run.optimizer.calls == 2 else step()[1], None)  # type: ignore[method-assign]
-    with pytest.raises(FloatingPointError, match="the gradient norm must be finite, got inf at step 3"):
-        run.fit()
-    assert run.notes.saved == []
-
-
-def test_skipped_steps_are_counted_and_survive_a_restart() -> None:
-    run = Run()
-    run.optimizer.skip = {2, 5}
-    run.fit()
-    assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
-    assert 2 not in run.notes.steps_with("train/grad_norm")
-    again = Run(max_epochs=2)
-    again.trainer.load_state_dict(run.notes.saved[-1][0])
-    assert again.trainer.skipped_steps == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a disk is full")])

@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from nemo_kto.launch import cli
-from nemo_kto.parallel import ranks
+from nemo_kto.parallel import launcher
 from tests.tiny import write_stub_adapter, write_stub_model
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
@@ -72,7 +72,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", ["nemo-kto"])
     monkeypatch.setattr(cli.Job, "_train", started)
-    monkeypatch.setattr(ranks, "spawn_ranks", started)
+    monkeypatch.setattr(launcher, "spawn_ranks", started)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

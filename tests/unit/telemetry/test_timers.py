@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, parse_duration
+from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason, parse_duration
 
 
 class Clock:
@@ -71,36 +71,53 @@ def test_a_duration_in_another_form_is_refused(text: str) -> None:
         parse_duration(text)
 
 
-def test_run_timer_is_finished_at_the_limit() -> None:
+def test_run_timer_says_when_the_time_is_over() -> None:
     clock = Clock()
     timer = RunTimer(max_time="00:00:01:00", clock=clock)
     timer.start_time()
     clock.now += 59.9
-    assert timer.is_finished() is False
+    assert timer.stop_reason() is None
     clock.now += 0.1
-    assert timer.is_finished() is True
+    assert timer.stop_reason() == StopReason("max_time=00:00:01:00", early=False)
+    timer.requeue = True
+    assert timer.stop_reason() == StopReason("max_time=00:00:01:00", early=True)
 
 
-def test_run_timer_gives_the_answer_that_the_ranks_agreed_on() -> None:
-    clock, asked = Clock(), []
-
-    def agree(own: bool) -> bool:
-        asked.append(own)
-        return True
-
-    timer = RunTimer(max_time="00:01:00:00", agree=agree, clock=clock)
+def test_the_time_begins_where_it_is_known_to_have_begun() -> None:
+    clock = Clock()
+    timer = RunTimer(max_time="00:00:01:00", started=clock.now - 60, clock=clock)
     timer.start_time()
-    assert timer.is_finished() is True
-    assert asked == [False]
+    assert timer.stop_reason() is not None
 
 
-def test_run_timer_without_a_limit_never_ends_and_asks_nobody() -> None:
-    def agree(own: bool) -> bool:
-        raise AssertionError("a collective call that is not needed")
+@pytest.mark.parametrize(
+    ("own", "agreed", "reason"),
+    [
+        (0, 0, None),
+        (0, 1, StopReason("max_time=00:01:00:00", early=False)),  # another clock is ahead
+        (0, 30, StopReason("SIGTERM", early=True)),  # another rank got it
+        (10, 20, StopReason("SIGUSR1", early=True)),
+    ],
+)
+def test_run_timer_gives_the_answer_that_the_ranks_agreed_on(own: int, agreed: int, reason: StopReason | None) -> None:
+    asked = []
 
-    assert RunTimer(max_time=None, agree=agree).is_finished() is False
+    def agree(answer: int) -> int:
+        asked.append(answer)
+        return agreed
+
+    timer = RunTimer(max_time="00:01:00:00", agree=agree, received=lambda: own, clock=Clock())
+    timer.start_time()
+    assert timer.stop_reason() == reason
+    assert asked == [2 * own]
+
+
+def test_a_signal_leaves_less_time_than_max_time() -> None:
+    clock = Clock()
+    timer = RunTimer(max_time="00:00:01:00", started=clock.now - 60, received=lambda: 15, clock=clock)
+    assert timer.stop_reason() == StopReason("SIGTERM", early=True)
 
 
 def test_run_timer_must_be_started() -> None:
     with pytest.raises(RuntimeError, match="start_time"):
-        RunTimer(max_time="00:00:00:01").is_finished()
+        RunTimer(max_time="00:00:00:01").stop_reason()

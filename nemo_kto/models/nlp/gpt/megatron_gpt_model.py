@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from nemo_kto.losses.metrics import Derive, Metrics
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.reference import Phase, ReferencePolicy
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel.reduce import global_sums
+from nemo_kto.parallel.reduce import global_sums, ranks_where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class MegatronGPTModel:
     reference: ReferencePolicy | None
     objective: Objective
     phase: Phase = nullcontext
+    _local_loss: float = field(init=False, default=0.0)  # what this rank has added to the last loss
 
     @property
     def uses_reference(self) -> bool:
@@ -77,6 +79,14 @@ class MegatronGPTModel:
             raise RuntimeError("the loss of this model needs no reference, so that there is none to evaluate")
         with self.phase("reference"):
             return self.reference.logprobs(*parts)
+
+    def ranks_not_finite(self) -> list[int]:
+        """Ranks whose own part of the last step's loss or gradient is not finite; collective."""
+        return ranks_where(not (math.isfinite(self._local_loss) and self.engine.local_gradients_are_finite()))
+
+    def has_finite_weights(self) -> bool:
+        """Whether the weights of all ranks are finite; collective."""
+        return not ranks_where(not self.engine.local_weights_are_finite())
 
     def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor) -> Tensor:
         """Negative log-prob of each answer, as the SFT loss counts it: [b].
@@ -108,5 +118,6 @@ class MegatronGPTModel:
             derive: sums -> metrics, with ``loss`` among them.
         """
         sums = {name: sum((part[name].cpu() for part in parts), start=zero.cpu()) for name, zero in zeros.items()}
+        self._local_loss = float(sums["loss_sum"])
         metrics = Metrics(global_sums(sums) | dict(batch_sums), derive)
         return metrics["loss"], metrics

@@ -1,0 +1,133 @@
+"""Signals at real runs of two ranks, in every phase: status 85, one line, and the losses of a run that nothing happened to.
+
+The processes send themselves the signals, so that each arrives in the phase that it is meant for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.tiny import make_rows, write_rows
+
+# Python runs sitecustomize at its start, in the ranks too.
+_SEND = """
+import importlib, os, signal, sys, time
+
+def send(who, name):
+    from nemo_kto.parallel import signals
+    number = signal.Signals[name]
+    if who == "launcher":
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), number)
+        while not signals.received():  # until it was passed on
+            time.sleep(0.001)
+    elif who in ("all", os.environ["RANK"]):
+        os.kill(os.getpid(), number)
+
+def spoil(module, path, call, who, name):
+    owner = importlib.import_module(module)
+    *classes, function = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    original, calls = getattr(owner, function), []
+
+    def sending(*arguments, **options):
+        calls.append(1)
+        if len(calls) == int(call):
+            send(who, name)
+        return original(*arguments, **options)
+
+    setattr(owner, function, sending)
+
+if "SIGNAL" in os.environ and "RANK" in os.environ:
+    spoil(*os.environ["SIGNAL"].split())
+"""
+MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
+# Where a signal is sent: module, function, which call of it.
+DATA = "nemo_kto.data.cache TokenCache.open 1"
+LOADING = "nemo_kto.launch.build build_policy 1"
+REFERENCE = "nemo_kto.models.engine LogProbEngine.logprobs 2"
+SAVE = "nemo_kto.checkpoint.distributed CheckpointManager.save 1"
+EXPORT = "nemo_kto.launch.finish export_policy 1"
+
+
+def pass_of_model(number: int) -> str:
+    """A batch of the training or the validation, counted from the start of the process."""
+    return f"{MODEL} MegatronGPTKTOModel.get_loss_and_metrics {number}"
+
+
+class Runs:
+    """A job of two ranks: 24 rows, three steps an epoch, two epochs, a validation of two batches after every second step."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        modules = folder / "modules"
+        modules.mkdir()
+        (modules / "sitecustomize.py").write_text(_SEND)
+        self.folder, self._environment = folder, environment(modules)
+        rows = make_rows(40)
+        train, validation = write_rows(folder / "rows.jsonl", rows[:24]), write_rows(folder / "val.jsonl", rows[24:])
+        data = f"{{train: {train}, validation: {validation}}}"
+        self._words = [
+            *CLI, "kto", f"pretrained_checkpoint.restore_from_path={model}", f"model.data.data_prefix={data}",
+            "model.data.seq_length=48", "model.global_batch_size=8", "model.micro_batch_size=4", "hardware=cpu",
+            "trainer.devices=2", "trainer.precision=32", "trainer.kto.max_epochs=2", "trainer.kto.max_steps=5",
+            "trainer.kto.val_check_interval=2", "trainer.kto.save_interval=0", "model.optim.lr=5e-4",
+            "exp_manager.create_tensorboard_logger=false",
+        ]  # fmt: skip
+
+    def run(self, name: str, *given: str, signal: str = "") -> subprocess.CompletedProcess[str]:
+        """The finished job with the run folder ``name`` and a cache of its own; ``signal`` is what ``spoil`` takes."""
+        env = self._environment | ({"SIGNAL": signal} if signal else {})
+        own = [f"exp_manager.explicit_log_dir={name}", f"model.data.cache_dir=cache-{name}"]
+        return run([*self._words, *own, *given], cwd=self.folder, env=env, preload=TRAINING, timeout=120)
+
+    def stopped(self, name: str, signal: str, *given: str) -> str:
+        """What a job said last that was stopped; it ended with 85 and without a traceback."""
+        done = self.run(name, *given, signal=signal)
+        assert done.returncode == 85, done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("nemo-kto: stopped") == 1
+        return done.stderr.splitlines()[-1]
+
+    def logged(self, name: str) -> list[dict[str, float]]:
+        """What was logged of each step and each validation, without the times."""
+        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        kept = [{key: line[key] for key in line if key.startswith(("train/", "val/", "step"))} for line in lines]
+        return [line for line in kept if len(line) > 1]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("stops"), tiny_llama)
+    assert made.run("whole").returncode == 0
+    return made
+
+
+def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Runs) -> None:
+    again = "start the same command again to resume"
+    nothing = "before the first step, so that there was nothing to save; start the same command again"
+    assert runs.stopped("run", f"{DATA} 0 SIGTERM") == f"nemo-kto: stopped by SIGTERM {nothing}"
+    said = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
+    assert said == f"nemo-kto: stopped by SIGUSR1 in the reference pass, with 16 log-probs in {cache(runs)}; {again}"
+    # the first step of the process
+    where = "checkpoint run/checkpoints/step_00000"
+    said = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
+    assert said == f"nemo-kto: stopped by SIGTERM at step 1 of 5, {where}1; {again}"
+    # the first batch of the validation, which is begun again
+    said = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
+    assert said == f"nemo-kto: stopped by SIGINT at step 2 of 5, {where}2; {again}"
+    assert len(runs.logged("run")) == 2
+    done = runs.run("run", signal=f"{EXPORT} all SIGTERM")
+    assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
+    assert list((runs.folder / "run/hf").glob("*.safetensors"))
+    assert runs.logged("run") == runs.logged("whole")
+
+
+def cache(runs: Runs) -> Path:
+    (folder,) = (runs.folder / "cache-run/reference").iterdir()
+    return folder.relative_to(runs.folder)

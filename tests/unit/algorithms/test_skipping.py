@@ -1,0 +1,102 @@
+"""Steps whose numbers are not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+from nemo_kto.errors import UserError
+from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.test_dpo_trainer import closed_form
+from tests.unit.algorithms.test_stops import resumed
+
+
+def rows(batch: list[float]) -> str:
+    """As the message names them: row k holds the number k."""
+    return ", ".join(f"rows.jsonl:{int(row) + 1}" for row in batch)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_skips_the_step(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(save_interval=5)
+    run.model.spoil = lambda step: value if step == 3 else 0.0
+    with caplog.at_level(logging.WARNING):
+        run.fit()
+    batches = run.model.trained_on
+    assert len(batches) == 10, "the data goes on"
+    assert float(run.model.weight) == closed_form(batches[:2] + batches[3:])
+    assert run.optimizer.calls == 9
+    assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert 3 not in run.notes.steps_with("train/grad_norm")
+    assert (run.notes.saved_steps, run.notes.ended) == ([5, 10], ["success"])
+    assert all(math.isfinite(metric) for _, metrics in run.notes.saved for metric in metrics.values())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step 3: the loss is {value} on ranks 0, 2; rows of its global batch: {rows(batches[2])}; the step is skipped, "
+        "1 in a row"
+    ]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
+    run = Run()
+    run.optimizer.skip = {2, 5}
+    run.fit()
+    assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert 2 not in run.notes.steps_with("train/grad_norm")
+
+
+def test_too_many_in_a_row_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(save_interval=4)
+    run.optimizer.skip = {2, 3, 6, 7, 8}
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError) as ended:
+        run.fit()
+    batches = run.model.trained_on
+    assert len(batches) == 8
+    assert str(ended.value) == (
+        f"step 8: the gradient norm is inf on ranks 0, 2; rows of its global batch: {rows(batches[7])}; 3 steps in a row "
+        "were skipped (trainer.max_skipped_steps=3); last good checkpoint: [4]; lower model.optim.lr, or look at these rows"
+    )
+    assert [record.getMessage()[-8:] for record in caplog.records] == ["1 in a row"[-8:], "2 in a row"[-8:]] * 2
+    assert (run.notes.saved_steps, run.notes.ended) == ([4], ["failed"])
+
+
+def test_one_can_be_too_many() -> None:
+    run = Run(max_skipped_steps=1)
+    run.optimizer.skip = {1}
+    with pytest.raises(UserError, match=r"step 1: .*; 1 step was skipped \(trainer.max_skipped_steps=1\); last"):
+        run.fit()
+
+
+def test_a_resumed_run_keeps_both_counts() -> None:
+    first = Run(max_epochs=2, max_steps=5)
+    first.optimizer.skip = {1, 4, 5}
+    state, _ = first.fit().notes.saved[-1]
+    assert (state["skipped_steps"], state["skipped_in_a_row"]) == (3, 2)
+    second = Run(max_epochs=2)
+    second.optimizer.skip = {1}
+    second.trainer.load_state_dict(state)
+    with pytest.raises(UserError, match=r"step 6: .* 3 steps in a row were skipped"):
+        second.fit()
+    assert resumed(first, max_epochs=2).notes.series("train/skipped_steps")[0] == (6, 3)
+
+
+def test_weights_that_are_not_finite_are_not_saved() -> None:
+    run = Run(save_interval=2)
+
+    def spoil(step: int) -> float:
+        if step == 4:
+            with torch.no_grad():
+                run.model.weight.fill_(math.inf)
+        return 0.0
+
+    run.model.spoil = spoil
+    run.optimizer.step = lambda: (True, 1.0, None)  # type: ignore[method-assign]
+    with pytest.raises(UserError) as ended:
+        run.fit()
+    assert str(ended.value) == (
+        "the weights are not finite after step 4, so that no checkpoint of it is written; last good checkpoint: [2]; lower "
+        "model.optim.lr, or look at these rows"
+    )
+    assert run.notes.saved_steps == [2]

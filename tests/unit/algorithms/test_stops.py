@@ -1,0 +1,133 @@
+"""A run that is asked to stop: what it still does, and what the resumed run makes up for."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.telemetry.timers import StopReason
+from tests.unit.algorithms.parts import Run
+
+
+def stopped(when: Callable[[Run], bool], **settings: Any) -> Run:
+    """A run that gets SIGTERM as soon as ``when`` is true of it."""
+    run = Run(**settings)
+    run.trainer.run_timer.received = lambda: int(signal.SIGTERM) if when(run) else 0
+    return run.fit()
+
+
+def resumed(first: Run, **settings: Any) -> Run:
+    second = Run(**settings)
+    with torch.no_grad():
+        second.model.weight.copy_(first.model.weight)
+    if first.notes.saved:
+        second.trainer.load_state_dict(first.notes.saved[-1][0])
+    return second.fit()
+
+
+def losses(*runs: Run) -> list[tuple[int, str, float]]:
+    """Every loss that was logged, in order."""
+    logged = itertools.chain(*(run.notes.logged for run in runs))
+    return [(step, name, values[name]) for step, values in logged for name in ("train/loss", "val/loss") if name in values]
+
+
+def test_a_signal_during_a_step() -> None:
+    settings = {"val_check_interval": 3, "save_interval": 5}
+    run = stopped(lambda run: len(run.model.trained_on) == 4, **settings)
+    assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (4, [4], [3])
+    assert (run.trainer.ended_early, run.trainer.stop) == (True, StopReason("SIGTERM", early=True))
+    assert run.notes.ended == ["success"]
+    again = resumed(run, **settings)
+    assert not again.trainer.ended_early
+    assert losses(run, again) == losses(Run(**settings).fit())
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+@pytest.mark.parametrize("step", [3, 10])
+def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
+    """Also at the last step, and whether none, some or (of three) all but one of its batches are done."""
+    settings = {"val_check_interval": 3}
+    before = 3 * (step // 3 - (step == 3))
+
+    def when(run: Run) -> bool:
+        return run.trainer.step == step and len(run.model.validated_on) >= before + batches
+
+    run = stopped(when, **settings)
+    assert (run.trainer.step, run.notes.saved_steps) == (step, [step])
+    assert run.notes.saved[0][0]["validation_due"] == 1
+    assert run.trainer.ended_early
+    again = resumed(run, **settings)
+    assert losses(run, again) == losses(Run(**settings).fit())
+    assert again.notes.saved_steps == [10], "saved again, with its validation"
+    assert again.notes.saved[-1][0]["validation_due"] == 0
+
+
+def test_a_signal_during_the_last_batch_of_a_validation_does_not_cost_it() -> None:
+    run = stopped(lambda run: len(run.model.validated_on) == 3, val_check_interval=3, save_interval=5)
+    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
+    assert run.notes.saved[0][0]["validation_due"] == 0
+
+
+def test_a_signal_during_the_validation_before_the_first_step() -> None:
+    settings = {"val_before_training": True}
+    run = stopped(lambda run: len(run.model.validated_on) == 1, **settings)
+    assert (run.trainer.step, run.notes.saved, run.model.trained_on) == (0, [], [])
+    assert run.trainer.ended_early
+    assert losses(run, resumed(run, **settings)) == losses(Run(**settings).fit())
+
+
+def test_a_signal_at_the_last_step_of_a_run_without_validation_changes_nothing() -> None:
+    run = stopped(lambda run: len(run.model.trained_on) == 10, val_rows=None)
+    assert run.notes.saved_steps == [10]
+    assert not run.trainer.ended_early
+
+
+def test_a_resumed_validation_that_is_interrupted_again() -> None:
+    settings = {"val_check_interval": 3}
+    run = stopped(lambda run: run.trainer.step == 3, **settings)
+    again = Run(**settings)
+    again.trainer.run_timer.received = lambda: int(signal.SIGUSR1)
+    again.trainer.load_state_dict(run.notes.saved[-1][0])
+    again.fit()
+    assert (again.notes.saved, again.model.trained_on, again.trainer.validation_due) == ([], [], True)
+    assert again.trainer.ended_early
+
+
+def test_the_time_is_up() -> None:
+    run = Run(max_epochs=9, max_time="00:00:01:00")
+    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
+    run.fit()
+    assert run.notes.steps_with("train/loss") == [1, 2, 3]  # 75 seconds: the step that goes over is finished
+    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
+    assert run.notes.ended == ["success"]
+    assert not run.trainer.ended_early, "the model is exported"
+
+
+def test_the_time_is_up_and_the_run_will_be_requeued() -> None:
+    run = Run(max_epochs=9, max_time="00:00:01:00")
+    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
+    run.trainer.run_timer.requeue = True
+    run.fit()
+    assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
+    assert run.trainer.ended_early
+
+
+def test_a_signal_during_the_validation_after_the_time_is_up() -> None:
+    run = Run(max_epochs=9, max_time="00:00:01:00")
+    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
+    run.trainer.run_timer.received = lambda: int(signal.SIGTERM) if run.model.validated_on else 0
+    run.fit()
+    assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
+    assert run.trainer.ended_early
+
+
+def test_the_time_of_a_run_begins_with_its_process_and_one_step_is_taken_at_least() -> None:
+    run = Run(max_time="00:00:01:00", clock=lambda: 1000.0)
+    run.trainer.run_timer.started = 0.0
+    run.fit()
+    assert run.notes.saved_steps == [1]
