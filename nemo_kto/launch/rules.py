@@ -61,7 +61,9 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
         yield ConfigError("trainer.devices", text, _RANKS)
     if trainer.accelerator == "gpu" and not gpus:
         yield ConfigError("trainer.accelerator", "must be cpu or auto on a machine without GPUs that torch can use, got gpu")
-    if isinstance(devices, int) and gpus and devices > gpus:
+    # Under srun --gpus-per-task=1 a rank sees its own GPU and not those of the machine's other ranks.
+    sees_its_own = world is not None and gpus == 1
+    if isinstance(devices, int) and gpus and devices > gpus and not sees_its_own:
         remedy = "use fewer ranks, or trainer.accelerator=cpu"
         yield ConfigError("trainer.devices", f"must be at most the {gpus} GPUs of this machine, got {devices}; {remedy}")
 

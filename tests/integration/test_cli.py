@@ -365,26 +365,59 @@ def test_version_help_and_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -> None:
-    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     job = {"CPUS_ON_NODE": "16", "NTASKS_PER_NODE": "8", "JOB_NUM_NODES": "2", "JOB_NAME": "mine", "JOB_ID": "7"}
     env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
-    done = run([*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"], cwd=tmp_path, env=env)
-    assert done.stdout.splitlines() == [
+    given = [*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"]
+    done = run(given, cwd=tmp_path, env=env)
+    handed_on = [
+        "OMP_NUM_THREADS=2",
         "--kill-on-bad-exit=1",
         "--label",
+        "--cpus-per-task=2",
         "nemo-kto",
         name,
         "trainer.num_nodes=2",
         "trainer.devices=8",
-        "trainer.max_time=00:03:45:00",
         "exp_manager.name=mine-7",
         "pretrained_checkpoint.restore_from_path=/model",
         "model.data.data_prefix=/a b.jsonl",
         "model.optim.betas=[0.9, 0.95]",
     ]
-    done = run([*script, "/model", "rows.jsonl", name], cwd=tmp_path, env=env)
+    assert done.stdout.splitlines() == handed_on
+
+    # A task of an array, with CPUs a task and threads a rank of its own.
+    (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
+    done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})
+    changed = {0: "OMP_NUM_THREADS=3", 3: "--cpus-per-task=4", 8: "exp_manager.name=mine-5_2"}
+    expected = [changed.get(index, word) for index, word in enumerate(handed_on)]
+    assert done.stdout.splitlines() == [*expected[:-1], "model.optim.lr=2", "model.optim.betas=[0.8, 0.9]", expected[-1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        ("/model rows.jsonl kto", {}, "got: /model rows.jsonl kto"),
+        ("kto /model", {}, "got: kto /model"),
+        (
+            "kto /model /rows",
+            {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "5"},
+            "a job array needs SWEEP, a file with the overrides of each task in a line, got: none",
+        ),
+        (
+            "kto /model /rows",
+            {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "5", "SWEEP": "rates"},
+            "rates must have a line for each array task, got none for 3",
+        ),
+    ],
+)
+def test_the_slurm_script_says_how_it_is_used(tmp_path: Path, words: str, variables: dict[str, str], said: str) -> None:
+    (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2\n")
+    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), *words.split()]
+    done = run(script, cwd=tmp_path, env=environment() | {"SLURM_JOB_ID": "5"} | variables)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (f"usage: sbatch train.sbatch kto|dpo MODEL DATA [KEY=VALUE ...], got: /model rows.jsonl {name}\n")
+    assert done.stderr == f"usage: sbatch train.sbatch kto|dpo MODEL DATA [KEY=VALUE ...]\n{said}\n"

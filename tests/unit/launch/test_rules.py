@@ -323,6 +323,15 @@ def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> No
     assert said("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
 
 
+def test_ranks_that_see_one_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.device, "device_count", lambda: 1)
+    two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
+    assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
+    started_here = said("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
+    remedy = "use fewer ranks, or trainer.accelerator=cpu"
+    assert started_here == [f"trainer.devices must be at most the 1 GPUs of this machine, got 8; {remedy}"]
+
+
 def test_the_form_of_a_blend(said: Said, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     assert said(f"model.data.data_prefix=[0.3,{file},0.7]") == [

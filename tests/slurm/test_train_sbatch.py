@@ -1,0 +1,132 @@
+"""examples/slurm/train.sbatch as it is, on a SLURM of two nodes: signals, requeues, lost nodes and ranks, sweeps."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, Submitted
+from tests.slurm.conftest import SECONDS, STEPS, TWO_BY_TWO, after_step, folder_of, kto, kto_on_four_ranks, metrics
+
+pytestmark = pytest.mark.slurm
+Metrics = list[dict[str, float]]
+
+
+def ended_early(job: Submitted, work: Path) -> int:
+    """The step after which the first ranks wrote their checkpoint, which must be before the last."""
+    steps = sorted(int(path.name[5:]) for path in (folder_of(job, work) / "checkpoints").glob("step_*"))
+    assert steps[-1] == STEPS
+    assert len(steps) == 2, steps
+    return steps[0]
+
+
+def test_signal_checkpoint_requeue(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+    (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
+    after_step(job, 2, work)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@120 sends
+    state = job.finish(seconds=SECONDS)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.said()
+    assert f"train.sbatch: the run ended early with status 85; requeue job {job.number}\n" in job.said()
+    assert 2 <= ended_early(job, work) < STEPS
+    assert metrics(folder_of(job, work)) == uninterrupted  # each step once, to the last bit
+
+
+def test_what_the_ranks_find(cluster: Cluster, work: Path, tmp_path: Path) -> None:
+    """The layout of the tasks, with a GPU for each of them alone, and threads for the CPUs of a task."""
+    shows = tmp_path / "nemo-kto"
+    shows.write_text('#!/bin/sh\necho "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n')
+    shows.chmod(0o755)
+    arguments = [*TWO_BY_TWO, "--gpus-per-task=1", "--cpus-per-task=2", *kto()]
+    env = {"PATH": f"{tmp_path}:{cluster.env['PATH']}", "OMP_NUM_THREADS": ""}
+    (job,) = cluster.submit(*arguments, cwd=work, **env)
+    assert job.finish(seconds=60)["JobState"] == "COMPLETED", job.said()
+    assert sorted(job.said().splitlines()) == [
+        f"{2 * node + gpu}: node {node} gpu {gpu} threads 2 trainer.num_nodes=2 trainer.devices=2"
+        for node in range(2)
+        for gpu in range(2)
+    ]
+
+
+def test_a_mistake_is_said_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
+    (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)
+    state = job.finish(seconds=SECONDS)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.said()
+    assert job.said().count("model.optim.lr must be") == 1
+    assert not folder_of(job, work).exists()
+
+
+@pytest.mark.full
+def test_time_limit(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+    """The script's own --signal, where the first ranks take longer than the job may."""
+    slow = "trainer.callbacks=[{_target_: tests.slurm.slow_steps.SlowFirstLife, seconds: 30}]"
+    (job,) = cluster.submit("--time=4", *kto_on_four_ranks(slow), cwd=work)
+    state = job.finish(seconds=2 * SECONDS)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.said()
+    assert ended_early(job, work) < STEPS
+    assert metrics(folder_of(job, work)) == uninterrupted
+
+
+@pytest.mark.full
+def test_signal_to_the_ranks_only(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+    """As an administrator sends it; the script learns of it by the status of the ranks."""
+    (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
+    after_step(job, 2, work)
+    cluster.run("scancel", "--signal=USR1", job.number)
+    assert job.finish(seconds=SECONDS)["Restarts"] == "1", job.said()
+    assert metrics(folder_of(job, work)) == uninterrupted
+
+
+@pytest.mark.full
+def test_a_killed_node(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+    """SLURM requeues the job when it misses the node; where the other ranks fail first, it is requeued by hand."""
+    (job,) = cluster.submit(*kto_on_four_ranks("trainer.kto.save_interval=4"), cwd=work)
+    after_step(job, 6, work)
+    cluster.kill_node("n2")
+    job.wait_until("the node is missed", lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2").stdout, seconds=90)
+    cluster.start_node("n2")
+    state = job.finish(seconds=SECONDS)
+    if state["JobState"] != "COMPLETED":
+        cluster.run("scontrol", "requeue", job.number)
+        state = job.finish(seconds=SECONDS)
+    assert state["JobState"] == "COMPLETED", job.said()
+    assert re.search(r"srun: error: Node failure on n2|srun: error: n1: tasks? .*: Exited with exit code 1", job.said())
+    assert metrics(folder_of(job, work)) == uninterrupted
+
+
+@pytest.mark.full
+def test_a_killed_rank(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+    """The job fails, says which task it was, and resumes when it is requeued by hand."""
+    (job,) = cluster.submit(*kto_on_four_ranks("trainer.kto.save_interval=4"), cwd=work)
+    after_step(job, 6, work)
+    ranks = [process for process in cluster.processes(of="n2") if process.environ().get("SLURM_PROCID") == "3"]
+    ranks[0].send_signal(signal.SIGKILL)
+    state = job.finish(seconds=SECONDS)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.said()
+    assert "srun: error: n2: task 3: Killed" in job.said()
+    assert "requeue job" not in job.said()
+    cluster.run("scontrol", "requeue", job.number)
+    assert job.finish(seconds=SECONDS)["JobState"] == "COMPLETED", job.said()
+    assert metrics(folder_of(job, work)) == uninterrupted
+
+
+@pytest.mark.full
+def test_an_array_is_a_sweep(cluster: Cluster, work: Path) -> None:
+    """Two tasks of one rank each, on both nodes at the same time; one is interrupted and requeued without the other."""
+    rates = work / "rates.txt"
+    rates.write_text("model.optim.lr=1e-4\nmodel.optim.lr=2e-4 'model.optim.betas=[0.8, 0.9]'\n")
+    arguments = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--array=1-2", "--output=%A_%a.log"]
+    steps = f"trainer.kto.max_steps={STEPS}"
+    first, second = cluster.submit(*arguments, *kto(steps), cwd=work, SWEEP=str(rates))
+    after_step(second, 2, work)
+    cluster.run("scancel", "--batch", "--signal=USR1", second.number)
+    states = [job.finish(seconds=SECONDS) for job in (first, second)]
+    assert [(state["JobState"], state["Restarts"]) for state in states] == [("COMPLETED", "0"), ("COMPLETED", "1")]
+    found = [metrics(folder_of(job, work)) for job in (first, second)]
+    assert [[step["step"] for step in steps] for steps in found] == [[*range(1, STEPS + 1)]] * 2
+    rates_at_last = [steps[-1]["train/lr"] for steps in found]
+    assert max(step["train/lr"] for step in found[0]) == 1e-4
+    assert max(step["train/lr"] for step in found[1]) == 2e-4
+    assert rates_at_last == [9e-7, 9e-7]
