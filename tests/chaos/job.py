@@ -1,0 +1,252 @@
+"""A tiny job that is killed, started again with the same command, and compared with one that nothing happened to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.integration.commands import REPOSITORY, TRAINING, environment, start
+from tests.noted_rows import noted_rows
+from tests.tiny import make_checkpoint, make_rows, write_rows
+
+HOOK = Path(__file__).parent / "hook"
+COMMAND = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
+DEADLINE = 120.0  # seconds, for any start of the job; one takes 5
+SECONDS_TO_END = 10.0  # that ranks may outlive their launcher
+SHOWN_LINES = 20  # of the output, among which the cause must be
+ROWS, BATCH = 24, 8  # of the training file: three steps an epoch
+STEPS_OF_EPOCH = ROWS // BATCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is run: six steps in two epochs, with a checkpoint after every second.
+
+    Attributes:
+        model, rows, validation: what it reads.
+        ranks: on this machine.
+        overrides: its layout, and how the reference is held.
+    """
+
+    model: Path
+    rows: Path
+    validation: Path
+    ranks: int = 2
+    overrides: tuple[str, ...] = ("model.reference.mode=swap",)
+
+    def command(self, folder: Path) -> list[str]:
+        """The command line of a run in ``folder``."""
+        return [
+            *COMMAND,
+            f"pretrained_checkpoint.restore_from_path={self.model}",
+            f"model.data.data_prefix={{train: {self.rows}, validation: {self.validation}}}",
+            f"model.data.cache_dir={folder / 'cache'}",
+            f"exp_manager.explicit_log_dir={folder / 'run'}",
+            f"trainer.callbacks=[{{_target_: tests.noted_rows.NoteRows, folder: {folder / 'rows'}}}]",
+            f"trainer.devices={self.ranks}",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            "trainer.kto.max_epochs=2",
+            "trainer.kto.save_interval=2",
+            "trainer.kto.val_check_interval=3",
+            f"model.global_batch_size={BATCH}",
+            "model.micro_batch_size=2",
+            "model.data.seq_length=64",
+            "model.optim.lr=5e-4",
+            "model.optim.sched.warmup_steps=2",
+            "exp_manager.checkpoint_callback_params.save_top_k=1",
+            "exp_manager.create_tensorboard_logger=false",
+            *self.overrides,
+        ]
+
+
+def make_job(folder: Path) -> Job:
+    """A job of two ranks with its model and rows in ``folder``."""
+    model = make_checkpoint(
+        folder / "model", "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    rows, validation = make_rows(ROWS), make_rows(4, seed=1)
+    return Job(
+        model=model, rows=write_rows(folder / "rows.jsonl", rows), validation=write_rows(folder / "val.jsonl", validation)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """What happens to a start of a job, and when.
+
+    Attributes:
+        victims: processes that are killed: launcher, rank0, rank1, ...
+        point: that the process ``at`` reaches for the ``count``-th time (tests/chaos/hook/sitecustomize.py lists them).
+        seconds: after the start of the launcher, in the place of a point.
+        shell: a command that is run at that moment.
+    """
+
+    victims: tuple[str, ...] = ()
+    point: str = ""
+    count: int = 1
+    at: str = "rank0"
+    seconds: float = 0.0
+    shell: str = ""
+
+    def __str__(self) -> str:
+        when = f"{self.point}-{self.count}-at-{self.at}" if self.point else f"{self.seconds:.2f}s"
+        return f"{when}-kills-{'+'.join(self.victims)}"
+
+    def environment(self) -> dict[str, str]:
+        if not self.point:
+            return {}
+        order = {"at": self.at, "point": self.point, "count": self.count, "victims": self.victims, "shell": self.shell}
+        return {"CHAOS": json.dumps(order)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a start of the job ended.
+
+    Attributes:
+        status: exit status as subprocess gives it.
+        output: what the user saw, stdout and stderr.
+        fired: what should happen to it did.
+        hung: it did not end within the deadline and was killed.
+        left_running: processes that outlived the launcher.
+        seconds: wall-clock time.
+    """
+
+    status: int
+    output: str
+    fired: bool
+    hung: bool
+    left_running: list[str]
+    seconds: float
+
+    @property
+    def last_lines(self) -> str:
+        return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
+
+
+def run(job: Job, folder: Path, *, crash: Crash | None = None, deadline: float = DEADLINE) -> Ended:
+    """Start the command, let ``crash`` happen to it, and wait for its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chaos = folder / "chaos"
+    shutil.rmtree(chaos, ignore_errors=True)
+    (chaos / "pids").mkdir(parents=True)
+    env = environment(HOOK) | {"CHAOS_FOLDER": str(chaos)} | (crash.environment() if crash else {})
+    with (folder / "output").open("w") as output:
+        number = output.fileno()
+        process = start(job.command(folder), cwd=folder, env=env, output=number, errors=number, preload=TRAINING)
+    began, hung = time.monotonic(), False
+    while process.poll() is None and not hung:
+        passed = time.monotonic() - began
+        if crash is not None and crash.seconds and passed > crash.seconds and not (chaos / "fired").exists():
+            (chaos / "fired").touch()
+            _kill(chaos, crash.victims)
+        hung = passed > deadline
+        time.sleep(0.005)
+    left = _running(chaos)
+    waited = time.monotonic()
+    while left and not hung and time.monotonic() - waited < SECONDS_TO_END:
+        time.sleep(0.01)
+        left = _running(chaos)
+    _kill(chaos, left)
+    return Ended(
+        status=process.wait(timeout=SECONDS_TO_END),
+        output=(folder / "output").read_text(errors="replace"),
+        fired=(chaos / "fired").exists(),
+        hung=hung,
+        left_running=[] if hung else left,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _kill(chaos: Path, victims: Sequence[str]) -> None:
+    for victim in victims:
+        with contextlib.suppress(OSError):  # not started yet, or gone
+            os.kill(int(os.readlink(chaos / "pids" / victim)), signal.SIGKILL)
+
+
+def _running(chaos: Path) -> list[str]:
+    """Processes of the run that have not ended."""
+    found = []
+    for link in sorted((chaos / "pids").iterdir()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(int(os.readlink(link))).status() != psutil.STATUS_ZOMBIE:
+                found.append(link.name)
+    return found
+
+
+def metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Every logged line but times, to the last bit."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    kept = [
+        {name: value for name, value in json.loads(line).items() if name.startswith(("step", "train/", "val/"))}
+        for line in lines
+    ]
+    return [line for line in kept if len(line) > 1]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Content of every file below."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What a run that was killed and started again has in another way than ``whole``, which nothing happened to.
+
+    Attributes:
+        rows_lost, rows_doubled: over all epochs.
+        differences: everything else, in words; empty if there is none.
+    """
+
+    rows_lost: int = 0
+    rows_doubled: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.rows_lost or self.rows_doubled or self.differences)
+
+
+def compare(folder: Path, whole: Path) -> Comparison:
+    """Losses, rows, exported files, and what lies in the run folder."""
+    found = Comparison()
+    ours, theirs = metrics(folder / "run"), metrics(whole / "run")
+    if ours != theirs:
+        place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+        found.differences.append(f"metrics.jsonl has {len(ours)} lines for {len(theirs)}, another one from line {place + 1}")
+    rows, expected = noted_rows(folder / "rows"), noted_rows(whole / "rows")
+    if rows != expected:
+        found.differences.append("rows of a step")
+    for first in range(1, len(expected) + 1, STEPS_OF_EPOCH):
+        epoch = range(first, first + STEPS_OF_EPOCH)
+        used = Counter(row for step in epoch for row in rows.get(step, []))
+        due = Counter(row for step in epoch for row in expected[step])
+        found.rows_lost += (due - used).total()
+        found.rows_doubled += (used - due).total()
+    if not (folder / "run" / "hf").is_dir():
+        found.differences.append("no exported model")
+    elif files(folder / "run" / "hf") != files(whole / "run" / "hf"):
+        found.differences.append("exported files")
+    extra = _names(folder) ^ _names(whole)
+    if extra:
+        found.differences.append(f"in the run folder: {', '.join(sorted(extra))}")
+    return found
+
+
+def _names(folder: Path) -> set[str]:
+    """What lies in the run folder and among its checkpoints."""
+    run_folder = folder / "run"
+    return {str(path.relative_to(run_folder)) for part in (run_folder, run_folder / "checkpoints") for path in part.iterdir()}
