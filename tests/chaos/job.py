@@ -248,5 +248,5 @@ def compare(folder: Path, whole: Path) -> Comparison:
 
 def _names(folder: Path) -> set[str]:
     """What lies in the run folder and among its checkpoints."""
-    run_folder = folder / "run"
-    return {str(path.relative_to(run_folder)) for part in (run_folder, run_folder / "checkpoints") for path in part.iterdir()}
+    places = (folder / "run", folder / "run" / "checkpoints")
+    return {str(path.relative_to(folder)) for place in places for path in place.iterdir()}
