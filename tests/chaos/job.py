@@ -90,7 +90,7 @@ class Crash:
     Attributes:
         victims: processes that are killed: launcher, rank0, rank1, ...
         point: that the process ``at`` reaches for the ``count``-th time (tests/chaos/hook/sitecustomize.py lists them).
-        seconds: after the start of the launcher, in the place of a point.
+        seconds: after the start of the launcher, in the place of a point; victims are then all there is.
         shell: a command that is run at that moment.
     """
 
@@ -137,14 +137,14 @@ class Ended:
         return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
 
 
-def run(job: Job, folder: Path, *, crash: Crash | None = None, deadline: float = DEADLINE) -> Ended:
-    """Start the command, let ``crash`` happen to it, and wait for its end."""
+def run(job: Job, folder: Path, *, crash: Crash | None = None, name: str = "job", deadline: float = DEADLINE) -> Ended:
+    """Start the command, let ``crash`` happen to it, and wait for its end; jobs that run at once have names of their own."""
     folder.mkdir(parents=True, exist_ok=True)
-    chaos = folder / "chaos"
+    chaos = folder / f"chaos_{name}"
     shutil.rmtree(chaos, ignore_errors=True)
     (chaos / "pids").mkdir(parents=True)
     env = environment(HOOK) | {"CHAOS_FOLDER": str(chaos)} | (crash.environment() if crash else {})
-    with (folder / "output").open("w") as output:
+    with (chaos / "output").open("w") as output:
         number = output.fileno()
         process = start(job.command(folder), cwd=folder, env=env, output=number, errors=number, preload=TRAINING)
     began, hung = time.monotonic(), False
@@ -163,7 +163,7 @@ def run(job: Job, folder: Path, *, crash: Crash | None = None, deadline: float =
     _kill(chaos, left)
     return Ended(
         status=process.wait(timeout=SECONDS_TO_END),
-        output=(folder / "output").read_text(errors="replace"),
+        output=(chaos / "output").read_text(errors="replace"),
         fired=(chaos / "fired").exists(),
         hung=hung,
         left_running=[] if hung else left,
@@ -208,11 +208,13 @@ class Comparison:
 
     Attributes:
         rows_lost, rows_doubled: over all epochs.
-        differences: everything else, in words; empty if there is none.
+        other_losses: a figure of a step is another one: it was resumed from what it should not have been.
+        differences: all but the rows, in words; empty if there is none.
     """
 
     rows_lost: int = 0
     rows_doubled: int = 0
+    other_losses: bool = False
     differences: list[str] = field(default_factory=list)
 
     @property
@@ -225,6 +227,7 @@ def compare(folder: Path, whole: Path) -> Comparison:
     found = Comparison()
     ours, theirs = metrics(folder / "run"), metrics(whole / "run")
     if ours != theirs:
+        found.other_losses = True
         place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
         found.differences.append(f"metrics.jsonl has {len(ours)} lines for {len(theirs)}, another one from line {place + 1}")
     rows, expected = noted_rows(folder / "rows"), noted_rows(whole / "rows")
