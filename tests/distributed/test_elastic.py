@@ -54,7 +54,7 @@ SHORT, LONG = Length(3, 2, 5), Length(6, 4, 14)
 MOVES = [*(("tp2_pp2", other) for other in LAYOUTS if other != "tp2_pp2")]
 MOVES += [(after, before) for before, after in MOVES]
 CASES = [
-    pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="quick"),
+    pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="kto-distributed-tp2_pp2-dp4-short"),
     *(
         pytest.param(run, optimizer, *move, LONG, id="-".join((run, optimizer, *move)), marks=pytest.mark.full)
         for run in RUNS
