@@ -64,12 +64,16 @@ def noted_rows(folder: Path) -> dict[int, list[str]]:
     """Step -> its rows in the order of the global batch.
 
     A step that was taken again, after a crash, must have had the same rows; so must ranks that share their examples.
+
+    Raises:
+        ValueError: they had others.
     """
     shares: dict[int, dict[tuple[int, int], list[str]]] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for note in map(json.loads, file.read_text().splitlines()):
             kept = shares.setdefault(note["step"], {}).setdefault((note["share"], note["shares"]), note["rows"])
-            assert kept == note["rows"], f"step {note['step']} had other rows when it was taken again"
+            if kept != note["rows"]:
+                raise ValueError(f"step {note['step']} had other rows when it was taken again")
     return {step: _interleaved(of_step) for step, of_step in sorted(shares.items())}
 
 

@@ -225,20 +225,8 @@ class Comparison:
 def compare(folder: Path, whole: Path) -> Comparison:
     """Losses, rows, exported files, and what lies in the run folder."""
     found = Comparison()
-    ours, theirs = metrics(folder / "run"), metrics(whole / "run")
-    if ours != theirs:
-        found.other_losses = True
-        place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-        found.differences.append(f"metrics.jsonl has {len(ours)} lines for {len(theirs)}, another one from line {place + 1}")
-    rows, expected = noted_rows(folder / "rows"), noted_rows(whole / "rows")
-    if rows != expected:
-        found.differences.append("rows of a step")
-    for first in range(1, len(expected) + 1, STEPS_OF_EPOCH):
-        epoch = range(first, first + STEPS_OF_EPOCH)
-        used = Counter(row for step in epoch for row in rows.get(step, []))
-        due = Counter(row for step in epoch for row in expected[step])
-        found.rows_lost += (due - used).total()
-        found.rows_doubled += (used - due).total()
+    _compare_losses(folder, whole, found)
+    _compare_rows(folder, whole, found)
     if not (folder / "run" / "hf").is_dir():
         found.differences.append("no exported model")
     elif files(folder / "run" / "hf") != files(whole / "run" / "hf"):
@@ -249,7 +237,47 @@ def compare(folder: Path, whole: Path) -> Comparison:
     return found
 
 
+def _compare_losses(folder: Path, whole: Path, found: Comparison) -> None:
+    expected = metrics(whole / "run")
+    try:
+        ours = metrics(folder / "run")
+    except (OSError, ValueError) as error:
+        ours = []
+        found.differences.append(f"metrics.jsonl cannot be read: {error}")
+    if ours != expected:
+        found.other_losses = True
+        same = next((n for n, (mine, other) in enumerate(zip(ours, expected, strict=False)) if mine != other), len(ours))
+        place = f"another one from line {same + 1}"
+        found.differences.append(f"metrics.jsonl has {len(ours)} lines for {len(expected)}, {place}")
+
+
+def _compare_rows(folder: Path, whole: Path, found: Comparison) -> None:
+    expected = noted_rows(whole / "rows")
+    try:
+        rows = noted_rows(folder / "rows")
+    except (OSError, ValueError) as error:
+        rows = {}
+        found.differences.append(str(error))
+    if rows != expected:
+        found.differences.append("rows of a step")
+    for first in range(1, len(expected) + 1, STEPS_OF_EPOCH):
+        epoch = range(first, first + STEPS_OF_EPOCH)
+        used = Counter(row for step in epoch for row in rows.get(step, []))
+        due = Counter(row for step in epoch for row in expected[step])
+        found.rows_lost += (due - used).total()
+        found.rows_doubled += (used - due).total()
+
+
 def _names(folder: Path) -> set[str]:
     """What lies in the run folder and among its checkpoints."""
     places = (folder / "run", folder / "run" / "checkpoints")
     return {str(path.relative_to(folder)) for place in places for path in place.iterdir()}
+
+
+def assert_resumes(job: Job, folder: Path, whole: Path) -> Ended:
+    """The same command once more, by which the run becomes ``whole``."""
+    ended = run(job, folder)
+    assert (ended.status, ended.hung, ended.left_running) == (0, False, []), ended.output
+    found = compare(folder, whole)
+    assert found.clean, f"{found}\n{ended.output}"
+    return ended

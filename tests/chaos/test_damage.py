@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from tests.chaos.job import Crash, Job, compare, files, run
+from tests.chaos.job import Crash, Job, assert_resumes, files, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 ALL = ("launcher", "rank0", "rank1")
@@ -107,10 +107,8 @@ def test_damage_is_found_and_repaired(
     mode, find, damage, said = CASES[case]
     job = killed(mode, tmp_path)
     damage(find(tmp_path))
-    again = run(job, tmp_path)
-    assert (again.status, again.hung, again.left_running) == (0, False, []), again.output
-    assert all(word in again.output for word in said), again.output
-    assert compare(tmp_path, whole(job)).clean, (str(compare(tmp_path, whole(job))), again.output)
+    output = assert_resumes(job, tmp_path, whole(job)).output
+    assert all(word in output for word in said), output
 
 
 @pytest.mark.parametrize("damage", [cut, flip])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import Crash, Job, compare, run
+from tests.chaos.job import Crash, Job, assert_resumes, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,9 +58,7 @@ def test_full(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path)
         assert "space" in ended.last_lines, ended.output
         assert checkpoints(tmp_path) == kept, "the complete ones and no other"
         (tmp_path / "run" / "filler").unlink()
-        again = run(job, tmp_path)
-        assert again.status == 0, again.output
-        assert compare(tmp_path, whole(job)).clean, (str(compare(tmp_path, whole(job))), again.output)
+        assert_resumes(job, tmp_path, whole(job))
 
 
 def test_read_only_at_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
@@ -73,9 +71,7 @@ def test_read_only_at_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: P
         assert "Read-only file system" in ended.last_lines, ended.output
         assert checkpoints(tmp_path) == ["step_000002"]
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-        again = run(job, tmp_path)
-        assert again.status == 0, again.output
-        assert compare(tmp_path, whole(job)).clean, (str(compare(tmp_path, whole(job))), again.output)
+        assert_resumes(job, tmp_path, whole(job))
 
 
 def test_read_only_from_the_start(job: Job, tmp_path: Path) -> None:

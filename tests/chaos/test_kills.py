@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import Crash, Ended, Job, compare, run
+from tests.chaos.job import Crash, Ended, Job, assert_resumes, run
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -83,19 +83,11 @@ def assert_ended_as_told(ended: Ended, crash: Crash, ranks: int) -> None:
         assert f"nemo-kto: rank {victim[-1]} of {ranks} was killed by SIGKILL" in ended.last_lines
 
 
-def assert_as_if_nothing_had_happened(job: Job, folder: Path, whole: Path) -> None:
-    """The same command once more."""
-    again = run(job, folder)
-    assert (again.status, again.hung, again.left_running) == (0, False, []), again.output
-    found = compare(folder, whole)
-    assert found.clean, f"{found}\n{again.output}"
-
-
 def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase, who in QUICK:
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
-    assert_as_if_nothing_had_happened(job, tmp_path, whole(job))
+    assert_resumes(job, tmp_path, whole(job))
 
 
 @pytest.mark.slow
@@ -106,7 +98,7 @@ def test_killed_and_started_again(
 ) -> None:
     job = replace(job, ranks=ranks, overrides=overrides or job.overrides)
     assert_ended_as_told(run(job, tmp_path, crash=crash), crash, ranks)
-    assert_as_if_nothing_had_happened(job, tmp_path, whole(job))
+    assert_resumes(job, tmp_path, whole(job))
 
 
 @pytest.mark.slow
@@ -116,4 +108,4 @@ def test_killed_again_while_it_resumes(who: str, job: Job, whole: Callable[[Job]
     for phase in ("optimizer", "load", "data"):
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
-    assert_as_if_nothing_had_happened(job, tmp_path, whole(job))
+    assert_resumes(job, tmp_path, whole(job))
