@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,51 +139,55 @@ class Ended:
 
 def run(job: Job, folder: Path, *, crash: Crash | None = None, name: str = "job", deadline: float = DEADLINE) -> Ended:
     """Start the command, let ``crash`` happen to it, and wait for its end; jobs that run at once have names of their own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    chaos = folder / f"chaos_{name}"
+    chaos = folder / f"chaos_{name}"  # also the working directory, by which its processes are known
     shutil.rmtree(chaos, ignore_errors=True)
     (chaos / "pids").mkdir(parents=True)
     env = environment(HOOK) | {"CHAOS_FOLDER": str(chaos)} | (crash.environment() if crash else {})
     with (chaos / "output").open("w") as output:
         number = output.fileno()
-        process = start(job.command(folder), cwd=folder, env=env, output=number, errors=number, preload=TRAINING)
+        process = start(job.command(folder), cwd=chaos, env=env, output=number, errors=number, preload=TRAINING)
     began, hung = time.monotonic(), False
     while process.poll() is None and not hung:
         passed = time.monotonic() - began
         if crash is not None and crash.seconds and passed > crash.seconds and not (chaos / "fired").exists():
             (chaos / "fired").touch()
-            _kill(chaos, crash.victims)
+            _kill(_known(chaos, crash.victims).values())
         hung = passed > deadline
         time.sleep(0.005)
-    left = _running(chaos)
     waited = time.monotonic()
-    while left and not hung and time.monotonic() - waited < SECONDS_TO_END:
-        time.sleep(0.01)
-        left = _running(chaos)
-    _kill(chaos, left)
+    while (left := _running(chaos)) and not hung and time.monotonic() - waited < SECONDS_TO_END:
+        time.sleep(0.02)
+    _kill(left)
+    names = {number: name for name, number in _known(chaos).items()}
     return Ended(
         status=process.wait(timeout=SECONDS_TO_END),
         output=(chaos / "output").read_text(errors="replace"),
         fired=(chaos / "fired").exists(),
         hung=hung,
-        left_running=[] if hung else left,
+        left_running=[] if hung else [names.get(number, f"process {number}") for number in left],
         seconds=time.monotonic() - began,
     )
 
 
-def _kill(chaos: Path, victims: Sequence[str]) -> None:
-    for victim in victims:
-        with contextlib.suppress(OSError):  # not started yet, or gone
-            os.kill(int(os.readlink(chaos / "pids" / victim)), signal.SIGKILL)
+def _known(chaos: Path, names: Sequence[str] = ()) -> dict[str, int]:
+    """Names (or only those named) and numbers of the processes that have begun."""
+    links = sorted((chaos / "pids").iterdir())
+    return {link.name: int(os.readlink(link)) for link in links if not names or link.name in names}
 
 
-def _running(chaos: Path) -> list[str]:
-    """Processes of the run that have not ended."""
+def _kill(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _running(chaos: Path) -> list[int]:
+    """Every process that was started in the folder and has not ended, those unknown to the launcher too."""
     found = []
-    for link in sorted((chaos / "pids").iterdir()):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(int(os.readlink(link))).status() != psutil.STATUS_ZOMBIE:
-                found.append(link.name)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.readlink(f"/proc/{process.pid}/cwd") == str(chaos.resolve()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
