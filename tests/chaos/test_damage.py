@@ -78,7 +78,7 @@ CASES: dict[str, Damage] = {
     "rows_about_empty": (SWAP, only("cache/*.json"), empty, ("cache",)),
     "reference_cut": (CACHED, only("cache/reference/*/part-*.npy"), cut, ("part-",)),
     "reference_flipped": (CACHED, only("cache/reference/*/part-*.npy"), flip, ("part-",)),
-    "reference_about_empty": (CACHED, only("cache/reference/*/about.json"), empty, ("about.json",)),
+    "reference_about_empty": (CACHED, only("cache/reference/*/about.json"), empty, ()),
 }
 
 
