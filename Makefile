@@ -1,6 +1,6 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct
-# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, bench, wheel, clean.
+# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, bench, wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 REQUIREMENTS := setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
+N ?= 200
 # Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
@@ -26,7 +27,7 @@ NOT_SILENT := echo 'installing (the first time this takes minutes)'; (while slee
 # The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos lint bench wheel clean
 
 help:
 	@sed -n '1,4s/^# //p' Makefile
@@ -64,7 +65,12 @@ test-full: lint
 	$(BIN)/python $(PYTEST) -m 'not slow' --matrix=full $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m 'slow and not chaos' $(PYTEST_FLAGS)
+
+# Kills a tiny job N times at random, after the tests that kill it in every phase or damage its files; about an hour for 200.
+chaos: $(VENV)/.test
+	$(BIN)/python -m pytest -m chaos $(PYTEST_FLAGS) tests/chaos
+	$(BIN)/python -W ignore -m tests.chaos.long_run --kills $(N) --page docs/reliability.md
 
 $(VENV312)/.test: setup.py constraints-py312.txt
 	$(PYTHON312) -m venv $(VENV312)

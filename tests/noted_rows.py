@@ -1,0 +1,87 @@
+"""Which rows went into each step of a run, noted from outside: a callback, and what reads its notes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_kto.algorithms.callbacks import Callback, Event
+from nemo_kto.algorithms.protocols import Trainer
+
+# Of a batch: the tokens, and how many of them are no padding.
+_SEQUENCES = (("samples", "sample_lengths"), ("chosen", "chosen_lengths"))
+
+
+class NoteRows(Callback):
+    """Appends a line for each step to FOLDER/RANK.jsonl: the examples that this rank trained on, in their order.
+
+    What counts is what the model is given, so that nothing between the files and the loss can hide a row.
+    """
+
+    def __init__(self, *, folder: str) -> None:
+        self.folder = Path(folder)
+        self.rows: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model: Any = trainer.model  # type: ignore[attr-defined]
+        given = model.get_loss_and_metrics
+
+        @functools.wraps(given)
+        def noting(batch: Mapping[str, torch.Tensor], forward_only: bool) -> Any:
+            if not forward_only:
+                self.rows = _names(batch)
+            return given(batch, forward_only=forward_only)
+
+        model.get_loss_and_metrics = noting
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        size = parallel_state.get_data_parallel_world_size()
+        note = {"step": event.step, "share": parallel_state.get_data_parallel_rank(), "shares": size, "rows": self.rows}
+        file = os.open(self.folder / f"{torch.distributed.get_rank()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, (json.dumps(note) + "\n").encode())  # one call: whole, whenever the process is killed
+        os.close(file)
+
+
+def _names(batch: Mapping[str, torch.Tensor]) -> list[str]:
+    """A short name of each example, by its tokens."""
+    ((tokens, lengths),) = [(batch[of], batch[length]) for of, length in _SEQUENCES if of in batch]
+    return [
+        hashlib.sha256(bytes(str(sequence[:length].tolist()), "ascii")).hexdigest()[:12]
+        for sequence, length in zip(tokens, lengths.tolist(), strict=True)
+    ]
+
+
+def noted_rows(folder: Path) -> dict[int, list[str]]:
+    """Step -> its rows in the order of the global batch.
+
+    A step that was taken again, after a crash, must have had the same rows; so must ranks that share their examples.
+
+    Raises:
+        ValueError: they had others.
+    """
+    shares: dict[int, dict[tuple[int, int], list[str]]] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for note in map(json.loads, file.read_text().splitlines()):
+            kept = shares.setdefault(note["step"], {}).setdefault((note["share"], note["shares"]), note["rows"])
+            if kept != note["rows"]:
+                raise ValueError(f"step {note['step']} had other rows when it was taken again")
+    return {step: _interleaved(of_step) for step, of_step in sorted(shares.items())}
+
+
+def _interleaved(of_step: Mapping[tuple[int, int], list[str]]) -> list[str]:
+    """Data-parallel rank r of n has examples r, r + n, ... of the global batch."""
+    (count,) = {shares for _, shares in of_step}
+    batch = [""] * sum(map(len, of_step.values()))
+    for (share, _), rows in of_step.items():
+        batch[share::count] = rows
+    assert len(of_step) == count
+    return batch
