@@ -25,6 +25,7 @@ from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.finish import check_export, finish
+from nemo_kto.launch.locks import hold_run_folder
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.resume import Resumption, look_for_run
@@ -53,6 +54,12 @@ def train(cfg: RunConfig) -> None:
         sequence_parallel=cfg.model.sequence_parallel,
     )
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
+    with hold_run_folder(Path(cfg.exp_manager.explicit_log_dir)):
+        _train(cfg)
+
+
+def _train(cfg: RunConfig) -> None:
+    """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
     start = prepare(cfg)
     if start.run.finished is not None:
