@@ -104,14 +104,15 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
 
 
 @contextlib.contextmanager
-def one_writer(target: Path, *, private: bool) -> Iterator[None]:
+def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]:
     """Let one process at a time write ``target``, a file or folder of a cache that many may fill; the others wait.
 
-    Whoever waited should look whether it is there now. Where no lock can be had, several do the same work.
+    Whoever waited should look whether it is there now. Where no lock can be had, several do the same work. ``part``: letters
+    that tell apart what may be written at the same time.
     """
     with contextlib.ExitStack() as lock:
         try:
-            file = target.with_name(f".{target.name}.lock")
+            file = target.with_name(f".{target.name}{part}.lock")
             lock.enter_context(locked(file, when_held=lambda who: _say_wait(who, target), private=private))
         except OSError as error:
             logger.warning("%s is written without a lock: %s", target, error.strerror)

@@ -1,7 +1,8 @@
 """What a model is, by the content of its files: the same wherever its folder lies, another if a single value differs.
 
 Every byte of the weights is read, since a part of them would not show what changed elsewhere. That costs as much as loading
-them, once: files are hashed next to each other, and the hash of a large one is kept until its size or its time changes.
+them, once: files are hashed next to each other, and the hash of a large one is kept until its size or its times change. One of
+these, that of the last change to the file or its name, nobody can set back.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _file_hash(file: Path, *, cache_dir: Path, private: bool) -> str:
     state = file.stat()
     if state.st_size < _MIN_KEPT_BYTES:
         return hashlib.sha256(file.read_bytes()).hexdigest()
-    about = [str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    about = [str(file.resolve()), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     kept = cache_dir / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
     if (known := _kept_hash(kept)) is not None:
         return known

@@ -18,6 +18,7 @@ from nemo_kto.data.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DPORecord, KTORecord, LastRowError, RowError, RowErrors
 from nemo_kto.data.truncation import Truncation
+from nemo_kto.errors import UserError
 from nemo_kto.files import file_hash, make_folder, publish_file
 from nemo_kto.locks import one_writer
 
@@ -149,6 +150,9 @@ class TokenCache:
         Returns:
             The memory-mapped examples in the columns of their kind, or None where rows were broken (they are added to
             ``broken``); and the columns of the rows.
+
+        Raises:
+            UserError: a cached file cannot be read.
         """
         cached = self.folder / self._name(path)
         if (found := self._read(cached)) is not None:
@@ -174,6 +178,9 @@ class TokenCache:
                 return Dataset.from_file(str(cached)), FileColumns(**columns)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            remedy = "make it readable, or choose another model.data.cache_dir"
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}; {remedy}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # no JSON, or not ours
         logger.warning("%s is not what was written, and its rows are tokenised again", cached)

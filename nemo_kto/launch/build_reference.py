@@ -135,14 +135,17 @@ def _precompute(
     reference: CachedReference, cfg: RunConfig, engine: LogProbEngine, data: RunData, trainer_cfg: TrainerConfig
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    cache, known = reference.cache, reference.cache.size
-    batches = progress_bar(
-        batches_of_run(trainer_cfg, data.train, data.validation),
-        total=number_of_batches(trainer_cfg, data.train, data.validation),
-        title="reference",
-        shown=state.is_rank_zero(),
-    )
-    reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
+    cache, settings = reference.cache, cfg.model.data
+    rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
+    with cache.one_job(str(rows)):
+        known = cache.size
+        batches = progress_bar(
+            batches_of_run(trainer_cfg, data.train, data.validation),
+            total=number_of_batches(trainer_cfg, data.train, data.validation),
+            title="reference",
+            shown=state.is_rank_zero(),
+        )
+        reference.precompute((cfg.recipe.sequences(data.collate_fn(batch)) for batch in batches), engine)
     if state.is_rank_zero():
         print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
