@@ -1,8 +1,8 @@
 """What a model is, by the content of its files: the same wherever its folder lies, another if a single value differs.
 
 Every byte of the weights is read, since a part of them would not show what changed elsewhere. That costs as much as loading
-them, once: files are hashed next to each other, and the hash of a large one is kept until its size or its times change. One of
-these, that of the last change to the file or its name, nobody can set back.
+them, once: files are hashed next to each other, and the hash of a large one is kept until its size or its times change, of
+which nobody can set back that of the last change to the file or its name.
 """
 
 from __future__ import annotations

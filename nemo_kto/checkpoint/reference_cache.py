@@ -70,7 +70,7 @@ class ReferenceCache:
 
     @contextlib.contextmanager
     def one_job(self, rows: str) -> Iterator[None]:
-        """Let one job at a time compute the log-probs of ``rows``, a name of these; others wait, and find them; collective."""
+        """Let one job at a time compute the log-probs of the ``rows`` of that name; others wait for them. Collective."""
         with contextlib.ExitStack() as lock:
             part = f"-{hashlib.sha256(rows.encode()).hexdigest()[:12]}"
             state.from_rank_zero(lambda: lock.enter_context(one_writer(self.folder, private=self._private, part=part)))
