@@ -40,8 +40,8 @@ class Sink(Protocol):
 class JsonLines:
     """One JSON object a line: {"step": ..., "time": seconds since 1970, metric: value, ...}; what is not finite is null.
 
-    A line is written in one piece as soon as it is logged, so that a killed run loses nothing it has reported. While the disk
-    is full, lines are kept in memory.
+    A line is written in one piece as soon as it is logged, so that a killed run loses nothing it has reported. While the
+    disk is full, lines are kept in memory.
     """
 
     def __init__(self, *, file: Path, resumed_step: int | None) -> None:

@@ -107,7 +107,7 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def on_other_weights(folder: Path) -> list[int]:
-    """The rows found for the weights, for others of equal size and time, for the first again, and for those moved elsewhere."""
+    """The rows found for weights, for others of equal size and time, for the first again, and for those moved elsewhere."""
     from nemo_kto.checkpoint import content
     from nemo_kto.parallel import state
 
