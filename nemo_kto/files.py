@@ -106,9 +106,9 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             writing.touch(mode=0o600, exist_ok=False)
         yield writing
         if writing.exists():
-            _flush(writing)
+            flush(writing)
             writing.replace(target)
-            _flush(target.parent)
+            flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
 
@@ -133,11 +133,11 @@ def publish_folder(target: Path, *, durable: bool = False) -> None:
     """
     partial = partial_folder(target)
     for path in partial.rglob("*") if durable else ():
-        _flush(path)
+        flush(path)
     replaced = _without_name(target) if target.exists() else None
     partial.rename(target)
     if durable:
-        _flush(target.parent)
+        flush(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
@@ -153,7 +153,8 @@ def _without_name(folder: Path) -> Path:
     return folder.rename(removing)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
