@@ -145,7 +145,8 @@ def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path:
     (found,) = ranks.run(1, bad_weights, tmp_path / "model", tmp_path / "out")
     told = (
         "UserError: export to Hugging Face failed: model.layers.1.mlp.down_proj.weight must be finite numbers, got 2 of "
-        "2048 that are not; nothing was written: export an earlier checkpoint of the run, and train with a lower learning rate"
+        "2048 that are not; nothing was written: export an earlier checkpoint of the run, and train with a lower learning "
+        "rate"
     )
     assert found == [told, told, ""], "the sum of the last two overflows, and each is finite"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
@@ -276,9 +277,7 @@ def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> 
 
 
 @pytest.mark.parametrize("key", ["path", "adapter_path"])
-def test_a_run_does_not_begin_when_it_could_not_be_exported(
-    key: str, ranks: RankPool, kto_rows: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_export_is_in_the_way_does_not_begin(key: str, ranks: RankPool, kto_rows: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
