@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 from nemo_kto.errors import UserError
 
 _OUTSIDE = "copy it there, or download the model again"
+_CHUNK_BYTES = 2**24
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
 
 
@@ -49,6 +51,19 @@ def refuse_code(file: Path, content: Mapping[str, object]) -> None:
         )
 
 
+def file_hash(file: Path) -> str:
+    """SHA-256 of a file's content, read piece by piece.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """The path of a file that a model folder holds or names, links followed only as far as the model's own files.
 
@@ -81,7 +96,8 @@ def make_folder(folder: Path, *, private: bool) -> None:
 def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
     """Give a path to write to. At the end of the block the file there gets the name ``target``.
 
-    Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once.
+    Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once. The
+    content is on disk before the name is, so that a crash of the machine leaves the whole file or the one before.
     ``private``: only the user may read it, also while it is written; else the umask decides.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
@@ -90,7 +106,9 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             writing.touch(mode=0o600, exist_ok=False)
         yield writing
         if writing.exists():
+            flush(writing)
             writing.replace(target)
+            flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
 
@@ -115,11 +133,11 @@ def publish_folder(target: Path, *, durable: bool = False) -> None:
     """
     partial = partial_folder(target)
     for path in partial.rglob("*") if durable else ():
-        _flush(path)
+        flush(path)
     replaced = _without_name(target) if target.exists() else None
     partial.rename(target)
     if durable:
-        _flush(target.parent)
+        flush(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
@@ -135,7 +153,8 @@ def _without_name(folder: Path) -> Path:
     return folder.rename(removing)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

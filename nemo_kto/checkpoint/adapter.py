@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_our_adapter, read_adapter_settings
-from nemo_kto.checkpoint.folders import start_partial, write_together
+from nemo_kto.checkpoint.folders import write_together
 from nemo_kto.checkpoint.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.checkpoint.model_state import adapters_of
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
-from nemo_kto.files import partial_folder, publish_folder
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.lora_settings import LoRASettings
 
@@ -35,27 +34,26 @@ def export_adapter(
         base_model: folder or name of the model that the adapters belong to; stands in the configuration.
 
     Raises:
+        UserError: something is in the way, or a weight is no finite number; says what, on every rank alike.
         RuntimeError: rank 0 could not write; says why, on every rank alike.
         ValueError: the model has no adapters.
     """
-    settings, target = _settings(chunks), Path(out)
+    settings = _settings(chunks)
 
-    def write(stream: Iterator[tuple[str, Tensor]]) -> None:
+    def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         # parts of a fused layer that are not adapted are zero, and nothing to PEFT
         tensors = {name: tensor.contiguous() for name, tensor in stream if name.split(".")[-3] in settings.modules}
-        save_file(tensors, partial_folder(target) / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
-
-    def publish() -> None:
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
         text = json.dumps(_config(settings, base_model), indent=2) + "\n"
-        (partial_folder(target) / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-        publish_folder(target)
+        (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
 
     write_together(
         "export of the adapters",
-        prepare=lambda: start_partial(target, is_ours=is_our_adapter),
+        target=Path(out),
+        is_ours=is_our_adapter,
+        prepare=lambda: None,
         stream=lambda: gather_weights(rank_adapters(chunks, architecture, settings), architecture),
         write=write,
-        publish=publish,
     )
 
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.folders import start_partial, write_together
+from nemo_kto.checkpoint.companions import copy_companions
+from nemo_kto.checkpoint.folders import write_together
 from nemo_kto.checkpoint.mapping import differences, rank_weights, wanted_weights
 from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, ShardWriter, find_weights, is_our_model
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
-from nemo_kto.files import partial_folder, publish_folder
+from nemo_kto.files import file_inside, read_json
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.config_file import CONFIG
 
 _SHOWN = 20  # differences; a model of the wrong size differs everywhere
-# What transformers, and the engines that serve its models, read beside the weights and config.json.
-COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
-)  # fmt: skip
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
@@ -76,43 +74,40 @@ def export(
         max_shard_bytes: size limit of a weight file.
 
     Raises:
-        UserError: something is in the way; says what, on every rank alike.
+        UserError: something is in the way, or a weight is no finite number; says what, on every rank alike.
         RuntimeError: rank 0 could not write; says why, on every rank alike.
     """
     source, target = Path(source), Path(out)
 
-    def write(stream: Iterator[tuple[str, Tensor]]) -> None:
-        writer = ShardWriter(folder=partial_folder(target), max_shard_bytes=max_shard_bytes)
+    def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
+        writer = ShardWriter(folder=folder, max_shard_bytes=max_shard_bytes)
         for name, tensor in stream:
             writer.add(name, tensor)
         writer.close(mark=WRITTEN_BY)
+        config = _config(source)
+        config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
+        config["torch_dtype"] = dtype_name(chunks)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_companions(source, folder)
 
     write_together(
         "export to Hugging Face",
-        prepare=lambda: _prepare(source, target),
+        target=target,
+        is_ours=is_our_model,
+        prepare=lambda: _config(source),
         stream=lambda: gather_weights(rank_weights(chunks, architecture), architecture),
         write=write,
-        publish=lambda: _publish(source, target, chunks),
     )
 
 
-def _prepare(source: Path, target: Path) -> None:
-    if not (source / "config.json").is_file():
+def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
+    """Size of the weights of an export."""
+    return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
+
+
+def _config(source: Path) -> dict[str, Any]:
+    if not (source / CONFIG).is_file():
         raise UserError(
             f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
         )
-    start_partial(target, is_ours=is_our_model)
-
-
-def _publish(source: Path, target: Path, chunks: Sequence[nn.Module]) -> None:
-    partial = partial_folder(target)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
-    config["torch_dtype"] = dtype_name(chunks)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in COMPANIONS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, partial / name)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
-    publish_folder(target)
+    return read_json(file_inside(source, CONFIG))

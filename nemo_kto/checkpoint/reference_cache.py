@@ -4,36 +4,35 @@ A sequence is found by a hash of its tokens and labels. Whatever decides what th
 chat template, truncation, and for KL pairs seed and batch size) is in the key by what it produces, so that a run which
 differs in any of it finds what is still right and computes the rest.
 
-    CACHE/reference/<hash of model and settings>/about.json    what the log-probs are of
-                                                /part-*.npy    log-probs by key; complete or absent, checked when opened
+    CACHE/reference/<hash of weights and settings>/about.json    what the log-probs are of, for people
+                                                  /part-*.npy    log-probs by key; complete or absent, checked when opened
+
+The model is known by the content of its files, so that a folder may move, and no other weights are taken for its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_kto.checkpoint.content import model_files
+from nemo_kto.checkpoint.content import content_hash, model_files
+from nemo_kto.errors import UserError
 from nemo_kto.files import make_folder, publish_file
+from nemo_kto.locks import one_writer
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # raise it when the same sequences and model give other keys or values
-
-
-def model_state(folder: Path) -> dict[str, list[int]]:
-    """What changes when the weights in ``folder`` do: size and time of change of every file of weights or configuration."""
-    return {str(file.relative_to(folder)): [file.stat().st_size, file.stat().st_mtime_ns] for file in model_files(folder)}
+_FORMAT = 3  # raise it when the same sequences and model give other keys or values
 
 
 class ReferenceCache:
@@ -42,29 +41,41 @@ class ReferenceCache:
     def __init__(
         self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path], shared: bool = False
     ) -> None:
-        """Open what there is; collective. Files that are damaged, or of weights that have changed since, are removed.
+        """Open what there is; collective. Files that are damaged are removed.
 
         Args:
             folder: of all caches; made if absent.
             settings: what else decides a log-prob of given tokens, such as the precision.
             models: folders that make up the reference model.
             shared: others may read the files, as the umask says; else only the user.
+
+        Raises:
+            UserError: a file cannot be read.
         """
-        name = {"format": _FORMAT, "models": [str(model.resolve()) for model in models], **settings}
-        self.folder = folder / "reference" / hashlib.sha256(json.dumps(name, sort_keys=True).encode()).hexdigest()[:24]
-        self._about = {**name, "state": [model_state(model) for model in models]}
         self._private = not shared
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
         with state.main_process_first():
+            hashes = [content_hash(model, model_files(model), cache_dir=folder, shared=shared) for model in models]
+            about = {"format": _FORMAT, "models": hashes, **settings}
+            self.folder = folder / "reference" / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             if state.is_first_of_machine():
-                self._prepare()
+                self._prepare(json.dumps({**about, "folders": [str(model.resolve()) for model in models]}, indent=2))
         self._open()
 
     @property
     def size(self) -> int:
         """Number of log-probs in the files."""
         return sum(part.shape[1] for part in self._parts)
+
+    @contextlib.contextmanager
+    def one_job(self, rows: str) -> Iterator[None]:
+        """Let one job at a time compute the log-probs of the ``rows`` of that name; others wait for them. Collective."""
+        with contextlib.ExitStack() as lock:
+            part = f"-{hashlib.sha256(rows.encode()).hexdigest()[:12]}"
+            state.from_rank_zero(lambda: lock.enter_context(one_writer(self.folder, private=self._private, part=part)))
+            self._open()
+            yield
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""
@@ -103,22 +114,15 @@ class ReferenceCache:
                     np.save(file, part)
         self._open()
 
-    def _prepare(self) -> None:
-        about = self.folder / "about.json"
-        if about.exists() and (reason := _difference(json.loads(about.read_text(encoding="utf-8")), self._about)):
-            self._refuse(list(self.folder.glob("part-*.npy")), reason)
-            about.unlink(missing_ok=True)  # another machine may have been first
+    def _prepare(self, about: str) -> None:
         make_folder(self.folder, private=self._private)
-        if not about.exists():
-            with publish_file(about, private=self._private) as writing:
-                writing.write_text(json.dumps(self._about, indent=2), encoding="utf-8")
-        damaged = [file for file in self.folder.glob("part-*.npy") if not _is_whole(file)]
-        self._refuse(damaged, "its content is not what was written")
-
-    def _refuse(self, files: Sequence[Path], reason: str) -> None:
-        for file in files:
-            logger.warning("reference log-probs in %s are not used and computed again: %s", file, reason)
-            file.unlink(missing_ok=True)
+        with publish_file(self.folder / "about.json", private=self._private) as writing:
+            writing.write_text(about, encoding="utf-8")
+        for file in sorted(self.folder.glob("part-*.npy")):
+            if not _is_whole(file):
+                text = "reference log-probs in %s are not used and computed again: its content is not what was written"
+                logger.warning(text, file)
+                file.unlink(missing_ok=True)
 
     def _open(self) -> None:
         """Map the parts that every rank sees: all must agree on what is there, or some would wait for others forever."""
@@ -145,14 +149,8 @@ def _digest(part: np.ndarray) -> str:
 def _is_whole(file: Path) -> bool:
     try:
         return file.name == f"part-{_digest(np.load(file, mmap_mode='r'))}.npy"
-    except (OSError, ValueError):  # cut short, or no array at all
+    except PermissionError as error:
+        remedy = "make it readable, or choose another model.data.cache_dir"
+        raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    except Exception:  # cut short, or no array at all: numpy raises what it meets
         return False
-
-
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What has changed in the reference model since its log-probs were computed; None if nothing has."""
-    for old, new in zip(before["state"], now["state"], strict=True):
-        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        if changed:
-            return f"{', '.join(changed)} of the reference model changed since"
-    return None

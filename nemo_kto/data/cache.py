@@ -18,11 +18,13 @@ from nemo_kto.data.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DPORecord, KTORecord, LastRowError, RowError, RowErrors
 from nemo_kto.data.truncation import Truncation
-from nemo_kto.files import make_folder, publish_file
+from nemo_kto.errors import UserError
+from nemo_kto.files import file_hash, make_folder, publish_file
+from nemo_kto.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # raise it when the same data and tokenizer give other ids or other columns
+_FORMAT = 3  # raise it when the same data and tokenizer give other ids or other columns
 _BATCH = 1000
 _IDS = Sequence(Value("int32"))
 Columns = dict[str, object]  # of one example
@@ -123,7 +125,8 @@ class TokenCache:
 
     A file's name holds a hash of everything that decides its content: path, size and time of change of the data, the
     columns that are renamed, the tokenizer, the length and the truncation. Files appear under their name complete or not
-    at all, so any number of processes may read and even write at the same time.
+    at all, and are compared with a hash of what was written when they are opened. Any number of processes may read at the
+    same time; one writes, and the others wait for it.
 
     Attributes:
         kind, fields, encoder, truncation: what becomes of a row.
@@ -147,17 +150,43 @@ class TokenCache:
         Returns:
             The memory-mapped examples in the columns of their kind, or None where rows were broken (they are added to
             ``broken``); and the columns of the rows.
+
+        Raises:
+            UserError: a cached file cannot be read.
         """
         cached = self.folder / self._name(path)
-        about = cached.with_suffix(".json")
-        if not (cached.exists() and about.exists()):
-            make_folder(self.folder, private=not self.shared)
+        if (found := self._read(cached)) is not None:
+            return found
+        make_folder(self.folder, private=not self.shared)
+        with one_writer(cached, private=not self.shared):
+            if (found := self._read(cached)) is not None:  # while this process waited
+                return found
             columns = FileColumns()
             if not self._write(path, cached, columns, broken):
                 return None, columns
-            with publish_file(about, private=not self.shared) as writing:
-                writing.write_text(json.dumps(asdict(columns)), encoding="utf-8")
-        return Dataset.from_file(str(cached)), FileColumns(**json.loads(about.read_text(encoding="utf-8")))
+            about = {**asdict(columns), "sha256": file_hash(cached)}
+            with publish_file(cached.with_suffix(".json"), private=not self.shared) as writing:
+                writing.write_text(json.dumps(about), encoding="utf-8")
+        return Dataset.from_file(str(cached)), columns
+
+    def _read(self, cached: Path) -> tuple[Dataset, FileColumns] | None:
+        """What is cached; None where nothing is, or where it is not what was written and has been removed."""
+        about = cached.with_suffix(".json")
+        try:
+            columns = json.loads(about.read_text(encoding="utf-8"))
+            if columns.pop("sha256") == file_hash(cached):
+                return Dataset.from_file(str(cached)), FileColumns(**columns)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            remedy = "make it readable, or choose another model.data.cache_dir"
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}; {remedy}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            pass  # no JSON, or not ours
+        logger.warning("%s is not what was written, and its rows are tokenised again", cached)
+        about.unlink(missing_ok=True)
+        cached.unlink(missing_ok=True)
+        return None
 
     def _name(self, path: Path) -> str:
         state = path.stat()

@@ -25,12 +25,13 @@ from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import model_tokenizer
-from nemo_kto.launch.compose import save_config
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
+from nemo_kto.launch.locks import hold_run_folder
 from nemo_kto.launch.precision import resolve_precision
-from nemo_kto.launch.redaction import public_config
+from nemo_kto.launch.redaction import public_config, redacted
 from nemo_kto.launch.resume import Resumption, look_for_run
+from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_start
 from nemo_kto.launch.user_callbacks import find_callback
@@ -57,6 +58,12 @@ def train(cfg: RunConfig) -> None:
         sequence_parallel=cfg.model.sequence_parallel,
     )
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
+    with hold_run_folder(Path(cfg.exp_manager.explicit_log_dir)):
+        _train(cfg)
+
+
+def _train(cfg: RunConfig) -> None:
+    """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
     start = prepare(cfg)
     if start.run.finished is not None:
@@ -246,15 +253,21 @@ def build_callbacks(
 
 
 def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:
-    """Where metrics are written; only rank 0 writes."""
-    settings = cfg.exp_manager
-    run_logger = RunLogger(
-        folder=Path(settings.explicit_log_dir),
-        enabled=state.is_rank_zero(),
-        resumed_step=resumed_step,
-        tensorboard=settings.create_tensorboard_logger,
-        wandb=settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
-        mlflow=settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
-    )
-    run_logger.log_hyperparams(public_config(cfg))
-    return run_logger
+    """Where metrics are written; only rank 0 writes. Collective: a log that cannot be opened is an error of every rank."""
+    settings, made = cfg.exp_manager, list[RunLogger]()
+
+    def make() -> None:
+        run_logger = RunLogger(
+            folder=Path(settings.explicit_log_dir),
+            enabled=state.is_rank_zero(),
+            resumed_step=resumed_step,
+            tensorboard=settings.create_tensorboard_logger,
+            wandb=settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
+            mlflow=settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+            redact=redacted,
+        )
+        run_logger.log_hyperparams(public_config(cfg))
+        made.append(run_logger)
+
+    state.raise_together(state.attempt(make), "{}")
+    return made[0]

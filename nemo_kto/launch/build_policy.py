@@ -13,10 +13,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.checkpoint.adapter_files import is_our_adapter
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import checkpoint_dtype, load_weights_only, saved_adapters
-from nemo_kto.checkpoint.huggingface import check_weights, export, load_weights
+from nemo_kto.checkpoint.folders import check_target
+from nemo_kto.checkpoint.huggingface import check_weights, export, export_bytes, load_weights
+from nemo_kto.checkpoint.safetensors_files import is_our_model
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
 from nemo_kto.launch.schema import GPTConfig, PeftConfig
@@ -188,10 +191,12 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
         raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
+    architecture, dtype = read_architecture(config_folder(checkpoint), tensor_parallel=1), checkpoint_dtype(checkpoint)
+    need = 0 if adapter else export_bytes(architecture, dtype)
+    check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before anything is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
-    architecture = read_architecture(config_folder(checkpoint), tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=checkpoint_dtype(checkpoint), adaptable=adapters is not None)
+    gpt = build_gpt(architecture, params_dtype=dtype, adaptable=adapters is not None)
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
     policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)

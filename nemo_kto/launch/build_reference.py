@@ -150,13 +150,8 @@ def _precompute(
     run_timer: RunTimer,
 ) -> None:
     """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    cache, known = reference.cache, reference.cache.size
-    batches = progress_bar(
-        batches_of_run(trainer_cfg, data.train, data.validation),
-        total=number_of_batches(trainer_cfg, data.train, data.validation),
-        title="reference",
-        shown=state.is_rank_zero(),
-    )
+    cache, settings = reference.cache, cfg.model.data
+    rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
     reasons: list[StopReason] = []
 
     def until_stopped() -> Iterator[Sequence[SequenceBatch]]:
@@ -166,7 +161,14 @@ def _precompute(
                 return
             yield cfg.recipe.sequences(data.collate_fn(batch))
 
-    with signals.deferred():
+    with cache.one_job(str(rows)), signals.deferred():
+        known = cache.size
+        batches = progress_bar(
+            batches_of_run(trainer_cfg, data.train, data.validation),
+            total=number_of_batches(trainer_cfg, data.train, data.validation),
+            title="reference",
+            shown=state.is_rank_zero(),
+        )
         reference.precompute(until_stopped(), engine)
         if reasons:
             leave(f"stopped by {reasons[0].text} in the reference pass, with {cache.size} log-probs in {cache.folder}", cfg)

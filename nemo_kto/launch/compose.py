@@ -11,7 +11,6 @@ import importlib.util
 import math
 import operator
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from pydantic import ValidationError
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.launch import migration
 from nemo_kto.launch.own_files import brings_our_keys, key_lines, lay_over
-from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.schema import RunConfig, config_type
 from nemo_kto.losses.loss import Loss
 from nemo_kto.recipes import RECIPES, Recipe
@@ -257,20 +255,6 @@ def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") 
         if isinstance(section, DictConfig):
             keys.extend(known_keys(section, sections=sections, prefix=f"{prefix}{name}."))
     return keys
-
-
-def save_config(config: RunConfig) -> None:
-    """Write the resolved configuration, without secrets, into the run folder; say what has changed since the run began."""
-    file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    now = OmegaConf.create(public_config(config))
-    if file.exists() and config.exp_manager.resume_if_exists:
-        before = OmegaConf.load(file)
-        for key in known_keys(now):
-            old, new = OmegaConf.select(before, key), OmegaConf.select(now, key)
-            if old != new:
-                print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
-    file.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
 
 def find_mistakes(

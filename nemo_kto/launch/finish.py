@@ -7,28 +7,49 @@ from pathlib import Path
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint
 from nemo_kto.checkpoint.choose import best_checkpoint
 from nemo_kto.checkpoint.distributed import load_weights_only
+from nemo_kto.checkpoint.adapter_files import is_our_adapter
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, config_folder
+from nemo_kto.checkpoint.folders import check_target
+from nemo_kto.checkpoint.huggingface import export_bytes
+from nemo_kto.checkpoint.safetensors_files import is_our_model
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, export_policy
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_end
+from nemo_kto.models.architecture import read_architecture
 from nemo_kto.parallel import state
+from nemo_kto.parallel.precision import DTYPES
 
 logger = logging.getLogger(__name__)
 
 
 def check_export(cfg: RunConfig, data: RunData) -> None:
-    """Make sure that export.which=best will have something to choose by.
+    """Make sure, before the training, that its model can be exported: where to, and by what the best is chosen; collective.
 
     Raises:
-        UserError: no row was left for validation.
+        UserError: no row was left for validation, or a folder cannot be written or has not enough room.
     """
+    if cfg.export.enabled:
+        state.on_rank_zero(lambda: _check_targets(cfg), "{}")
     if cfg.export.enabled and cfg.export.which == "best" and data.validation is None:
         text = f"must leave rows for validation with export.which=best, got none from {cfg.model.data.splits_string}"
         raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set export.which=last')
+
+
+def _check_targets(cfg: RunConfig) -> None:
+    source = config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
+    architecture = read_architecture(source, tensor_parallel=1)
+    targets = [("export.path", cfg.export.path, is_our_model, export_bytes(architecture, DTYPES[cfg.trainer.precision]))]
+    if cfg.model.peft.peft_scheme != "none":
+        targets.append(("export.adapter_path", cfg.export.adapter_path, is_our_adapter, 0))  # small beside the model
+    for key, path, is_ours, need in targets:
+        try:
+            check_target(Path(path), is_ours=is_ours, need=need)
+        except UserError as error:
+            raise UserError(f"{key} cannot be used: {error}, or set export.enabled=false") from error
 
 
 def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, seconds: float) -> None:

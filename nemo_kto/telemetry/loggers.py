@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
+import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol
 
+from nemo_kto.errors import UserError
 from nemo_kto.files import publish_file
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
 
 METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(__name__)
+_IDENTITY = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # of a run, as services give them
 
 
 class Sink(Protocol):
@@ -34,20 +40,32 @@ class Sink(Protocol):
 class JsonLines:
     """One JSON object a line: {"step": ..., "time": seconds since 1970, metric: value, ...}; what is not finite is null.
 
-    A line is written in one piece as soon as it is logged, so that a killed run loses nothing it has reported.
+    A line is written in one piece as soon as it is logged, so that a killed run loses nothing it has reported. While the
+    disk is full, lines are kept in memory.
     """
 
     def __init__(self, *, file: Path, resumed_step: int | None) -> None:
         """Open ``file``; lines past ``resumed_step`` are dropped, as those steps are made again; None starts a new file."""
-        lines = _lines_up_to(file, resumed_step) if resumed_step is not None and file.exists() else []
+        lines = _lines_up_to(file, resumed_step) if resumed_step is not None else []
         with publish_file(file) as writing:
-            writing.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        self._file: TextIO = file.open("a", buffering=1, encoding="utf-8")
+            writing.write_bytes(b"".join(line + b"\n" for line in lines))
+        self._file = file.open("ab", buffering=0)
+        self._waiting, self._warned = bytearray(), False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            if not self._warned:
+                text = (
+                    "%s cannot be written: %s; training goes on, and what is missing there is written as soon as it can be"
+                )
+                logger.warning(text, self._file.name, error.strerror)
+            self._warned = True
 
     def log_hyperparams(self, params: dict[str, object]) -> None:
         """Nothing: the run folder has its config.yaml."""
@@ -57,14 +75,23 @@ class JsonLines:
         self._file.close()
 
 
-def _lines_up_to(file: Path, step: int) -> list[str]:
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+def _lines_up_to(file: Path, step: int) -> list[bytes]:
+    """The lines of the steps up to ``step``. Where others than the last cannot be read, a copy of the file is kept."""
+    if not file.exists():
+        return []
+    content, kept, damaged = file.read_bytes(), [], 0
+    *lines, cut = content.split(b"\n")  # a line that was cut when the run was killed is no damage
+    for line in lines:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):  # cut short when the run was killed
-            continue
+        except (ValueError, LookupError, TypeError, RecursionError):
+            damaged += 1
+    if damaged or b"\0" in cut:
+        aside = file.with_name(f"{file.name}.damaged")
+        with publish_file(aside) as writing:
+            writing.write_bytes(content)
+        logger.warning("%s is damaged: what can be read of it is kept; the file as it was is now %s", file, aside)
     return kept
 
 
@@ -103,8 +130,12 @@ class RunLogger:
         tensorboard: bool = True,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
+        redact: Callable[[str], str] = str,
     ) -> None:
         """Open the sinks.
+
+        What cannot be opened is an error in a new run. A resumed run, and every run after its start, goes on without it: a
+        log must never cost what was trained.
 
         Args:
             folder: of the run; made if absent.
@@ -114,41 +145,65 @@ class RunLogger:
             wandb: arguments of Lightning's WandbLogger; None switches it off.
             mlflow: arguments of Lightning's MLFlowLogger; None switches it off. Without a tracking_uri the figures go to
                 ``folder``/mlflow.db.
+            redact: takes secrets out of what is said of an error.
 
         Raises:
             ModuleNotFoundError: a logger is switched on whose package is not installed.
+            UserError: one cannot be opened, in a new run.
         """
-        self._sinks: list[Sink] = []
+        self._sinks: dict[str, Sink] = {}
+        self._redact = redact
         for package, switch in (("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)):
             if switch and not installed(package):
                 raise ModuleNotFoundError(missing_package(package))
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._sinks.append(JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step))
+        to_open: dict[str, Callable[[], Sink]] = {}
+        to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
         if tensorboard:
-            self._sinks.append(TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step))
+            to_open["tensorboard"] = lambda: TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step)
         if wandb is not None:
-            self._sinks.append(_wandb(folder, resumed_step, wandb))
+            to_open["wandb"] = partial(_wandb, folder, resumed_step, wandb)
         if mlflow is not None:
-            self._sinks.append(_mlflow(folder, resumed_step, mlflow))
+            to_open["mlflow"] = partial(_mlflow, folder, resumed_step, mlflow)
+        for name, open_sink in to_open.items():
+            try:
+                self._sinks[name] = open_sink()
+            except Exception as error:  # of services, which raise what they like
+                if resumed_step is None:
+                    told = f"the log {name} must be there when a run begins, but it cannot be opened: {self._told(error)}"
+                    remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
+                    raise UserError(f"{told}; make it reachable{remedy}") from error
+                self._leave_out(name, error)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step`` (0 = before the first)."""
         values = {name: float(value) for name, value in metrics.items()}
-        for sink in self._sinks:
-            sink.log_metrics(dict(values), step)
+        self._on_each(lambda sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """Record the configuration of the run."""
-        for sink in self._sinks:
-            sink.log_hyperparams(dict(params))
+        self._on_each(lambda sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Flush and close everything; ``status`` is "success", "failed" or "aborted", as Lightning's loggers know them."""
-        for sink in self._sinks:
-            sink.finalize(status)
-        self._sinks = []
+        self._on_each(lambda sink: sink.finalize(status))
+        self._sinks = {}
+
+    def _on_each(self, action: Callable[[Sink], None]) -> None:
+        for name, sink in [*self._sinks.items()]:
+            try:
+                action(sink)
+            except Exception as error:
+                self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        self._sinks.pop(name, None)
+        logger.warning("the log %s failed, and the run goes on without it: %s", name, self._told(error))
+
+    def _told(self, error: Exception) -> str:
+        return self._redact(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def installed(package: str) -> bool:
@@ -167,7 +222,17 @@ def missing_package(package: str) -> str:
 
 def _known_identity(file: Path, resumed_step: int | None) -> str | None:
     """The identity under which an outside service knows a resumed run; None for a new run."""
-    return file.read_text(encoding="utf-8").strip() if resumed_step is not None and file.exists() else None
+    if resumed_step is None or not file.exists():
+        return None
+    if (match := _IDENTITY.fullmatch(file.read_bytes())) is None:
+        logger.warning("%s is damaged: the figures of this run go on in a new one there", file)
+        return None
+    return match[1].decode()
+
+
+def _keep_identity(file: Path, identity: str) -> None:
+    with publish_file(file) as writing:
+        writing.write_text(identity + "\n", encoding="utf-8")
 
 
 def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
@@ -175,7 +240,7 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
 
     file = folder / "wandb_run_id"
     identity = _known_identity(file, resumed_step) or uuid.uuid4().hex[:8]
-    file.write_text(identity + "\n", encoding="utf-8")
+    _keep_identity(file, identity)
     return WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
 
 
@@ -185,6 +250,6 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     # mlflow refuses new runs in plain folders, so the default is a database in one file.
     uri = arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
     file = folder / "mlflow_run_id"
-    logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": _known_identity(file, resumed_step)})
-    file.write_text(f"{logger.run_id}\n", encoding="utf-8")
-    return logger
+    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": _known_identity(file, resumed_step)})
+    _keep_identity(file, str(mlflow_logger.run_id))
+    return mlflow_logger

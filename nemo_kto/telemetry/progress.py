@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,7 +54,14 @@ class Progress:
             self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, unit="step", bar_format=_BAR)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the state after ``step`` (metrics named train/..., val/..., perf/...); other metrics are passed over."""
+        """Show the state after ``step`` (metrics named train/..., val/..., perf/...); other metrics are passed over.
+
+        When nobody can read it any more (the terminal is closed, the file's disk is full), nothing more is shown.
+        """
+        with self._as_long_as_it_can_be_read():
+            self._show(metrics, step)
+
+    def _show(self, metrics: Mapping[str, float], step: int) -> None:
         if any(name.startswith("train/") for name in metrics):
             self._train(metrics, step)
         if any(name.startswith("val/") for name in metrics):
@@ -88,11 +97,19 @@ class Progress:
 
     def finalize(self, status: str) -> None:
         """Leave the bar as it stands; a run that did not succeed says so."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if status != "success":
-            self.line(f"step {self._step}/{self.total_steps}  {status}")
+        with self._as_long_as_it_can_be_read():
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+            if status != "success":
+                self.line(f"step {self._step}/{self.total_steps}  {status}")
+
+    @contextlib.contextmanager
+    def _as_long_as_it_can_be_read(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.stream, self._bar = io.StringIO(), None
 
 
 def progress_bar(

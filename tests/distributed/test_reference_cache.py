@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_kto.locks import locked
 from tests.distributed.ranks import RankPool
 
 
@@ -90,16 +94,67 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     content = parts[0].read_bytes()
     parts[0].write_bytes(content[:-8])
     parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"?")
+    (kept / "part-0.npy").touch()
+    (kept / "part-1.npy").write_bytes(b"\x93NUMPY\1\0v\0{'descr': (" + b"9" * 200)
+    (kept / "about.json").write_text("")
     damaged = CacheUser(folder, model, precision="32")
     found["warnings"] = [text.replace(str(damaged.reference.cache.folder), "FOLDER") for text in damaged.warnings]
     found["rows left"] = damaged.reference.cache.size
     found["evaluated after damage"] = damaged.fill(make_rows(5, 4)).evaluated
 
-    (model / "model.safetensors").write_bytes(b"other weights")
-    stale = CacheUser(folder, model, precision="32")
-    found["stale"] = [text.split(": ")[1] for text in stale.warnings]
-    found["rows of other weights"] = stale.reference.cache.size
-    found["files"] = sorted(file.name.split("-")[0] for file in stale.reference.cache.folder.iterdir())
+    found["about"] = json.loads((kept / "about.json").read_text())["folders"] == [str(model)]
+    return found
+
+
+def on_other_weights(folder: Path) -> list[int]:
+    """The rows found for weights, for others of equal size and time, for the first again, and for those moved elsewhere."""
+    from nemo_kto.checkpoint import content
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(), seed=0)
+    smallest, content._MIN_KEPT_BYTES = content._MIN_KEPT_BYTES, 0  # hashes are kept, as those of large files are
+    try:
+        return rows_found(folder, make_model(folder / "model"))
+    finally:
+        content._MIN_KEPT_BYTES = smallest
+
+
+def rows_found(folder: Path, model: Path) -> list[int]:
+    found = [CacheUser(folder, model).fill(make_rows(5, 4)).reference.cache.size]
+    weights = model / "model.safetensors"
+    before = weights.stat()
+    for text in (b"weighty", b"weights"):
+        weights.write_bytes(text)
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert weights.stat().st_size == before.st_size
+        found.append(CacheUser(folder, model).reference.cache.size)
+    return [*found, CacheUser(folder, model.rename(folder / "moved")).reference.cache.size]
+
+
+def two_jobs(folder: Path) -> dict[str, Any]:
+    """Another job computes the rows "a" and has the lock for a while; this one wants them too."""
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(), seed=0)
+    model = make_model(folder / "model")
+    late = CacheUser(folder, model).reference.cache
+    other, found = CacheUser(folder, model), {}
+    began = time.monotonic()
+    with late.one_job("a"):
+        lock = next(late.folder.parent.glob(".*.lock"))
+    ready, tell = os.pipe()
+    if os.fork() == 0:
+        with locked(lock, when_held=lambda who: None):
+            os.write(tell, b".")
+            time.sleep(1)
+        os._exit(0)
+    os.read(ready, 1)
+    other.fill(make_rows(5, 4))
+    with late.one_job("b"):
+        found["other rows are not waited for"] = time.monotonic() - began < 1
+    with late.one_job("a"):
+        found["waited"] = time.monotonic() - began >= 1
+        found["rows"] = late.size
     return found
 
 
@@ -119,12 +174,19 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
     for text in found["warnings"]:
         assert text.startswith("reference log-probs in FOLDER/part-")
         assert text.endswith(".npy are not used and computed again: its content is not what was written")
-    assert len(found["warnings"]) == 2
+    assert len(found["warnings"]) == 4
     assert found["rows left"] == 0
     assert found["evaluated after damage"] == 4
-    assert found["stale"] == ["model.safetensors of the reference model changed since"]
-    assert found["rows of other weights"] == 0
-    assert found["files"] == ["about.json"]
+    assert found["about"]
+
+
+def test_other_weights_of_equal_size_and_time_have_log_probs_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, on_other_weights, tmp_path) == [[4, 0, 4, 4]]
+
+
+def test_two_jobs_do_not_compute_the_same_rows(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(1, two_jobs, tmp_path)
+    assert found == {"other rows are not waited for": True, "waited": True, "rows": 4}
 
 
 def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:

@@ -22,7 +22,7 @@ import sys, types
 
 def train(cfg):
     import os
-    from nemo_kto.launch.compose import save_config
+    from nemo_kto.launch.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
         save_config(cfg)
     import job

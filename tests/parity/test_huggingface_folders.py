@@ -127,8 +127,9 @@ def test_arbitrary_mask_keeps_texts_apart(ranks: Any, sharded_model: Path) -> No
 
 
 def test_export_replaces_an_earlier_export_and_what_an_interrupted_one_left(ranks: Any, model: Path, tmp_path: Path) -> None:
-    (tmp_path / ".writing-out").mkdir()
-    (tmp_path / ".writing-out" / "part-0").write_text("half")
+    interrupted = tmp_path / f".out.export-{'0' * 32}"
+    interrupted.mkdir()
+    (interrupted / "part-0").write_text("half")
     assert ranks.run(1, hf_jobs.export_only, Layout(), model, tmp_path / "out") == [""]
     (tmp_path / "out" / "old").write_text("of the first export")
     rewrite(model, **{"model.norm.weight": torch.full((36,), 7.0)})

@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 def test_configuration_tokenizer_and_templates_and_nothing_else(model: Path) -> None:
     for file in model.rglob("*"):
         file.chmod(0o500 if file.is_dir() else 0o400)
-    assert read_companions(model) == NEEDED
+    assert read_companions(model, into="the checkpoints") == NEEDED
     model.joinpath("additional_chat_templates").chmod(0o700)
 
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_copied_is_named_and_left_out(
 ) -> None:
     make, why = ODD[kind]
     make(model / name)
-    assert read_companions(model) == NEEDED
+    assert read_companions(model, into="the checkpoints") == NEEDED
     named = name == "merges.txt" and why is not None  # other names belong to a tokenizer only where they are files
     expected = [f"{model / name} is not copied into the checkpoints: {why}"] if named else []
     assert [record.getMessage() for record in caplog.records] == expected
@@ -81,7 +81,7 @@ def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.
         return opened(path, flags)
 
     with mock.patch.object(os, "open", refused):
-        found = read_companions(model)
+        found = read_companions(model, into="the checkpoints")
     assert found == {name: content for name, content in NEEDED.items() if name != "tokenizer.model"}
     text = f"{model}/tokenizer.model is not copied into the checkpoints: Permission denied"
     assert [record.getMessage() for record in caplog.records] == [text]
@@ -91,18 +91,18 @@ def test_what_is_too_large_is_named_and_left_out(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(companions, "_MAX_BYTES", 200)
-    assert "tokenizer.model" not in read_companions(model)
+    assert "tokenizer.model" not in read_companions(model, into="the checkpoints")
     text = f"{model}/tokenizer.model is not copied into the checkpoints: it has 0.0 GB"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
 def test_a_link_within_the_folder_is_followed_and_one_that_leads_out_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "vocab.json").symlink_to("tokenizer.json")
-    assert read_companions(model) == NEEDED | {"vocab.json": NEEDED["tokenizer.json"]}
+    assert read_companions(model, into="the checkpoints") == NEEDED | {"vocab.json": NEEDED["tokenizer.json"]}
     (tmp_path / "secret").write_text("private")
     (model / "special_tokens_map.json").symlink_to("../secret")
     with pytest.raises(UserError) as caught:
-        read_companions(model)
+        read_companions(model, into="the checkpoints")
     assert str(caught.value) == (
         f"{model}/special_tokens_map.json must be a file of its folder, got a link to {tmp_path}/secret, which is outside; "
         "copy it there, or download the model again"

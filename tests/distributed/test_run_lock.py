@@ -1,0 +1,72 @@
+"""A run folder that another job uses: refused on every rank, before anything is read or written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nemo_kto.locks import locked, owner_file, this_process
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+
+
+def refusal(model: Path, rows: Path, folder: Path) -> str:
+    from nemo_kto.errors import UserError
+
+    try:
+        train(model, rows, folder, 2, [])
+    except UserError as error:
+        return str(error)
+    return "it was let in"
+
+
+def half_done(folder: Path) -> dict[str, str]:
+    """A run folder in the middle of a checkpoint, as what it holds."""
+    files = {"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: 1\n"}
+    files["checkpoints/.writing-step_000002/state/common.pt"] = "half"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return files
+
+
+def test_a_second_job_is_told_who_uses_the_folder(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    files = half_done(folder)
+
+    def must_not_be_called(who: str) -> None:
+        raise AssertionError(who)
+
+    with locked(folder / ".lock", when_held=must_not_be_called):
+        told = ranks.run(2, refusal, tmp_path / "no model", tmp_path / "no rows", folder)
+    (since,) = {text.split(" since ")[1][:23] for text in told}
+    who = f"process {os.getpid()} on {this_process().host} since {since}"
+    remedy = "wait until it has ended, or choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
+    assert told == [f"{folder} must be used by one run at a time, but {who} uses it; {remedy}"] * 2
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == files
+
+
+def blocks(folder: Path) -> list[list[str]]:
+    """What stands in the folder during and after each block."""
+    from nemo_kto.launch.locks import hold_run_folder
+    from nemo_kto.parallel import state
+
+    found = []
+    for writes in (False, True):
+        with hold_run_folder(folder):
+            if writes and state.is_rank_zero():
+                (folder / "metrics.jsonl").touch()
+            state.raise_together(None, "{}")  # waits for every rank, as the others below
+            found.append(sorted(path.name for path in folder.iterdir()))
+            state.raise_together(None, "{}")
+        state.raise_together(None, "{}")
+        found.append(sorted(path.name for path in folder.parent.iterdir()) if folder.parent.exists() else ["nothing"])
+    return found
+
+
+def test_a_folder_in_which_nothing_was_written_is_removed_again(ranks: RankPool, tmp_path: Path) -> None:
+    results = ranks.run(2, blocks, tmp_path / "results" / "run")
+    held = [".lock", ".lock.owner"]
+    assert results == [[held, ["nothing"], [*held, "metrics.jsonl"], ["run"]]] * 2
+    assert not owner_file(tmp_path / "results" / "run" / ".lock").exists()

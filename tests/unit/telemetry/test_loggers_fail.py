@@ -1,0 +1,150 @@
+"""Logs that cannot be written or read: one warning, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import UserError
+from nemo_kto.telemetry import loggers
+from nemo_kto.telemetry.loggers import RunLogger
+from nemo_kto.telemetry.progress import Progress
+
+
+def steps(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a full disk does: a write ends in the middle, and the next one fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger, file = RunLogger(folder=tmp_path, enabled=True, tensorboard=False), tmp_path / "metrics.jsonl"
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    with files_of_at_most(file.stat().st_size + 10):
+        for step in (2, 3):
+            logger.log_metrics({"train/loss": 0.5}, step)
+        assert file.read_text().count("\n") == 1
+    logger.log_metrics({"train/loss": 0.5}, 4)
+    assert steps(file) == [1, 2, 3, 4]
+    told = "training goes on, and what is missing there is written as soon as it can be"
+    assert caplog.messages == [f"{file} cannot be written: File too large; {told}"]
+
+
+DAMAGES = [b'\x00\x01{"step": 2}\n', b'{"step"\n', b"\xff\xfe\n", b"[]\n", b"[" * 10_000 + b"\n", b"\0" * 9]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_lines_that_can_be_read_stay(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n' + damage + b'{"step": 2}\n{"step": 3}\n' * damage.endswith(b"\n")
+    file.write_bytes(content)
+    RunLogger(folder=tmp_path, enabled=True, tensorboard=False, resumed_step=2).finalize("success")
+    assert steps(file) == ([1, 2] if damage.endswith(b"\n") else [1])
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+    told = f"{file} is damaged: what can be read of it is kept; the file as it was is now {file}.damaged"
+    assert caplog.messages == [told]
+
+
+class Failing:
+    """A service that is down."""
+
+    def __init__(self, **_: object) -> None:
+        self.calls = 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls += 1
+        raise ConnectionError("cannot reach\nhttp://me:secret@host")
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        """It was there at the start."""
+
+    finalize = log_metrics
+
+
+def test_a_service_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = Failing()
+    monkeypatch.setattr(loggers, "TensorBoard", lambda **_: down)
+    logger = RunLogger(folder=tmp_path, enabled=True, redact=lambda text: text.replace("me:secret", "***"))
+    logger.log_hyperparams({"lr": 1.0})
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": 0.5}, step)
+    logger.finalize("success")
+    assert (steps(tmp_path / "metrics.jsonl"), down.calls) == ([1, 2, 3], 1)
+    why = "ConnectionError: cannot reach http://***@host"
+    assert caplog.messages == [f"the log tensorboard failed, and the run goes on without it: {why}"]
+
+
+def test_a_service_that_is_down_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_server(*_: object, **__: object) -> None:
+        raise ConnectionError("cannot reach http://host")
+
+    monkeypatch.setattr(loggers, "_wandb", no_server)
+    monkeypatch.setattr(loggers, "installed", lambda package: True)
+    with pytest.raises(UserError) as raised:
+        RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={})
+    assert str(raised.value) == (
+        "the log wandb must be there when a run begins, but it cannot be opened: ConnectionError: cannot reach http://host; "
+        "make it reachable, or set exp_manager.create_wandb_logger=false"
+    )
+    logger = RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={}, resumed_step=0)
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+    why = "ConnectionError: cannot reach http://host"
+    assert caplog.messages == [f"the log wandb failed, and the run goes on without it: {why}"]
+
+
+def test_the_event_file_of_a_full_disk(tmp_path: Path) -> None:
+    logger = RunLogger(folder=tmp_path, enabled=True)
+    (event_file,) = (tmp_path / "tensorboard").iterdir()
+    with files_of_at_most(event_file.stat().st_size + 10):
+        for step in range(100):
+            logger.log_metrics({f"train/{number}": 0.5 for number in range(10)}, step)
+        logger.finalize("success")
+
+
+@pytest.mark.parametrize(
+    ("text", "known"), [(b"abc-12_3\n", "abc-12_3"), (b"", None), (b"\xff\0", None), (b"a b\n", None), (b"x" * 65, None)]
+)
+def test_the_identity_of_a_run_at_a_service(
+    text: bytes, known: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "wandb_run_id"
+    file.write_bytes(text)
+    assert loggers._known_identity(file, 3) == known
+    warning = f"{file} is damaged: the figures of this run go on in a new one there"
+    assert caplog.messages == ([] if known else [warning])
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed, or a file whose disk is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_nobody_can_read_the_progress_any_more() -> None:
+    progress = Progress(total_steps=2, stream=Closed())
+    progress.log_metrics({"train/loss": 0.5}, 1)
+    progress.log_metrics({"train/loss": 0.5}, 2)
+    progress.finalize("failed")
