@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.choose import best_checkpoint
-from nemo_kto.checkpoint.distributed import load_weights_only
 from nemo_kto.checkpoint.adapter_files import is_our_adapter
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, config_folder
+from nemo_kto.checkpoint.choose import best_checkpoint
+from nemo_kto.checkpoint.distributed import load_weights_only
 from nemo_kto.checkpoint.folders import check_target
 from nemo_kto.checkpoint.huggingface import export_bytes
 from nemo_kto.checkpoint.safetensors_files import is_our_model
