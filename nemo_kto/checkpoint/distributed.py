@@ -101,7 +101,7 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
         ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
         return min(ranked, key=lambda each: _rank(each, monitor, mode), default=None)
 
-    return state.from_rank_zero(find)
+    return state.from_rank_zero(find, doing="looking for the best checkpoint")
 
 
 def _rank(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:

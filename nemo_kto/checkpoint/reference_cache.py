@@ -56,7 +56,7 @@ class ReferenceCache:
         self._private = not shared
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
-        with state.main_process_first():
+        with state.main_process_first(doing="checking the reference log-probs"):
             if state.is_first_of_machine():
                 self._prepare()
         self._open()
@@ -96,7 +96,7 @@ class ReferenceCache:
         order = sorted(known)
         logps_N = np.array([known[key] for key in order], dtype=np.float64)
         part = np.vstack([np.array(order, dtype=np.int64).T, logps_N.view(np.int64)])
-        with state.main_process_first():
+        with state.main_process_first(doing="writing reference log-probs"):
             if state.is_first_of_machine():
                 target = self.folder / f"part-{_digest(part)}.npy"
                 with publish_file(target, private=self._private) as writing, writing.open("wb") as file:

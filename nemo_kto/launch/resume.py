@@ -41,7 +41,7 @@ def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> R
     Raises:
         UserError: there is another run, or what must stay has changed; lists all of it.
     """
-    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg))
+    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg), doing="comparing the run with its folder")
 
 
 def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
