@@ -55,7 +55,7 @@ class ReferenceCache:
         self._private = not shared
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
-        with state.main_process_first():
+        with state.main_process_first(doing="checking the reference log-probs"):
             hashes = [content_hash(model, model_files(model), cache_dir=folder, shared=shared) for model in models]
             about = {"format": _FORMAT, "models": hashes, **settings}
             self.folder = folder / "reference" / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
@@ -73,7 +73,8 @@ class ReferenceCache:
         """Let one job at a time compute the log-probs of the ``rows`` of that name; others wait for them. Collective."""
         with contextlib.ExitStack() as lock:
             part = f"-{hashlib.sha256(rows.encode()).hexdigest()[:12]}"
-            state.from_rank_zero(lambda: lock.enter_context(one_writer(self.folder, private=self._private, part=part)))
+            writer = one_writer(self.folder, private=self._private, part=part)
+            state.from_rank_zero(lambda: lock.enter_context(writer), doing="waiting for another job's log-probs")
             self._open()
             yield
 
@@ -107,7 +108,7 @@ class ReferenceCache:
         order = sorted(known)
         logps_N = np.array([known[key] for key in order], dtype=np.float64)
         part = np.vstack([np.array(order, dtype=np.int64).T, logps_N.view(np.int64)])
-        with state.main_process_first():
+        with state.main_process_first(doing="writing reference log-probs"):
             if state.is_first_of_machine():
                 target = self.folder / f"part-{_digest(part)}.npy"
                 with publish_file(target, private=self._private) as writing, writing.open("wb") as file:

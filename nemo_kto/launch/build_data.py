@@ -38,7 +38,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     Raises:
         DataError: rows cannot be used, or there are too few to train on.
     """
-    with state.main_process_first():
+    with state.main_process_first(doing="reading and tokenising the rows"):
         splits = cfg.recipe.build_splits(source_settings(cfg, tokenizer), cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")

@@ -152,7 +152,8 @@ def load_base_weights(policy: Policy, source: Path) -> None:
     except UserError as error:
         raise UserError(f"the reference {error}") from error
     if folder == base:
-        load_weights(policy.chunks, policy.architecture, folder)
+        with state.on_all_ranks(doing="loading the weights"):
+            load_weights(policy.chunks, policy.architecture, folder)
     else:
         load_weights_only(base, policy.chunks)
 

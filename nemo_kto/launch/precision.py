@@ -20,7 +20,7 @@ def resolve_precision(cfg: RunConfig) -> tuple[RunConfig, str]:
     Rank 0 decides for all ranks what auto becomes: a resumed run keeps the precision of its newest checkpoint, any other
     run takes bf16 where the machine computes faster with it.
     """
-    chosen, why = state.from_rank_zero(lambda: _choose(cfg))
+    chosen, why = state.from_rank_zero(lambda: _choose(cfg), doing="choosing the precision")
     return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})}), why
 
 

@@ -48,10 +48,11 @@ def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> R
     Raises:
         UserError: there is another run, what must stay has changed (lists all of it), or all checkpoints are damaged.
     """
+    doing = "comparing the run with its folder"
     if not cfg.exp_manager.resume_if_exists:
-        state.from_rank_zero(lambda: _refuse_checkpoints(cfg))
+        state.from_rank_zero(lambda: _refuse_checkpoints(cfg), doing=doing)
     newest = newest_checkpoint(_checkpoints(cfg))
-    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg, newest))
+    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg, newest), doing=doing)
 
 
 def _checkpoints(cfg: RunConfig) -> Path:

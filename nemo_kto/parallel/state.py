@@ -20,8 +20,10 @@ from nemo_kto.errors import UserError
 from nemo_kto.parallel import device, rendezvous
 from nemo_kto.parallel.cpu import install_cpu_backend
 from nemo_kto.parallel.signals import Stopped
+from nemo_kto.parallel.waits import Section
 
 Item = TypeVar("Item")
+_FOR_ALL = "at work for all ranks"  # what a rank does that the others wait for, where nothing more is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +161,24 @@ def raise_together(problem: Problem | None, failure: str) -> None:
 
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
-    """Do it on rank 0. All ranks succeed, or all fail as :func:`raise_together` does."""
-    raise_together(attempt(action) if is_rank_zero() else None, failure)
+    """Do it on rank 0, for as long as it takes. All ranks succeed, or all fail as :func:`raise_together` does."""
+    section = Section(doing=_FOR_ALL)
+    problem = attempt(action) if is_rank_zero() else None
+    section.finish()
+    raise_together(problem, failure)
 
 
-def from_rank_zero(action: Callable[[], Item]) -> Item:
+def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item:
     """What ``action`` gives on rank 0 (anything that can be pickled), on every rank; collective.
 
-    If it fails, the other ranks fail with its message instead of waiting for the timeout.
+    The others wait for as long as it takes while rank 0 is alive. If it fails, they fail with its message.
+
+    Args:
+        action: what is done on rank 0.
+        doing: the same in words, for the error that rank 0 is gone: "comparing the run with its checkpoints".
     """
     box: list[Any] = [None, None]  # the result, the problem
+    section = Section(doing=doing)
     try:
         if is_rank_zero():
             box[0] = action()
@@ -176,6 +186,7 @@ def from_rank_zero(action: Callable[[], Item]) -> Item:
         box[1] = Problem.of(error)
         raise
     finally:
+        section.finish()
         dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise box[1].while_waiting_for("rank 0")
@@ -184,12 +195,16 @@ def from_rank_zero(action: Callable[[], Item]) -> Item:
 
 
 @contextlib.contextmanager
-def main_process_first() -> Iterator[None]:
+def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
     """Let the first process of each machine do the block (it fills a cache), then the others (they read it).
 
-    If the first process fails, the others fail with its message instead of waiting for the timeout.
+    The others wait for as long as it takes while the first one is alive. If it fails, they fail with its message.
+
+    Args:
+        doing: what the block does, for the error that a first process is gone: "tokenising the rows".
     """
     first, problem = is_first_of_machine(), None
+    section = Section(doing=doing)
     try:
         if first:
             yield
@@ -197,11 +212,28 @@ def main_process_first() -> Iterator[None]:
         problem = Problem.of(error)
         raise
     finally:
+        section.finish()
         problem = _first_problem(problem)
     if problem is not None:
         raise problem.while_waiting_for("the first process of a machine")
     if not first:
         yield
+
+
+@contextlib.contextmanager
+def on_all_ranks(*, doing: str) -> Iterator[None]:
+    """Every rank does the block, each in its own time, and waits for those that are alive; one that fails waits for nobody.
+
+    Args:
+        doing: what the block does, for the error that a rank is gone: "loading the weights".
+    """
+    section = Section(doing=doing)
+    try:
+        yield
+    except BaseException:
+        section.leave()
+        raise
+    section.finish()
 
 
 def _first_problem(problem: Problem | None) -> Problem | None:

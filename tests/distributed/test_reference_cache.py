@@ -193,7 +193,7 @@ def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
-    with state.main_process_first():
+    with state.main_process_first(doing="at work"):
         if state.is_rank_zero():
             make_model(folder / "model")
     mine, theirs = make_rows(10 * state.rank(), 3), make_rows(10 * (1 - state.rank()), 3)

@@ -21,14 +21,14 @@ def fail_on_rank(culprit: int) -> list[str | None]:
         state.raise_together(state.attempt(break_here) if state.rank() == culprit else None, "not written: {}")
 
     def main_process_first() -> None:
-        with state.main_process_first():
+        with state.main_process_first(doing="at work"):
             break_here()
 
     def refuse() -> None:
         raise UserError("rows are broken; correct them")
 
     def refuse_first() -> None:
-        with state.main_process_first():
+        with state.main_process_first(doing="at work"):
             refuse()
 
     def message_of(action: Callable[[], None]) -> str | None:
@@ -46,11 +46,11 @@ def fail_on_rank(culprit: int) -> list[str | None]:
             lambda: state.on_rank_zero(lambda: None, "no folder: {}"),
             lambda: state.on_rank_zero(refuse, "no export: {}"),
             refuse_first,
-            lambda: state.from_rank_zero(refuse),
+            lambda: state.from_rank_zero(refuse, doing="at work"),
             main_process_first,
-            lambda: state.from_rank_zero(break_here),
+            lambda: state.from_rank_zero(break_here, doing="at work"),
         )
-    ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}")]
+    ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}", doing="at work")]
 
 
 def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:

@@ -1,0 +1,183 @@
+"""Ranks wait for one that works as long as it is alive, longer than any collective would; and no longer than that."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+from nemo_kto.parallel import rendezvous
+
+TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
+
+
+def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
+    """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
+    from nemo_kto.parallel import waits
+    from nemo_kto.parallel.cpu import install_cpu_backend
+
+    install_cpu_backend()
+    waits.BEAT_SECONDS, waits.SILENT_SECONDS = 0.1, 1.0
+    os.environ |= {**store, "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
+    rendezvous.join("gloo", timeout=timedelta(minutes=2))  # they may start at different times
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=TIMEOUT))
+    _get_default_store().set_timeout(timedelta(seconds=TIMEOUT))
+    began = time.monotonic()
+    try:
+        said = JOBS[job]()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {said}")
+    os._exit(0)
+
+
+def _long_work() -> str:
+    """Each way to wait, with work that takes longer than the timeout, and a collective after it."""
+    from nemo_kto.parallel import state
+
+    answer = state.from_rank_zero(lambda: time.sleep(WORK) or f"from rank {state.rank()}", doing="thinking")
+    order = [state.rank()]
+    with state.main_process_first(doing="filling a cache"):
+        time.sleep(WORK * (state.rank() == 0))
+    with state.on_all_ranks(doing="loading"):
+        time.sleep(WORK * (state.rank() == 1))
+    state.on_rank_zero(lambda: time.sleep(WORK), "not done: {}")
+    gathered: list[int] = [0, 0]
+    dist.all_gather_object(gathered, *order)
+    return f"{answer}, {gathered}"
+
+
+def _ends(number: int) -> str:
+    """A signal ends rank 0 while it works."""
+    from nemo_kto.parallel import state
+
+    def end() -> str:
+        time.sleep(0.5)
+        os.kill(os.getpid(), number)
+        return "never"
+
+    return state.from_rank_zero(end, doing="hashing the weights")
+
+
+def _late() -> str:
+    """Rank 0 does something else first, for longer than the timeout."""
+    from nemo_kto.parallel import state
+
+    time.sleep(2 * WORK * (state.rank() == 0))
+    return state.from_rank_zero(lambda: "late", doing="hashing the weights")
+
+
+def _failing_rank() -> str:
+    from nemo_kto.parallel import state
+
+    with state.on_all_ranks(doing="loading"):
+        time.sleep(0.5)
+        if state.rank() == 0:
+            raise ValueError("broken")
+    return "loaded"
+
+
+JOBS: dict[str, Callable[[], str]] = {
+    "long work": _long_work,
+    "killed": lambda: _ends(signal.SIGKILL),
+    "stopped": lambda: _ends(signal.SIGSTOP),
+    "late": _late,
+    "failing": _failing_rank,
+}
+
+
+Found = list[tuple[float, str, int]]  # of each rank: seconds and words of what a job gave, and its process
+TwoRanks = Callable[..., Found]
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> TwoRanks:
+    """``two_ranks(job, tcp=False)``: they meet in a file, or over TCP at rank 0."""
+
+    def run(job: str, *, tcp: bool = False) -> Found:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preload"])
+        store = {rendezvous.STORE_FILE: str(tmp_path / "store")}
+        if tcp:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        processes = [context.Process(target=_rank, args=(number, store, job, str(tmp_path))) for number in range(2)]
+        for process in processes:
+            process.start()
+        processes[1].join(60)
+        found = []
+        for number, process in enumerate(processes):
+            if number == 0 and job not in ("killed", "stopped"):
+                process.join(60)
+            process.kill()
+            process.join()
+            file = tmp_path / str(number)
+            seconds, _, said = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
+            found.append((float(seconds), said, process.pid or 0))
+        return found
+
+    return run
+
+
+def test_work_may_take_longer_than_the_timeout_of_a_collective(two_ranks: TwoRanks) -> None:
+    for seconds, said, _ in two_ranks("long work"):
+        assert said == "from rank 0, [0, 1]"
+        assert 4 * WORK < seconds < 4 * WORK + 5
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_rank_that_is_gone_or_stopped_is_named(end: str, two_ranks: TwoRanks) -> None:
+    (_, nothing, pid), (seconds, said, _) = two_ranks(end)
+    assert nothing == "nothing"
+    assert said == (
+        f"RuntimeError: rank 0 (process {pid} on {os.uname().nodename}) has given no sign of life for 1 s while it was "
+        "hashing the weights and the others waited for it; it was killed or stopped, or its machine is out of reach"
+    )
+    assert seconds < 6
+
+
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        (
+            "killed",
+            r"is gone while ranks were hashing the weights; the process that holds it \(rank 0 under srun\) has ended \(",
+        ),
+        (
+            "stopped",
+            r"has not answered rank 1 for 1 s while ranks were hashing the weights; the process that holds it \(rank 0 "
+            r"under srun\) was stopped, or is out of reach$",
+        ),
+    ],
+)
+def test_the_rank_that_holds_the_store_is_gone_or_stopped(end: str, what: str, two_ranks: TwoRanks) -> None:
+    _, (seconds, said, _) = two_ranks(end, tcp=True)
+    assert re.match(f"RuntimeError: the store through which the ranks meet {what}", said), said
+    assert seconds < 8
+
+
+def test_a_rank_that_never_comes_is_named(two_ranks: TwoRanks) -> None:
+    _, (seconds, said, _) = two_ranks("late")
+    assert said == (
+        "RuntimeError: rank 0 has not come within 1 s to where the ranks were hashing the weights; look what it did"
+    )
+    assert TIMEOUT <= seconds < 4
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(two_ranks: TwoRanks) -> None:
+    (failed, told, _), (_, said, _) = two_ranks("failing")
+    assert told == "ValueError: broken"
+    assert said == "loaded"
+    assert failed < 1.4
