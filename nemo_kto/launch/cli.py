@@ -302,6 +302,7 @@ class Job:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
         gc.disable()
         from nemo_kto.launch import build
+        from nemo_kto.parallel import watchdog
 
         gc.freeze()
         gc.enable()
@@ -313,6 +314,7 @@ class Job:
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
         except Exception as error:
+            watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
 

@@ -7,8 +7,11 @@ import os
 import resource
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+
+_COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def on_gpu() -> bool:
@@ -54,6 +57,36 @@ def synchronize() -> None:
     """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
     if on_gpu():
         torch.cuda.synchronize()
+
+
+def has_queued_work() -> bool:
+    """Whether the device has work that is not finished; callable from any thread. Never on the CPU."""
+    if not on_gpu():
+        return False
+    with contextlib.suppress(RuntimeError):  # an error of the device is for those who wait for it
+        return not torch.cuda.default_stream(current_device()).query()
+    return False
+
+
+def record_collectives(prefix: str) -> None:
+    """Let torch's flight recorder write NCCL's last collectives to ``prefix`` and the rank when one times out.
+
+    Must come before the process group. What the environment says already stays.
+    """
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),  # collectives that are remembered
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        (_COLLECTIVES_FILE, prefix),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def write_collectives(rank: int) -> None:
+    """Write what :func:`record_collectives` would write at a timeout, now; nothing on the CPU or where that fails."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if on_gpu() and dump is not None and (prefix := os.environ.get(_COLLECTIVES_FILE)):
+        with contextlib.suppress(Exception):  # it is an addition to an error
+            Path(f"{prefix}{rank}").write_bytes(dump())
 
 
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -222,7 +223,7 @@ def _report(failure: _Failure, count: int) -> int:
         print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
         return 1
     recorded = _recorded(failure.error_file)
-    if code == USAGE_ERROR and recorded:
+    if recorded and (code == USAGE_ERROR or not recorded.startswith("Traceback")):  # words, which name the rank if need be
         print(f"nemo-kto: {recorded}", file=sys.stderr)
     elif recorded:
         print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
@@ -273,6 +274,26 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
         rank = f"rank {world.rank}: " if world is not None else ""
         print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
     exit_rank(1, world=world)
+
+
+def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
+    """End this rank with a message and status 1, from a thread that is not the main thread, which may hold any lock.
+
+    Args:
+        message: names the rank that is to blame.
+        world: of this rank.
+        wait: another rank says the same; wait before speaking, as :func:`fail` does.
+    """
+    if _STARTED_BY in os.environ:
+        _record(message)
+    else:
+        if wait:
+            time.sleep(SECONDS_TO_SPEAK)
+        os.write(2, f"nemo-kto: {message}\n".encode())
+    ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
+    ending.start()
+    ending.join(2)  # longer only where output is blocked
+    os._exit(1)
 
 
 def _record(message: str) -> None:

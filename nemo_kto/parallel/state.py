@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import device, rendezvous
+from nemo_kto.parallel import device, rendezvous, watchdog
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 Item = TypeVar("Item")
@@ -79,6 +79,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
 
 def destroy() -> None:
     """Leave the groups and the world."""
+    watchdog.stop(holds_store=rendezvous.holds_store())
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
