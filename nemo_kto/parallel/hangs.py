@@ -130,8 +130,8 @@ def _short(file: str) -> str:
 def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Mapping[int, str], size: int) -> str:
     """Whom the others wait for, in words.
 
-    Ranks that do not answer are to blame first; then, among those that have come least far, those that do their own work; then
-    those that wait in an earlier phase than the others.
+    Ranks that do not answer are to blame first; then, among those that have come least far, those that do their own work;
+    then those that wait in an earlier phase than the others.
 
     Args:
         answers: of the ranks that gave one.
@@ -149,7 +149,7 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
     lines += [f"  and {size - _MAX_RANKS} more"] * (size > _MAX_RANKS)
     return "\n".join(
         [
-            f"all {size} ranks wait for each other: they disagree about the next collective, or the network fails; rank 0 is at",
+            f"all {size} ranks wait for each other: they disagree on the next collective, or the network fails; rank 0 is",
             *(f"    {line}" for line in answers[0].stack[-6:]),
             "and the phases are",
             *lines,

@@ -110,8 +110,8 @@ def join(backend: str, *, timeout: timedelta) -> None:
         _await_all(own, rank=rank, size=size, timeout=timeout)
     except watchdog.StoreLost as error:
         raise UserError(
-            f"all {size} ranks must start, but {holder} was lost meanwhile ({error}; rank {rank} on {socket.gethostname()}); see "
-            "its output"
+            f"all {size} ranks must start, but {holder} was lost meanwhile ({error}; rank {rank} on "
+            f"{socket.gethostname()}); see its output"
         ) from error
     watchdog.start(store=own, rank=rank, size=size, timeout=timeout, holder=holder)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
@@ -138,9 +138,9 @@ def _await_all(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -
             shown = ", ".join(absent[:8]) + f" and {len(absent) - 8} more" * (len(absent) > 8)
             there = sorted({watchdog.check_in_of(text).host for text in present.values() if text is not None})
             raise UserError(
-                f"all {size} ranks (WORLD_SIZE) must start within {timeout.total_seconds():g} s (trainer.timeout_minutes), got "
-                f"{size - len(absent)}, on {', '.join(there[:8])}; rank{'s' * (len(absent) > 1)} {shown} did not come: see the "
-                "output of their machines, and whether as many were started"
+                f"all {size} ranks (WORLD_SIZE) must start within {timeout.total_seconds():g} s (trainer.timeout_minutes), "
+                f"got {size - len(absent)}, on {', '.join(there[:8])}; rank{'s' * (len(absent) > 1)} {shown} did not come; "
+                "see the output of their machines, and whether as many were started"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
@@ -179,18 +179,21 @@ def _tcp_store(meeting: Meeting, timeout: timedelta) -> dist.Store:
     listener = _listen(meeting) if meeting.rank == 0 and not _of_agent() else None
     _reach(meeting, deadline, wait, listening=listener is not None)
     try:
-        return dist.TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=listener is not None,
-            master_listen_fd=None if listener is None else listener.detach(),
-            timeout=timedelta(seconds=wait),
-            wait_for_workers=False,
+        return watchdog.within(
+            wait,
+            lambda: dist.TCPStore(
+                meeting.address,
+                meeting.port,
+                is_master=listener is not None,
+                master_listen_fd=None if listener is None else listener.detach(),
+                timeout=timedelta(seconds=wait),
+                wait_for_workers=False,
+            ),
         )
-    except RuntimeError as error:
+    except watchdog.StoreLost as error:
         raise UserError(
             f"rank 0 must answer at MASTER_ADDR:MASTER_PORT, got something else at {meeting.address}:{meeting.port} "
-            f"({str(error).splitlines()[0]}; {meeting.who()}); see whether another program listens at this port"
+            f"({error}; {meeting.who()}); see whether another program listens at this port"
         ) from error
 
 
@@ -205,8 +208,8 @@ def _resolve(meeting: Meeting, deadline: float) -> None:
                 continue
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"MASTER_ADDR must be a name or address that every machine can resolve, got {meeting.address!r} ({reason}; port "
-                f"{meeting.port}; {meeting.who()}); set it to the address of the machine of rank 0"
+                f"MASTER_ADDR must be a name or address that every machine can resolve, got {meeting.address!r} ({reason}; "
+                f"port {meeting.port}; {meeting.who()}); set it to the address of the machine of rank 0"
             ) from error
         return
 
@@ -220,8 +223,8 @@ def _listen(meeting: Meeting) -> socket.socket:
         )
     except OSError as error:
         raise UserError(
-            f"MASTER_PORT must be a free port of the machine of rank 0, got {meeting.port} ({error.strerror}; {meeting.who()}); "
-            "choose another port"
+            f"MASTER_PORT must be a free port of the machine of rank 0, got {meeting.port} ({os.strerror(error.errno)}; "
+            f"{meeting.who()}); choose another port"
         ) from error
 
 

@@ -1,9 +1,9 @@
 """A thread on each rank that finds out which rank the others wait for, and ends them with its name, phase and stack.
 
-Nothing is sent while all goes well: each rank looks into the store for a question every few seconds. A rank whose main thread
-has waited in one collective for most of the timeout asks, all ranks answer with what they do (:mod:`nemo_kto.parallel.hangs`),
-and the verdict goes through the store to all. A rank that gives no answer is gone or stopped. What goes through the store is
-JSON; nothing of it is unpickled.
+Nothing is sent while all goes well: each rank looks into the store for a question every few seconds. A rank whose main
+thread has waited in one collective for most of the timeout asks, all ranks answer with what they do
+(:mod:`nemo_kto.parallel.hangs`), and the verdict goes through the store to all. A rank that gives no answer is gone or
+stopped. What goes through the store is JSON; nothing of it is unpickled.
 """
 
 from __future__ import annotations
@@ -44,9 +44,32 @@ class StoreLost(RuntimeError):
     """The store does not answer."""
 
 
+def within(seconds: float, action: Callable[[], Result]) -> Result:
+    """What the action gives; torch's calls to a store may wait forever for a process that is stopped, or is none of ours.
+
+    Raises:
+        StoreLost: it gave nothing in time, or raised an error.
+    """
+    results: list[Result] = []
+    problems: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            problems.append(error)
+
+    caller = threading.Thread(target=run, name="store call", daemon=True)
+    caller.start()
+    caller.join(seconds)
+    if not results:
+        raise StoreLost(str(problems[0]).splitlines()[0] if problems else f"no answer within {seconds:g} s")
+    return results[0]
+
+
 @dataclass(kw_only=True, eq=False)
 class BoundedStore:
-    """A store whose calls end: torch's may wait forever for a process that is stopped.
+    """A store whose calls end.
 
     Attributes:
         store: a client of its own, since a client that waits for a key lets nobody else speak.
@@ -57,7 +80,7 @@ class BoundedStore:
     seconds: float
 
     def __post_init__(self) -> None:
-        self._lost: str | None = None
+        self._lost: StoreLost | None = None
 
     def call(self, action: Callable[[dist.Store], Result]) -> Result:
         """What the action gives.
@@ -66,23 +89,12 @@ class BoundedStore:
             StoreLost: this call, or an earlier one, got no answer or no connection.
         """
         if self._lost is not None:
-            raise StoreLost(self._lost)
-        results: list[Result] = []
-        problems: list[Exception] = []
-
-        def run() -> None:
-            try:
-                results.append(action(self.store))
-            except Exception as error:
-                problems.append(error)
-
-        caller = threading.Thread(target=run, name="store call", daemon=True)
-        caller.start()
-        caller.join(self.seconds)
-        if not results:
-            self._lost = str(problems[0]).splitlines()[0] if problems else f"no answer within {self.seconds:g} s"
-            raise StoreLost(self._lost)
-        return results[0]
+            raise self._lost
+        try:
+            return within(self.seconds, lambda: action(self.store))
+        except StoreLost as error:
+            self._lost = error
+            raise
 
     def read(self, key: str) -> str | None:
         """A value; None if there is none."""
@@ -140,7 +152,11 @@ class Watchdog:
         self._changes, self._changed = self._changes + 1, time.monotonic()
 
     def stop(self, *, holds_store: bool) -> None:
-        """This rank leaves; the others must not take it for lost. The process that holds the store waits for them a while."""
+        """This rank leaves, and the others must not take it for lost.
+
+        Args:
+            holds_store: the store ends with this process, which waits a while until all have left.
+        """
         self._stopped = True
         self._wake.set()
         self._thread.join(self._answer_seconds + self._tick)
@@ -183,6 +199,10 @@ class Watchdog:
             except StoreLost as error:
                 self._on_lost_store(str(error))
 
+    def _phase(self) -> str:
+        """The phases this rank is in, or in which it failed."""
+        return self._failed_in if self._failing else "/".join(self._phases)
+
     def _doing(self) -> str:
         if self._failing:  # it waits for what this thread finds
             return hangs.WAITING
@@ -213,7 +233,7 @@ class Watchdog:
         answer = hangs.Answer(
             host=socket.gethostname(),
             process=os.getpid(),
-            phase=self._failed_in if self._failing else "/".join(self._phases),
+            phase=self._phase(),
             last_phase=self._last_phase,
             seconds=time.monotonic() - self._changed,
             changes=self._changes,
@@ -273,11 +293,10 @@ class Watchdog:
     def _on_lost_store(self, reason: str) -> None:
         """Without the store nobody can be asked. This rank may still come to a good end, unless it waits."""
         if self._waits_too_long() or self._failing:
-            phase = self._failed_in if self._failing else "/".join(self._phases)
-            place = f"in phase '{phase}'" if phase else "between phases"
+            place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
             text = (
-                f"{self._holder} holds the store through which the ranks meet and is gone, stopped or out of reach ({reason}); rank {self._rank} of "
-                f"{self._size} on {socket.gethostname()} waits {place}"
+                f"{self._holder} holds the store through which the ranks meet and is gone, stopped or out of reach "
+                f"({reason}); rank {self._rank} of {self._size} on {socket.gethostname()} waits {place}"
             )
             self._end(text, said_by_others=False)
 

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_kto.parallel.ranks import SECONDS_TO_SPEAK
 from tests import forked
-from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, pretend, run
+from tests.integration.commands import environment
 
 HOST = re.escape(socket.gethostname())
 TIMEOUT = 6  # seconds of the collectives
@@ -130,8 +130,8 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
     assert [status for status, _ in found] == [1, 1, 1]
     for _, said in found:
         assert re.fullmatch(
-            rf"nemo-kto: rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of reach; "
-            r"the others wait for it, in phase 'forward_backward' for [45] s \(\d+ steps done\)\n",
+            rf"nemo-kto: rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
+            r"reach; the others wait for it, in phase 'forward_backward' for [45] s \(\d+ steps done\)\n",
             said,
         )
 
@@ -187,7 +187,8 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     assert (status, other) == (2, 2)
     assert said == (
         f"nemo-kto: all 4 ranks (WORLD_SIZE) must start within {TIMEOUT} s (trainer.timeout_minutes), got 2, on "
-        f"{socket.gethostname()}; ranks 1, 3 did not come: see the output of their machines, and whether as many were started\n"
+        f"{socket.gethostname()}; ranks 1, 3 did not come; see the output of their machines, and whether as many were "
+        "started\n"
     )
 
 
