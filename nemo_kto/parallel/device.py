@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -73,6 +74,8 @@ def record_collectives(prefix: str) -> None:
 
     Must come before the process group. What the environment says already stays.
     """
+    if not on_gpu():
+        return
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # collectives that are remembered
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
@@ -87,6 +90,42 @@ def write_collectives(rank: int) -> None:
     if on_gpu() and dump is not None and (prefix := os.environ.get(_COLLECTIVES_FILE)):
         with contextlib.suppress(Exception):  # it is an addition to an error
             Path(f"{prefix}{rank}").write_bytes(dump())
+
+
+class Stopwatch:
+    """Seconds that the device takes for what is queued within blocks; the host does not wait for it there."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Add what the block takes."""
+        if not on_gpu():
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+        while self._pending and self._pending[0][1].query():
+            self._take()
+
+    def _take(self) -> None:
+        begin, end = self._pending.popleft()
+        self._seconds += begin.elapsed_time(end) / 1000  # it counts milliseconds
+
+    def read_and_reset(self) -> float:
+        """Seconds since the last time; waits for the device."""
+        while self._pending:
+            self._pending[0][1].synchronize()
+            self._take()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:

@@ -149,7 +149,7 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
     lines += [f"  and {size - _MAX_RANKS} more"] * (size > _MAX_RANKS)
     return "\n".join(
         [
-            f"all {size} ranks wait for each other: they disagree on the next collective, or the network fails; rank 0 is",
+            f"all {size} ranks wait for each other: they disagree on the next collective or the network fails; rank 0 is at",
             *(f"    {line}" for line in answers[0].stack[-6:]),
             "and the phases are",
             *lines,

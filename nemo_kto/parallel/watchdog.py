@@ -30,18 +30,26 @@ Result = TypeVar("Result")
 
 WAIT_FRACTION = 0.75  # of the timeout, in one collective: then it is asked whom the others wait for
 PATIENCE_SECONDS = 24 * 3600.0  # the same of a rank that waits through the store while another one works long
-_ANSWER_FRACTION = 0.1  # of the timeout: how long a rank has to answer, at most _ANSWER_SECONDS
+_ANSWER_FRACTION = 0.15  # of the timeout: how long a rank has to answer, at most _ANSWER_SECONDS
 _ANSWER_SECONDS = 30.0
 _TICKS = 40  # looks into the store in a timeout, at least one in _TICK_SECONDS
 _TICK_SECONDS = 5.0
 _LEAVE_SECONDS = 5.0  # that the process that holds the store stays for the others at the end
-_REMEDY = "the timeout is trainer.timeout_minutes ({minutes:g} min); raise it if work of one rank takes longer"
+_REMEDY = "the timeout is trainer.timeout_minutes ({minutes} min); raise it if work of one rank takes longer"
 # What torch says where another rank is gone or late, in errors of types that say nothing.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection (was )?(likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
 
 class StoreLost(RuntimeError):
-    """The store does not answer."""
+    """The store does not answer.
+
+    Attributes:
+        caller: still waits for the answer; None if there was an error instead.
+    """
+
+    def __init__(self, reason: str, *, caller: threading.Thread | None) -> None:
+        super().__init__(reason)
+        self.caller = caller
 
 
 def within(seconds: float, action: Callable[[], Result]) -> Result:
@@ -62,8 +70,10 @@ def within(seconds: float, action: Callable[[], Result]) -> Result:
     caller = threading.Thread(target=run, name="store call", daemon=True)
     caller.start()
     caller.join(seconds)
+    if problems:
+        raise StoreLost(str(problems[0]).splitlines()[0], caller=None)
     if not results:
-        raise StoreLost(str(problems[0]).splitlines()[0] if problems else f"no answer within {seconds:g} s")
+        raise StoreLost(f"no answer within {seconds:g} s", caller=caller)
     return results[0]
 
 
@@ -86,9 +96,9 @@ class BoundedStore:
         """What the action gives.
 
         Raises:
-            StoreLost: this call, or an earlier one, got no answer or no connection.
+            StoreLost: this call got no answer, an earlier one still has none, or there is no connection any more.
         """
-        if self._lost is not None:
+        if self._lost is not None and (self._lost.caller is None or self._lost.caller.is_alive()):
             raise self._lost
         try:
             return within(self.seconds, lambda: action(self.store))
@@ -260,10 +270,10 @@ class Watchdog:
         present = {rank: check_in_of(self._store.read(f"present/{rank}")) for rank in range(self._size)}
         verdict = hangs.judge(answers, ended=ended, hosts={rank: one.host for rank, one in present.items()}, size=self._size)
         if len(answers) == self._size:
-            verdict += "\n" + _REMEDY.format(minutes=self._timeout / 60)
+            verdict += "\n" + _REMEDY.format(minutes=f"{round(self._timeout / 60, 1):g}")
         self._store.call(lambda store: store.set("verdict", verdict))
-        time.sleep(2 * self._tick)  # so that the others have read it before the store can go with this process
         self._wake_stopped({rank: present[rank] for rank in range(self._size) if rank not in answers})
+        time.sleep(2 * self._tick)  # so that the others have read it before the store can go with this process
         self._end(verdict, said_by_others=False)
 
     def _collect(self, number: int) -> tuple[dict[int, hangs.Answer], dict[int, str]]:

@@ -14,10 +14,10 @@ import pytest
 
 from nemo_kto.parallel.ranks import SECONDS_TO_SPEAK
 from tests import forked
-from tests.integration.commands import environment
+from tests.integration.commands import CLI, GOOD, TRAINING, environment, pretend, run
 
 HOST = re.escape(socket.gethostname())
-TIMEOUT = 6  # seconds of the collectives
+TIMEOUT = 8  # seconds of the collectives
 
 # What the command does around a training, and a training of steps with one collective each.
 PROGRAM = f"""
@@ -110,14 +110,14 @@ def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path
     assert [status for status, _ in found] == [1, 1, 1]
     first, second, *stack = said.splitlines()
     assert re.fullmatch(
-        rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [45] s \(2 steps done\), the others wait for it",
+        rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [67] s \(2 steps done\), the others wait for it",
         first,
     )
     assert second == "the stack of rank 1, innermost call last:"
     assert [line.split(" in ")[1] for line in stack[-4:-1]] == ["<module>: ", "steps: ", "sleep_for_ever: "]
     assert stack[-1] == "the timeout is trainer.timeout_minutes (0.1 min); raise it if work of one rank takes longer"
     assert len(said.splitlines()) <= 20
-    assert {text for _, text in found} == {said}
+    assert all(said.removeprefix("nemo-kto: ") in text for _, text in found)
 
 
 def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
         found = ranks.ended(0, 1, 2)  # the last is let go on, reads what was found, and ends
         assert time.monotonic() - began < TIMEOUT + SECONDS_TO_SPEAK
     assert [status for status, _ in found] == [1, 1, 1]
-    for _, said in found:
-        assert re.fullmatch(
-            rf"nemo-kto: rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
-            r"reach; the others wait for it, in phase 'forward_backward' for [45] s \(\d+ steps done\)\n",
+    for _, said in found[:2]:
+        assert re.search(
+            rf"rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
+            r"reach; the others wait for it, in phase 'forward_backward' for [678] s \(\d+ steps done\)\n+\Z",
             said,
         )
 
@@ -146,8 +146,8 @@ def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> Non
     assert [status for status, _ in found] == [1, 1]
     for rank, (_, said) in enumerate(found, start=1):
         assert re.search(
-            r"^nemo-kto: rank 0 holds the store through which the ranks meet and is gone, stopped or out of reach "
-            rf"\(no answer within 0.6 s\); rank {rank} of 3 on {HOST} waits in phase 'forward_backward'\n\Z",
+            r"^(nemo-kto: )?rank 0 holds the store through which the ranks meet and is gone, stopped or out of reach "
+            rf"\(no answer within 1.2 s\); rank {rank} of 3 on {HOST} waits in phase 'forward_backward'\n+\Z",
             said,
             re.MULTILINE,
         )
@@ -179,6 +179,30 @@ def test_a_rank_that_fails_says_why_to_those_that_lose_it(tmp_path: Path) -> Non
     assert f"rank 1 of 2 on {socket.gethostname()} has ended: {why}" in said.splitlines()[-5:]
     assert cause.splitlines()[0] == "rank 1: Traceback (most recent call last):"
     assert why in cause
+
+
+STOP_ONE = f"""
+import datetime, signal, torch, torch.distributed as dist
+from nemo_kto.parallel import state, watchdog
+state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
+with watchdog.phase("optimizer"):
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: Path) -> None:
+    env = pretend(tmp_path, STOP_ONE)
+    began = time.monotonic()
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
+    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher alone would wait for half a minute more
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"nemo-kto: rank 1 of 2 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
+        r"reach; the others wait for it, in phase 'optimizer' for [67] s\n",
+        done.stderr,
+    )
 
 
 def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
