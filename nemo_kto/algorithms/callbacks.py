@@ -6,11 +6,13 @@ loggers, so that what a callback adds to an event's report is logged. Every rank
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.stragglers import INTERVAL, RankTimes, StragglerFinder, slowest
 from nemo_kto.telemetry.throughput import ThroughputMeter
 
 
@@ -118,6 +120,45 @@ class ThroughputCallback(Callback):
             seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
         )
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
+
+
+@dataclass(kw_only=True, eq=False)
+class StragglerCallback(Callback):
+    """Adds timing/forward, and every few steps what the slowest rank took in each phase: timing/PHASE_max and who it was.
+
+    Those are seconds a step on average since the last time. A rank that holds the others up is named in a warning.
+    """
+
+    gather: Callable[[RankTimes], list[RankTimes]]  # what every rank gives, in their order; collective
+    forward_seconds: Callable[[], float]  # of this rank's forward passes since the last call
+    stage: int  # of the pipeline
+    warn: Callable[[str], None]  # where warnings go
+    interval: int = INTERVAL
+
+    def __post_init__(self) -> None:
+        self._finder, self._sums, self._steps = StragglerFinder(), dict[str, float](), 0
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.forward_seconds()  # those before the first step are not of a step
+
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
+        self.forward_seconds()
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        event.report["timing/forward"] = self.forward_seconds()
+        for name, seconds in event.report.items():
+            if name.startswith("timing/"):
+                name = name.removeprefix("timing/")
+                self._sums[name] = self._sums.get(name, 0.0) + seconds
+        self._steps += 1
+        if event.step % self.interval == 0:
+            means = {name: seconds / self._steps for name, seconds in self._sums.items()}
+            self._sums, self._steps = {}, 0
+            step = means.pop("step_time")
+            times = self.gather(RankTimes(host=socket.gethostname(), stage=self.stage, step=step, phases=means))
+            event.report.update({f"timing/{name}": value for name, value in slowest(times).items()})
+            for warning in self._finder.find(times):
+                self.warn(warning)
 
 
 @dataclass(kw_only=True, eq=False)

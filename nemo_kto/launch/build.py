@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, ThroughputCallback
+from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, StragglerCallback, ThroughputCallback
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.skipping import SkippedSteps
@@ -39,7 +39,7 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
-from nemo_kto.parallel import device, ranks, signals, state
+from nemo_kto.parallel import device, ranks, signals, state, watchdog
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
@@ -57,6 +57,7 @@ def train(cfg: RunConfig) -> None:
         pipeline=cfg.model.pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,
     )
+    device.record_collectives(str(Path(cfg.exp_manager.explicit_log_dir) / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     with hold_run_folder(Path(cfg.exp_manager.explicit_log_dir)):
         _train(cfg)
@@ -65,17 +66,22 @@ def train(cfg: RunConfig) -> None:
 def _train(cfg: RunConfig) -> None:
     """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
-    start = prepare(cfg)
+    with watchdog.phase("preparing data"):
+        start = prepare(cfg)
     if start.run.finished is not None:
         if state.is_rank_zero():
             print(f"nemo-kto: {start.run.finished}", flush=True)
         state.destroy()
         return
     check_export(cfg, start.data)
-    policy = build_policy(cfg.model, Path(cfg.pretrained_checkpoint.restore_from_path), dtype=DTYPES[cfg.trainer.precision])
+    with watchdog.phase("loading the model"):
+        source = Path(cfg.pretrained_checkpoint.restore_from_path)
+        policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
     resumed_step = start.run.resumed_step
     say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
-    trainer = build_trainer(cfg, policy, start, build_timer(cfg))
+    with watchdog.phase("building the trainer"):
+        trainer = build_trainer(cfg, policy, start, build_timer(cfg))
+    watchdog.count_steps(lambda: trainer.step)
     if state.is_rank_zero():
         save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
     began = time.monotonic()
@@ -83,7 +89,8 @@ def _train(cfg: RunConfig) -> None:
         trainer.fit()
         if trainer.ended_early:
             leave_early(cfg, trainer)
-        finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
+        with watchdog.phase("export"):
+            finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()
 
 
@@ -121,7 +128,8 @@ def build_timer(cfg: RunConfig) -> RunTimer:
 
 def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTimer) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
-    timers, data, trainer_cfg = PhaseTimers(synchronize=device.synchronize), start.data, start.trainer_cfg
+    timers = PhaseTimers(synchronize=device.synchronize, observe=watchdog.phase)
+    data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
     reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer)
     make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
@@ -159,7 +167,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=build_callbacks(cfg, reference, max_steps=max_steps, resumed_step=resumed_step),
+        callbacks=build_callbacks(cfg, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
         skipped=SkippedSteps(
             max_in_a_row=cfg.trainer.max_skipped_steps,
             name_rows=data.splits.train.names,
@@ -233,10 +241,19 @@ def build_optimizer_and_schedule(
 
 
 def build_callbacks(
-    cfg: RunConfig, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
+    cfg: RunConfig, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
 ) -> list[Callback]:
     """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
     callbacks: list[Callback] = []
+    if state.world_size() > 1:
+        callbacks.append(
+            StragglerCallback(
+                gather=state.gather,
+                forward_seconds=engine.forward_clock.read_and_reset,
+                stage=state.pipeline_stage(),
+                warn=logger.warning if state.is_rank_zero() else lambda text: None,
+            )
+        )
     if (weights := reference.synced_weights) is not None:
         settings = cfg.model.reference
         callbacks.append(ReferenceSync(mix=weights.mix, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))

@@ -77,7 +77,8 @@ def build_reference(
         load_model(policy, other)
     if mode == "cached":
         cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
-        _precompute(cached, cfg, engine, data, trainer_cfg, run_timer)
+        with timers.phase("reference"):
+            _precompute(cached, cfg, engine, data, trainer_cfg, run_timer)
         timers.report_and_reset()  # not the phases of a step
         setup = ReferenceSetup(cached)
     else:

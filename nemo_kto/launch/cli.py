@@ -322,6 +322,9 @@ class Job:
         except Exception as error:
             if signals.has_raised():  # what was interrupted may fail in its own way
                 ranks.end_early("", world=self.world)
+            from nemo_kto.parallel import watchdog
+
+            watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _import_and_train(self, cfg: RunConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class LogProbEngine:
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
         forward_flops: operations of one forward pass, to be counted.
+        forward_clock: runs during the forward passes of this rank, in which only tensor-parallel ranks wait for each other.
     """
 
     chunks: list[DistributedDataParallel]
@@ -74,6 +75,7 @@ class LogProbEngine:
     average_log_probs: bool
     logprob_chunk_size: int
     forward_flops: ForwardFlops
+    forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
@@ -168,9 +170,10 @@ class LogProbEngine:
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
-            output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
-            if unwrap_model(chunk).post_process:
-                output = self._sequence_logps(micro_batch, output)
+            with self.forward_clock.running():
+                output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
+                if unwrap_model(chunk).post_process:
+                    output = self._sequence_logps(micro_batch, output)
             return output, partial(loss, micro_batch.sequence_index_b)
 
         return partial(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
+
+_COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def on_gpu() -> bool:
@@ -54,6 +58,74 @@ def synchronize() -> None:
     """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
     if on_gpu():
         torch.cuda.synchronize()
+
+
+def has_queued_work() -> bool:
+    """Whether the device has work that is not finished; callable from any thread. Never on the CPU."""
+    if not on_gpu():
+        return False
+    with contextlib.suppress(RuntimeError):  # an error of the device is for those who wait for it
+        return not torch.cuda.default_stream(current_device()).query()
+    return False
+
+
+def record_collectives(prefix: str) -> None:
+    """Let torch's flight recorder write NCCL's last collectives to ``prefix`` and the rank when one times out.
+
+    Must come before the process group. What the environment says already stays.
+    """
+    if not on_gpu():
+        return
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),  # collectives that are remembered
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        (_COLLECTIVES_FILE, prefix),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def write_collectives(rank: int) -> None:
+    """Write what :func:`record_collectives` would write at a timeout, now; nothing on the CPU or where that fails."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if on_gpu() and dump is not None and (prefix := os.environ.get(_COLLECTIVES_FILE)):
+        with contextlib.suppress(Exception):  # it is an addition to an error
+            Path(f"{prefix}{rank}").write_bytes(dump())
+
+
+class Stopwatch:
+    """Seconds that the device takes for what is queued within blocks; the host does not wait for it there."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Add what the block takes."""
+        if not on_gpu():
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+        while self._pending and self._pending[0][1].query():
+            self._take()
+
+    def _take(self) -> None:
+        begin, end = self._pending.popleft()
+        self._seconds += begin.elapsed_time(end) / 1000  # it counts milliseconds
+
+    def read_and_reset(self) -> float:
+        """Seconds since the last time; waits for the device."""
+        while self._pending:
+            self._pending[0][1].synchronize()
+            self._take()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:

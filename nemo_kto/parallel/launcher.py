@@ -192,7 +192,7 @@ def _report(failure: _Failure, count: int) -> int:
         print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
         return 1
     recorded = _recorded(failure.error_file)
-    if code in _SAYS_WHY and recorded:
+    if recorded and (code in _SAYS_WHY or not recorded.startswith("Traceback")):  # words, which name the rank if need be
         print(f"nemo-kto: {recorded}", file=sys.stderr)
     elif recorded:
         print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, MutableMapping
@@ -176,6 +177,26 @@ def _say(message: str, *, world: World | None) -> None:
     if world is not None and world.rank > 0:
         time.sleep(SECONDS_TO_SPEAK)
     print(f"nemo-kto: {message}", file=sys.stderr)
+
+
+def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
+    """End this rank with a message and status 1, from a thread that is not the main thread, which may hold any lock.
+
+    Args:
+        message: names the rank that is to blame.
+        world: of this rank.
+        wait: another rank says the same; wait before speaking, as :func:`fail` does.
+    """
+    if STARTED_BY in os.environ:
+        _record(message)
+    else:
+        if wait:
+            time.sleep(SECONDS_TO_SPEAK)
+        os.write(2, f"nemo-kto: {message}\n".encode())
+    ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
+    ending.start()
+    ending.join(2)  # longer only where output is blocked
+    os._exit(1)
 
 
 def _record(message: str) -> None:

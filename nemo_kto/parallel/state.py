@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import device, rendezvous
+from nemo_kto.parallel import device, rendezvous, watchdog
 from nemo_kto.parallel.cpu import install_cpu_backend
 from nemo_kto.parallel.signals import Stopped
 from nemo_kto.parallel.waits import Section
@@ -73,7 +73,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         pipeline_model_parallel_size=layout.pipeline,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    seed += 100 * pipeline_stage()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -82,6 +82,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
 
 def destroy() -> None:
     """Leave the groups and the world."""
+    watchdog.stop(holds_store=rendezvous.holds_store())
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -96,6 +97,18 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks; 1 before :func:`init_distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def pipeline_stage() -> int:
+    """This rank's pipeline stage, from 0."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def gather(item: Item) -> list[Item]:
+    """What every rank gives (anything that can be pickled), in the order of the ranks; collective."""
+    items: list[Item | None] = [None] * world_size()
+    dist.all_gather_object(items, item)
+    return cast(list[Item], items)
 
 
 def is_rank_zero() -> bool:
@@ -238,6 +251,4 @@ def on_all_ranks(*, doing: str) -> Iterator[None]:
 
 def _first_problem(problem: Problem | None) -> Problem | None:
     """The problem of the first rank that has one, on every rank; collective."""
-    problems: list[Problem | None] = [None] * world_size()
-    dist.all_gather_object(problems, problem)
-    return next((found for found in problems if found is not None), None)
+    return next((found for found in gather(problem) if found is not None), None)

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +23,12 @@ class PhaseTimers:
     Attributes:
         synchronize: waits for the work queued on the device; without it the time of a kernel would be booked on the phase
             that happens to wait for it. None where nothing is ever queued.
+        observe: gives a context for each phase, which begins and ends with it.
         clock: seconds since some fixed moment.
     """
 
     synchronize: Callable[[], None] | None = None
+    observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -39,11 +42,12 @@ class PhaseTimers:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to phase ``name``, also where it raises."""
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        with self.observe(name):
+            start = self._now()
+            try:
+                yield
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def report_and_reset(self) -> dict[str, float]:
         """Seconds by phase since the last report, in the order in which the phases first ran."""

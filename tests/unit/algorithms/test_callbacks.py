@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, ThroughputCallback
+from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, StragglerCallback, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.stragglers import RankTimes
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from tests.unit.algorithms.parts import Run
 
@@ -38,6 +39,27 @@ class Diary(Callback):
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         self.entries.append(("exception", type(error).__name__))
+
+
+def test_stragglers_are_compared_every_few_steps() -> None:
+    given: list[RankTimes] = []
+    warnings: list[str] = []
+
+    def gather(mine: RankTimes) -> list[RankTimes]:
+        given.append(mine)
+        return [mine, RankTimes(host="far", stage=0, step=mine.step, phases={"forward": 1000.0})]
+
+    seconds = iter([50.0, 0.25, 0.75, 50.0, *[1.0] * 10])  # the first before the training, the fourth in a validation
+    callback = StragglerCallback(
+        gather=gather, forward_seconds=lambda: next(seconds), stage=0, warn=warnings.append, interval=2
+    )
+    run = Run(max_steps=4, val_check_interval=2, val_rows=4, callbacks=[callback]).fit()
+    assert [one.phases["forward"] for one in given] == [0.5, 1.0]
+    assert run.notes.series("timing/forward") == [(1, 0.25), (2, 0.75), (3, 1.0), (4, 1.0)]
+    assert run.notes.series("timing/forward_max") == [(2, 1000.0), (4, 1000.0)]
+    assert run.notes.series("timing/forward_max_rank") == [(2, 1), (4, 1)]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("rank 1 of 2 on far is slower")
 
 
 def test_every_method_in_its_place() -> None:

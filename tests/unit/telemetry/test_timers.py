@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason, parse_duration
@@ -40,6 +43,21 @@ def test_a_phase_that_raises_is_counted() -> None:
     with pytest.raises(KeyError), timers.phase("data"):
         fail()
     assert timers.report_and_reset() == {"data": 4.0}
+
+
+def test_an_observer_sees_a_phase_begin_and_end_with_what_is_queued() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def observe(name: str) -> Iterator[None]:
+        seen.append(f"{name} begins")
+        yield
+        seen.append(f"{name} ends")
+
+    timers = PhaseTimers(synchronize=lambda: seen.append("waited"), observe=observe)
+    with timers.phase("kl"):
+        seen.append("work")
+    assert seen == ["kl begins", "waited", "work", "waited", "kl ends"]
 
 
 def test_work_queued_on_the_device_is_booked_on_the_phase_that_queued_it() -> None:

@@ -1,0 +1,185 @@
+"""Which rank the others wait for: what each rank says of itself, and what follows from it. No communication."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed
+
+MAX_FRAMES = 10  # of a stack that is shown, so that the cause stands in the last 20 lines of an error
+_MAX_RANKS = 6  # that are described one by one
+_TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
+_PATIENT_WAITS = str(Path(__file__).with_name("waits.py"))  # they watch the rank they wait for themselves
+_WAIT = re.compile(r"\.wait\(")  # of a collective that runs in the background; megatron-core calls it directly
+
+BUSY, WAITING, PATIENT = "busy", "waiting", "patient"
+"""What a rank does: its own work; it is in a collective; it waits through the store while another rank works long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        host: name of its machine.
+        process: its process id there.
+        phase: the phases it is in, outermost first, such as "validation/reference"; "" between phases.
+        last_phase: the one that ended last; "" if none has.
+        seconds: since the last phase began or ended.
+        changes: phases begun and ended so far; ranks go through the same ones in the same order.
+        steps: optimizer steps done; None before the training.
+        doing: BUSY, WAITING or PATIENT.
+        stack: a line for each of the innermost frames of its main thread, innermost last.
+    """
+
+    host: str
+    process: int
+    phase: str
+    last_phase: str
+    seconds: float
+    changes: int
+    steps: int | None
+    doing: str
+    stack: Sequence[str]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Answer:
+        return cls(**json.loads(text))
+
+    def place(self) -> str:
+        """Where it is: "in phase 'data' for 95 s (11 steps done)"."""
+        if self.phase:
+            phase = f"in phase '{self.phase}'"
+        else:
+            phase = f"between phases, after '{self.last_phase}'," if self.last_phase else "before the first phase"
+        done = "" if self.steps is None else f" ({self.steps} step{'s' * (self.steps != 1)} done)"
+        return f"{phase} for {self.seconds:.0f} s{done}"
+
+
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def main_frame(thread_id: int) -> FrameType | None:
+    """Where a thread is now."""
+    return sys._current_frames().get(thread_id)
+
+
+def is_marked(frame: FrameType | None) -> bool:
+    """Whether this call was seen here before: a thread that is stuck is in the same call each time.
+
+    Ids of frames and places in the code tell nothing, since a loop of collectives comes by them again and again. The mark is
+    the frame's own switch for debuggers: it goes with the frame and keeps nothing alive.
+    """
+    if frame is None:
+        return False
+    seen = not frame.f_trace_lines
+    frame.f_trace_lines = False
+    return seen
+
+
+def doing(frame: FrameType | None, *, device_busy: bool) -> str:
+    """What a main thread with this innermost frame does.
+
+    Args:
+        frame: the innermost one.
+        device_busy: the device has work that is not finished; a collective there waits for the other ranks.
+    """
+    stack = list(frames(frame))
+    if any(one.f_code.co_filename == _PATIENT_WAITS for one in stack[:8]):
+        return PATIENT
+    if stack and stack[0].f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
+        return WAITING
+    if stack and _WAIT.search(linecache.getline(stack[0].f_code.co_filename, stack[0].f_lineno)):
+        return WAITING
+    return WAITING if device_busy else BUSY
+
+
+def stack_lines(frame: FrameType | None, limit: int = MAX_FRAMES) -> list[str]:
+    """A line for each of the innermost frames, innermost last."""
+    found = []
+    for one, _ in zip(frames(frame), range(limit), strict=False):
+        code = one.f_code
+        source = linecache.getline(code.co_filename, one.f_lineno).strip()
+        found.append(f"{_short(code.co_filename)}:{one.f_lineno} in {code.co_name}: {source}"[:160])
+    return found[::-1]
+
+
+def _short(file: str) -> str:
+    """A path from the package on, without where it is installed."""
+    for part in ("site-packages/", "nemo_kto/"):
+        if part in file:
+            return file[file.rindex(part) + (len(part) if part.startswith("site") else 0) :]
+    return file
+
+
+def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Mapping[int, str], size: int) -> str:
+    """Whom the others wait for, in words.
+
+    Ranks that do not answer are to blame first; then, among those that have come least far, those that do their own work;
+    then those that wait in an earlier phase than the others.
+
+    Args:
+        answers: of the ranks that gave one.
+        ended: why a rank ended that could say so.
+        hosts: machine of each rank.
+        size: number of ranks.
+    """
+    if lost := [rank for rank in range(size) if rank not in answers]:
+        return _of_lost(lost, answers, ended, hosts, size)
+    least = min(answer.changes for answer in answers.values())
+    behind = [rank for rank in sorted(answers) if answers[rank].changes == least]
+    if culprits := [rank for rank in behind if answers[rank].doing == BUSY] or (behind if len(behind) < size else []):
+        return _of_stuck(culprits, answers, size)
+    lines = [f"  rank {rank} on {answers[rank].host}: {answers[rank].place()}" for rank in range(size)[:_MAX_RANKS]]
+    lines += [f"  and {size - _MAX_RANKS} more"] * (size > _MAX_RANKS)
+    return "\n".join(
+        [
+            f"all {size} ranks wait for each other: they disagree on the next collective or the network fails; rank 0 is at",
+            *(f"    {line}" for line in answers[0].stack[-6:]),
+            "and the phases are",
+            *lines,
+        ]
+    )
+
+
+def _of_lost(
+    lost: Sequence[int], answers: Mapping[int, Answer], ended: Mapping[int, str], hosts: Mapping[int, str], size: int
+) -> str:
+    waiting = next((answer for answer in answers.values() if answer.doing != BUSY), next(iter(answers.values()), None))
+    where = "" if waiting is None else f", {waiting.place()}"
+    lines = []
+    for rank in sorted(lost, key=lambda rank: rank not in ended)[:_MAX_RANKS]:
+        who = f"rank {rank} of {size} on {hosts.get(rank, 'an unknown machine')}"
+        if rank in ended:
+            lines.append(f"{who} has ended: {ended[rank]}")
+        else:
+            gone = "does not answer: its process was killed or stopped, or its machine is out of reach"
+            lines.append(f"{who} {gone}; the others wait for it{where}")
+    return "\n".join(lines + [f"and {len(lost) - _MAX_RANKS} more"] * (len(lost) > _MAX_RANKS))
+
+
+def _of_stuck(culprits: Sequence[int], answers: Mapping[int, Answer], size: int) -> str:
+    lines = [
+        f"rank {rank} of {size} on {answers[rank].host} has been {answers[rank].place()}, the others wait for it"
+        for rank in culprits[:_MAX_RANKS]
+    ]
+    lines += [f"and {len(culprits) - _MAX_RANKS} more"] * (len(culprits) > _MAX_RANKS)
+    first = answers[culprits[0]]
+    return "\n".join(
+        [*lines, f"the stack of rank {culprits[0]}, innermost call last:", *(f"    {line}" for line in first.stack)]
+    )

@@ -1,0 +1,229 @@
+"""A rank that is stuck, stopped or gone is named by the others, with its phase and its stack, within the timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.parallel.ranks import SECONDS_TO_SPEAK
+from tests import forked
+from tests.integration.commands import CLI, GOOD, TRAINING, environment, pretend, run
+
+HOST = re.escape(socket.gethostname())
+TIMEOUT = 8  # seconds of the collectives
+
+# What the command does around a training, and a training of steps with one collective each.
+PROGRAM = f"""
+import datetime, os, sys, time, torch, torch.distributed as dist
+from nemo_kto.parallel import ranks, state, watchdog
+
+rank, done = int(os.environ["RANK"]), 0
+
+def steps(number, trouble):
+    global done
+    state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
+    watchdog.count_steps(lambda: done)
+    for done in range(number):
+        with watchdog.phase("data"):
+            if rank == 1 and done == 2:
+                trouble()
+        with watchdog.phase("forward_backward"):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+        open(f"step{{done}}-{{rank}}", "w").close()
+    state.destroy()
+
+def sleep_for_ever():
+    time.sleep(1000)
+
+try:
+    {{job}}
+except Exception as error:
+    watchdog.explain(error)
+    ranks.fail(error, world=ranks.detect_world())
+"""
+PRELOAD = ("nemo_kto.parallel.state", "nemo_kto.parallel.watchdog")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Ranks:
+    """Ranks that nobody watches: what one of them says is all there is to see."""
+
+    def __init__(
+        self, folder: Path, job: str, size: int = 3, *, present: Sequence[int] = (), changes: Mapping[str, str] = {}
+    ):
+        self.folder = folder
+        given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **changes}
+        self.processes: dict[int, forked.Process] = {}
+        for rank in present or range(size):
+            env = environment() | given | {"RANK": str(rank), "NEMO_KTO_FORCE_CPU": "1", "OMP_NUM_THREADS": "1"}
+            with (folder / f"said{rank}").open("w") as said:
+                self.processes[rank] = forked.Process(
+                    ["-c", PROGRAM.replace("{job}", job)],
+                    cwd=folder,
+                    env=env,
+                    stdout=said.fileno(),
+                    stderr=said.fileno(),
+                    preload=PRELOAD,
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+
+    def await_file(self, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, self.said(0)
+            time.sleep(0.01)
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"said{rank}").read_text()
+
+    def ended(self, *which: int) -> list[tuple[int, str]]:
+        return [(self.processes[rank].wait(60), self.said(rank)) for rank in which]
+
+
+def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(5, sleep_for_ever)") as ranks:
+        ranks.await_file("step1-0")
+        began = time.monotonic()
+        found = ranks.ended(0, 1, 2)  # the one that sleeps, too
+        assert time.monotonic() - began < TIMEOUT + SECONDS_TO_SPEAK
+    said = min(text for _, text in found)
+    assert [status for status, _ in found] == [1, 1, 1]
+    first, second, *stack = said.splitlines()
+    assert re.fullmatch(
+        rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [67] s \(2 steps done\), the others wait for it",
+        first,
+    )
+    assert second == "the stack of rank 1, innermost call last:"
+    assert [line.split(" in ")[1] for line in stack[-4:-1]] == ["<module>: ", "steps: ", "sleep_for_ever: "]
+    assert stack[-1] == "the timeout is trainer.timeout_minutes (0.1 min); raise it if work of one rank takes longer"
+    assert len(said.splitlines()) <= 20
+    assert all(said.removeprefix("nemo-kto: ") in text for _, text in found)
+
+
+def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
+        ranks.await_file("step9-0")
+        os.kill(ranks.processes[2].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        found = ranks.ended(0, 1, 2)  # the last is let go on, reads what was found, and ends
+        assert time.monotonic() - began < TIMEOUT + SECONDS_TO_SPEAK
+    assert [status for status, _ in found] == [1, 1, 1]
+    for _, said in found[:2]:
+        assert re.search(
+            rf"rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
+            r"reach; the others wait for it, in phase 'forward_backward' for [678] s \(\d+ steps done\)\n+\Z",
+            said,
+        )
+
+
+def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
+        ranks.await_file("step9-0")
+        os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        found = ranks.ended(1, 2)
+        assert time.monotonic() - began < TIMEOUT
+    assert [status for status, _ in found] == [1, 1]
+    for rank, (_, said) in enumerate(found, start=1):
+        assert re.search(
+            r"^(nemo-kto: )?rank 0 holds the store through which the ranks meet and is gone, stopped or out of reach "
+            rf"\(no answer within 1.2 s\); rank {rank} of 3 on {HOST} waits in phase 'forward_backward'\n+\Z",
+            said,
+            re.MULTILINE,
+        )
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_killed_rank_is_named_by_those_that_lost_the_connection(victim: int, tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
+        ranks.await_file("step9-0")
+        os.kill(ranks.processes[victim].pid, signal.SIGKILL)
+        began = time.monotonic()
+        found = ranks.ended(*({0, 1, 2} - {victim}))
+        assert time.monotonic() - began < TIMEOUT
+    for status, said in found:
+        assert status == 1
+        assert f"rank {victim}" in "\n".join(said.splitlines()[-20:])
+    if victim:
+        lost = rf"rank 1 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of reach; "
+        assert all(
+            re.search(lost + r"the others wait for it, in phase 'forward_backward' for 0 s", said) for _, said in found
+        )
+
+
+def test_a_rank_that_fails_says_why_to_those_that_lose_it(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(5, lambda: open('rows'))", size=2) as ranks:
+        (status, said), (_, cause) = ranks.ended(0, 1)
+    assert status == 1
+    why = "FileNotFoundError: [Errno 2] No such file or directory: 'rows'"
+    assert f"rank 1 of 2 on {socket.gethostname()} has ended: {why}" in said.splitlines()[-5:]
+    assert cause.splitlines()[0] == "rank 1: Traceback (most recent call last):"
+    assert why in cause
+
+
+STOP_ONE = f"""
+import datetime, signal, torch, torch.distributed as dist
+from nemo_kto.parallel import state, watchdog
+state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
+with watchdog.phase("optimizer"):
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: Path) -> None:
+    env = pretend(tmp_path, STOP_ONE)
+    began = time.monotonic()
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
+    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher alone would wait for half a minute more
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"nemo-kto: rank 1 of 2 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
+        r"reach; the others wait for it, in phase 'optimizer' for [67] s\n",
+        done.stderr,
+    )
+
+
+def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "steps(5, lambda: None)", size=4, present=(0, 2)) as ranks:
+        (status, said), (other, _) = ranks.ended(0, 2)
+    assert (status, other) == (2, 2)
+    assert said == (
+        f"nemo-kto: all 4 ranks (WORLD_SIZE) must start within {TIMEOUT} s (trainer.timeout_minutes), got 2, on "
+        f"{socket.gethostname()}; ranks 1, 3 did not come; see the output of their machines, and whether as many were "
+        "started\n"
+    )
+
+
+def test_a_rank_that_is_slow_and_comes_is_no_hang(tmp_path: Path) -> None:
+    """The others wait for longer than the limit all together, in one and the same place of the program."""
+    job = f"""
+    state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
+    for _ in range(3):
+        time.sleep({TIMEOUT / 3} * rank)
+        dist.all_reduce(torch.ones(1))
+    state.destroy()
+"""
+    with Ranks(tmp_path, job, size=2) as ranks:
+        assert ranks.ended(0, 1) == [(0, ""), (0, "")]

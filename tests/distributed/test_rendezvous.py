@@ -1,0 +1,87 @@
+"""Rank 0 is looked for before torch does: one error says why the ranks cannot meet, and names address, port and rank."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_hangs import HOST, Ranks, free_port
+
+MEET = """
+    from nemo_kto.parallel import rendezvous
+    rendezvous.CONNECT_SECONDS, rendezvous.TELL_SECONDS = 1.5, 0.5
+    steps(2, lambda: None)
+"""
+NAME = socket.gethostname()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Some other program that listens and says nothing."""
+    with socket.create_server(("", 0)) as server:
+        yield server
+
+
+def said(folder: Path, **changes: str) -> tuple[int, str]:
+    """How rank 0 of two ended, or rank 1 with present=(1,)."""
+    rank = int(changes.pop("rank"))
+    with Ranks(folder, MEET, size=2, present=(rank,), changes=changes) as ranks:
+        ((status, text),) = ranks.ended(rank)
+    return status, text
+
+
+def test_an_address_that_is_not_known_is_said_at_once(tmp_path: Path) -> None:
+    status, text = said(tmp_path, rank="0", MASTER_ADDR="no-such-node.invalid", MASTER_PORT="29500")
+    assert status == 2
+    assert re.fullmatch(
+        r"nemo-kto: MASTER_ADDR must be a name or address that every machine can resolve, got 'no-such-node.invalid' "
+        rf"\([^;]+; port 29500; rank 0 of 2 on {HOST}\); set it to the address of the machine of rank 0\n",
+        text,
+    )
+
+
+def test_a_port_where_nobody_listens_is_said_after_a_while(tmp_path: Path) -> None:
+    port = free_port()
+    status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
+    assert status == 2
+    assert text == (
+        f"waiting up to 1.5 s for rank 0 at 127.0.0.1:{port} (Connection refused)\n"
+        f"nemo-kto: rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to 127.0.0.1:{port} within 1.5 s "
+        f"(Connection refused; rank 1 of 2 on {NAME}); see whether rank 0 runs, whether this is its machine, and whether a "
+        "firewall is between\n"
+    )
+
+
+def test_an_address_of_another_machine_is_said_by_rank_0(tmp_path: Path) -> None:
+    status, text = said(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # belongs to nobody
+    assert status == 2
+    assert text.splitlines()[-1].startswith(
+        "nemo-kto: MASTER_ADDR must be an address of the machine of rank 0, got 192.0.2.1:"
+    )
+
+
+def test_a_port_in_use_is_said_by_rank_0(tmp_path: Path, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    assert said(tmp_path, rank="0", MASTER_PORT=str(port)) == (
+        2,
+        f"nemo-kto: MASTER_PORT must be a free port of the machine of rank 0, got {port} (Address already in use; rank 0 of "
+        f"2 on {NAME}); choose another port\n",
+    )
+
+
+def test_another_program_at_the_port_is_said_by_the_others(tmp_path: Path, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
+    assert status == 2
+    assert text.splitlines()[-1].startswith(
+        f"nemo-kto: rank 0 must answer at MASTER_ADDR:MASTER_PORT, got something else at 127.0.0.1:{port} ("
+    )
+
+
+def test_jobs_that_follow_each_other_meet_at_the_same_port(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "[steps(2, lambda: None) for _ in range(2)]", size=2) as ranks:
+        assert ranks.ended(0, 1) == [(0, ""), (0, "")]

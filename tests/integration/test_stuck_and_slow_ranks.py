@@ -1,0 +1,104 @@
+"""A training in which one rank is slow, and then stays in a callback for ever: the others say both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.distributed.test_hangs import free_port
+from tests.integration.commands import TRAINING, environment
+from tests.tiny import make_rows, write_rows
+
+# The command with a short timeout, which the configuration counts in minutes; rank 1 is slow.
+PROGRAM = """
+import datetime, os, sys, time
+from nemo_kto.launch import build
+from nemo_kto.launch.cli import main
+from nemo_kto.models.engine import LogProbEngine
+
+build.timedelta = lambda minutes: datetime.timedelta(seconds=10)
+quick = LogProbEngine._sequence_logps
+
+def slow(engine, *arguments):
+    time.sleep(0.2)
+    return quick(engine, *arguments)
+
+if os.environ["RANK"] == "1":
+    LogProbEngine._sequence_logps = slow
+main()
+"""
+CALLBACK = """
+import os, time
+from nemo_kto.algorithms.callbacks import Callback
+
+class Stays(Callback):
+    def on_train_step_end(self, trainer, event):
+        if event.step == 21 and os.environ["RANK"] == "1":
+            time.sleep(1000)
+"""
+
+
+@pytest.mark.full
+def test_a_slow_rank_and_a_rank_that_stays_in_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(96))
+    (tmp_path / "own.py").write_text(CALLBACK)
+    words = [
+        "kto",
+        f"pretrained_checkpoint.restore_from_path={tiny_llama}",
+        f"model.data.data_prefix={{train: {rows}}}",
+        "model.data.cache_dir=cache",
+        "hardware=cpu",
+        "trainer.callbacks=[own.Stays]",
+        "trainer.kto.max_epochs=4",
+        "trainer.kto.save_interval=0",
+        "model.global_batch_size=8",
+        "model.micro_batch_size=4",
+        "model.data.seq_length=64",
+        "model.reference.mode=swap",
+        "exp_manager.create_tensorboard_logger=false",
+        "export.enabled=false",
+    ]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(2):
+        env = environment(tmp_path) | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (tmp_path / f"said{rank}").open("w") as said:
+            output = said.fileno()
+            processes.append(
+                forked.Process(
+                    ["-c", PROGRAM, *words], cwd=tmp_path, env=env, stdout=output, stderr=output, preload=TRAINING
+                )
+            )
+    try:
+        assert processes[0].wait(240) == 1, (tmp_path / "said0").read_text()
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+    lines = (tmp_path / "said0").read_text().splitlines()
+
+    host = socket.gethostname()
+    slow = rf"warning: rank 1 of 2 on {host} is slower than the others with the same work: it needs [\d.]+ s of each step "
+    slow += (
+        r"\(data [\d.]+ s, forward [\d.]+ s(, reference_swap [\d.]+ s)?\), they need [\d.]+ s \(median, over 20 steps\), .*"
+    )
+    assert [bool(re.fullmatch(slow, line)) for line in lines].count(True) == 1
+    logged = [json.loads(line) for line in (tmp_path / "results/gpt_kto/metrics.jsonl").read_text().splitlines()]
+    compared = {row["step"]: row for row in logged if "timing/forward_max" in row}
+    assert sorted(compared) == [10, 20]
+    for row in compared.values():
+        assert row["timing/forward_max_rank"] == 1
+        assert row["timing/forward_max"] > row["timing/forward"] + 0.2
+        assert "timing/optimizer_max" in row
+
+    stuck = rf"nemo-kto: rank 1 of 2 on {host} has been between phases, after 'optimizer', for \d+ s \(21 steps done\), the "
+    (first,) = [number for number, line in enumerate(lines) if re.match(stuck, line)]
+    assert len(lines) - first <= 20
+    assert re.search(r"own.py:\d+ in on_train_step_end: time.sleep\(1000\)$", lines[-2])

@@ -1,0 +1,55 @@
+"""Who took longest, and who is slow enough, for long enough, to be named."""
+
+from __future__ import annotations
+
+from nemo_kto.telemetry.stragglers import RankTimes, StragglerFinder, slowest
+
+
+def rank(*, data: float = 0.1, forward: float = 0.4, stage: int = 0, step: float = 2.0) -> RankTimes:
+    phases = {"data": data, "forward": forward, "forward_backward": 1.5}
+    return RankTimes(host=f"node{stage}", stage=stage, step=step, phases=phases)
+
+
+def test_the_slowest_rank_of_each_phase() -> None:
+    assert slowest([rank(), rank(data=0.3), rank(forward=0.6)]) == {
+        "data_max": 0.3,
+        "data_max_rank": 1,
+        "forward_max": 0.6,
+        "forward_max_rank": 2,
+        "forward_backward_max": 1.5,
+        "forward_backward_max_rank": 0,
+    }
+
+
+def test_a_rank_that_is_slow_twice_in_a_row_is_named_once() -> None:
+    finder = StragglerFinder()
+    slow, well = [rank(), rank(), rank(data=1.9), rank()], [rank()] * 4
+    assert finder.find(slow) == []
+    assert finder.find(well) == []
+    assert finder.find(slow) == []
+    assert finder.find(slow) == [
+        "rank 2 of 4 on node0 is slower than the others with the same work: it needs 2.30 s of each step (data 1.90 s, "
+        "forward 0.40 s), they need 0.50 s (median, over 20 steps), and all ranks wait for it"
+    ]
+    assert finder.find(slow) == []
+
+
+def twice(*times: RankTimes) -> list[str]:
+    finder = StragglerFinder()
+    return finder.find(times) + finder.find(times)
+
+
+def test_of_two_ranks_one_is_the_slow_one() -> None:
+    (warning,) = twice(rank(forward=1.0), rank())
+    assert warning.startswith("rank 0 of 2 on node0 is slower")
+
+
+def test_stages_of_a_pipeline_have_different_work() -> None:
+    assert twice(rank(), rank(stage=1, forward=1.5)) == []
+    (warning,) = twice(rank(), rank(), rank(stage=1, forward=1.5), rank(stage=1, forward=3.0))
+    assert warning.startswith("rank 3 of 4 on node1")
+
+
+def test_what_hardly_matters_is_not_said() -> None:
+    assert twice(rank(data=0.001, forward=0.001), rank(data=0.0, forward=0.001)) == []
+    assert twice(rank(forward=0.5), rank(forward=0.4)) == []
