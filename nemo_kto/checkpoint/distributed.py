@@ -50,9 +50,18 @@ from nemo_kto.checkpoint.companions import read_companions
 from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.checkpoint.restricted import load_plain, load_state
-from nemo_kto.checkpoint.writing import NO_ROOM, FileWriter, PlannedSave, Write, bytes_to_write, write_file, writes
+from nemo_kto.checkpoint.writing import (
+    NO_ROOM,
+    FileWriter,
+    FolderRemover,
+    PlannedSave,
+    Write,
+    bytes_to_write,
+    write_file,
+    writes,
+)
 from nemo_kto.errors import UserError
-from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
+from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
 from nemo_kto.parallel import device, state
 
@@ -163,6 +172,8 @@ class CheckpointManager:
         # is killed. They do not go that way here.
         filesystem_async._results_queue = queue.Queue()
         self._save: _Save | None = None
+        self._removing = FolderRemover([])
+        self._removing.start()
         self._companions: dict[str, bytes] = {}
         state.on_rank_zero(self._prepare, "{}")
 
@@ -207,13 +218,12 @@ class CheckpointManager:
         """
         if (save := self._save) is None or save.thread is None:
             return None
-        began = time.monotonic()
         is_busy, has_failed = _any_rank(save.thread.is_alive(), save.thread.problem is not None)
         if has_failed:
             self._raise_together(save.thread.problem)
         if is_busy:
-            save.stall_seconds += time.monotonic() - began
             return None
+        began = time.monotonic()
         self._complete(save)
         self._save = None
         now = time.monotonic()
@@ -222,12 +232,14 @@ class CheckpointManager:
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
-        if (save := self._save) is None or save.thread is None:
-            return None
-        began = time.monotonic()
-        save.thread.join()
-        save.stall_seconds += time.monotonic() - began
-        return self.poll()
+        written = None
+        if (save := self._save) is not None and save.thread is not None:
+            began = time.monotonic()
+            save.thread.join()
+            save.stall_seconds += time.monotonic() - began
+            written = self.poll()
+        self._removing.join()
+        return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, int]:
         """Put everything back as a checkpoint has it; collective.
@@ -318,9 +330,8 @@ class CheckpointManager:
         partial = partial_folder(save.final)
         self._planned.write_index([results for results, _ in of_ranks])
         files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
-        for file in (partial / "state").iterdir():  # the small ones, which megatron-core has written
-            name = file.relative_to(partial).as_posix()
-            files.setdefault(name, hash_file(file))
+        small = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
+        files |= {f"state/{file.name}": hash_file(file) for file in small}  # which megatron-core has written
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
         (partial / INFO).write_text(info_text(info), encoding="utf-8")
         publish_folder(
@@ -328,8 +339,9 @@ class CheckpointManager:
         )  # a folder of this name is damaged, or the run would have been resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
-            for checkpoint in sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))[self.save_top_k :]:
-                remove_folder(checkpoint.folder)
+            ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
+            self._removing = FolderRemover([checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
+            self._removing.start()
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
         """Do a part of the present save on rank 0; all ranks succeed, or all fail and nothing of it is left."""
