@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written by a thread of each rank while training goes on.
+"""The files of a checkpoint, written by a thread of each rank while training continues.
 
 A thread, and not a forked process as megatron-core has it: a fork of a rank keeps the sockets of the rank open, so that the
 others do not notice that it was killed, and shares its threads' locks. The thread has a copy of the values of one step. What
@@ -149,7 +149,7 @@ class FileWriter(threading.Thread):
 class FolderRemover(threading.Thread):
     """Removes checkpoints that are no longer wanted: of large files that takes seconds."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, *, folders: Sequence[Path]) -> None:
         super().__init__(name="checkpoint removal", daemon=True)
         self._folders = folders
 
