@@ -83,7 +83,7 @@ class WrittenCheckpoint(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """What writes checkpoints, at once or while training goes on; collective. Each is returned once, when it is complete.
+    """What writes checkpoints, at once or while training continues; collective. Each is returned once, when it is complete.
 
     ``save`` begins one and finishes the one before it, ``poll`` looks whether it is complete, ``finish`` waits for it.
     """

@@ -185,6 +185,11 @@ def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str,
     return {name: record for name, record in records.items() if name.startswith(starts)}
 
 
+def size_text(count: int) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
 def info_text(info: Mapping[str, Any]) -> str:
     """The text of a trainer.json, with the hash of all else that it holds."""
     return json.dumps({**info, "checksum": _checksum(info)}, indent=2)

@@ -8,7 +8,7 @@
 
 A model with adapters is saved as only its adapters; trainer.json then names the base model.
 
-A checkpoint is written under another name, by a thread of each rank while training goes on. It gets its own by one rename,
+A checkpoint is written under another name, by a thread of each rank while training continues. It gets its own by one rename,
 when the part of every rank is on disk: a folder with a checkpoint's name is complete.
 """
 
@@ -44,17 +44,27 @@ from nemo_kto.checkpoint.checkpoint_files import (
     find_checkpoints,
     hash_file,
     info_text,
+    size_text,
 )
 from nemo_kto.checkpoint.choose import rank_by, verify
 from nemo_kto.checkpoint.companions import read_companions
 from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
 from nemo_kto.checkpoint.restricted import load_plain, load_state
-from nemo_kto.checkpoint.writing import NO_ROOM, FileWriter, PlannedSave, Write, bytes_to_write, write_file, writes
+from nemo_kto.checkpoint.writing import (
+    NO_ROOM,
+    FileWriter,
+    FolderRemover,
+    PlannedSave,
+    Write,
+    bytes_to_write,
+    write_file,
+    writes,
+)
 from nemo_kto.errors import UserError
-from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, remove_folder, start_folder
+from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
 from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import device, state
+from nemo_kto.parallel import state
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 _MORE_ROOM = "free some room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
@@ -130,7 +140,7 @@ class CheckpointManager:
         monitor: name of the metric that ranks checkpoints.
         mode: 'min' or 'max', whether small or large is good.
         save_top_k: checkpoints to keep besides the last; -1 keeps all.
-        async_save: whether training goes on while a checkpoint is written.
+        async_save: whether training continues while a checkpoint is written.
         hugging_face_source: folder whose configuration and tokenizer belong to the model.
         base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
         reference_weights: the weights of a reference that is synced; None for a reference that never changes.
@@ -163,6 +173,8 @@ class CheckpointManager:
         # is killed. They do not go that way here.
         filesystem_async._results_queue = queue.Queue()
         self._save: _Save | None = None
+        self._removing = FolderRemover(folders=[])
+        self._removing.start()
         self._companions: dict[str, bytes] = {}
         state.on_rank_zero(self._prepare, "{}")
 
@@ -179,7 +191,7 @@ class CheckpointManager:
         started = time.monotonic()
         self.finish()
         sharded = self._state(is_loading=False)
-        need = _sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
+        need = state.sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
         final = checkpoint_folder(self.folder, trainer_state["step"])
         info = self._info(trainer_state, metrics)
         self._save = save = _Save(final=final, step=trainer_state["step"], info=info, need=need, started=started)
@@ -207,13 +219,12 @@ class CheckpointManager:
         """
         if (save := self._save) is None or save.thread is None:
             return None
-        began = time.monotonic()
-        is_busy, has_failed = _any_rank(save.thread.is_alive(), save.thread.problem is not None)
+        is_busy, has_failed = state.any_rank(save.thread.is_alive(), save.thread.problem is not None)
         if has_failed:
             self._raise_together(save.thread.problem)
         if is_busy:
-            save.stall_seconds += time.monotonic() - began
             return None
+        began = time.monotonic()
         self._complete(save)
         self._save = None
         now = time.monotonic()
@@ -222,12 +233,14 @@ class CheckpointManager:
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
-        if (save := self._save) is None or save.thread is None:
-            return None
-        began = time.monotonic()
-        save.thread.join()
-        save.stall_seconds += time.monotonic() - began
-        return self.poll()
+        written = None
+        if (save := self._save) is not None and save.thread is not None:
+            began = time.monotonic()
+            save.thread.join()
+            save.stall_seconds += time.monotonic() - began
+            written = self.poll()
+        self._removing.join()
+        return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, int]:
         """Put everything back as a checkpoint has it; collective.
@@ -309,7 +322,7 @@ class CheckpointManager:
     def _complete(self, save: _Save) -> None:
         """Let a checkpoint whose parts are all on disk appear under its name; collective."""
         assert save.thread is not None
-        of_ranks: list[Any] = [None] * state.world_size()
+        of_ranks: list[Any] = [None] * state.worldsize_text()
         mine = (save.results, save.thread.written)
         torch.distributed.gather_object(mine, of_ranks if state.is_rank_zero() else None, dst=0)
         self._on_rank_zero(lambda: self._publish(save, of_ranks))
@@ -318,9 +331,8 @@ class CheckpointManager:
         partial = partial_folder(save.final)
         self._planned.write_index([results for results, _ in of_ranks])
         files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
-        for file in (partial / "state").iterdir():  # the small ones, which megatron-core has written
-            name = file.relative_to(partial).as_posix()
-            files.setdefault(name, hash_file(file))
+        small = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
+        files |= {f"state/{file.name}": hash_file(file) for file in small}  # which megatron-core has written
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
         (partial / INFO).write_text(info_text(info), encoding="utf-8")
         publish_folder(
@@ -328,8 +340,9 @@ class CheckpointManager:
         )  # a folder of this name is damaged, or the run would have been resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
-            for checkpoint in sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))[self.save_top_k :]:
-                remove_folder(checkpoint.folder)
+            ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
+            self._removing = FolderRemover(folders=[checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
+            self._removing.start()
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
         """Do a part of the present save on rank 0; all ranks succeed, or all fail and nothing of it is left."""
@@ -339,7 +352,7 @@ class CheckpointManager:
                 action()
         except Exception as caught:
             error = caught
-        if _any_rank(error is not None)[0]:
+        if state.any_rank(error is not None)[0]:
             self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:
@@ -360,30 +373,13 @@ class CheckpointManager:
     def _no_room(self, save: _Save, error: OSError | None = None) -> UserError:
         room = shutil.disk_usage(self.folder).free
         why = "" if error is None else f" ({error.strerror})"
-        told = f"{save.final} needs {_size(save.need)}, and there is room for {_size(room)}{why}"
+        told = f"{save.final} needs {size_text(save.need)}, and there is room for {size_text(room)}{why}"
         return UserError(f"{told}; {_MORE_ROOM}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
-
-
-def _sum_over_ranks(count: int) -> int:
-    box = torch.tensor(count, dtype=torch.int64, device=device.current_device())
-    torch.distributed.all_reduce(box)
-    return int(box)
-
-
-def _any_rank(*answers: bool) -> list[bool]:
-    """For each answer, whether it is yes on any rank; collective."""
-    box = torch.tensor([int(answer) for answer in answers], device=device.current_device())
-    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
-    return [bool(answer) for answer in box.tolist()]
 
 
 def _layout() -> dict[str, int]:
     return {
-        "world": state.world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "world": state.worldsize_text(),
+        "tensor": parallel_state.get_tensor_model_parallel_worldsize_text(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_worldsize_text(),
     }

@@ -7,11 +7,13 @@ counters are not weights and go their own way here: one number, saved and put ba
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.parallel import device
@@ -106,15 +108,20 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 
 @contextlib.contextmanager
 def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
-    """Let the distributed optimizer give its state as slices, in the place of its own form."""
+    """Let the distributed optimizer give its state as slices, in the place of its own form.
+
+    After that one megatron-core collects garbage, because it has gathered much. Here this would only hold up training.
+    """
 
     def of_part(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
         return sharded_slices(part, model_state, is_loading=is_loading)
 
     part.sharded_param_state_fully_reshardable = of_part
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
     try:
         yield
     finally:
+        distrib_optimizer.gc = gc
         del part.sharded_param_state_fully_reshardable
 
 

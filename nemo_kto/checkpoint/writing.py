@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written by a thread of each rank while training goes on.
+"""The files of a checkpoint, written by a thread of each rank while training continues.
 
 A thread, and not a forked process as megatron-core has it: a fork of a rank keeps the sockets of the rank open, so that the
 others do not notice that it was killed, and shares its threads' locks. The thread has a copy of the values of one step. What
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -25,7 +26,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_kto.checkpoint.checkpoint_files import Written
+from nemo_kto.files import remove_folder
 from nemo_kto.parallel import device
+
+logger = logging.getLogger(__name__)
 
 Write = Callable[[IO[bytes]], object]
 
@@ -140,6 +144,22 @@ class FileWriter(threading.Thread):
         """Write no more than the piece at hand, and wait for that."""
         self._stopped.set()
         self.join()
+
+
+class FolderRemover(threading.Thread):
+    """Removes checkpoints that are no longer wanted: of large files that takes seconds."""
+
+    def __init__(self, *, folders: Sequence[Path]) -> None:
+        super().__init__(name="checkpoint removal", daemon=True)
+        self._folders = folders
+
+    def run(self) -> None:
+        """Remove them; what cannot be removed is named in a warning, and its leftovers go with the next start of the run."""
+        for folder in self._folders:
+            try:
+                remove_folder(folder)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", folder, error.strerror)
 
 
 class _HashingStream:

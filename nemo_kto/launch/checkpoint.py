@@ -21,6 +21,7 @@ from nemo_kto.checkpoint.checkpoint_files import (
     is_checkpoint,
     named_checkpoints,
     read_checkpoint,
+    size_text,
 )
 from nemo_kto.errors import UserError
 from nemo_kto.files import WRITING
@@ -81,7 +82,7 @@ def _row(path: Path) -> tuple[str, ...]:
     return (
         str(found.step),
         datetime.fromtimestamp((path / INFO).stat().st_mtime).strftime("%Y-%m-%d %H:%M"),
-        _size(sum(record.size for record in records.values())),
+        size_text(sum(record.size for record in records.values())),
         " x ".join(map(str, parts)),
         ", ".join(_metrics(found.info.get("metrics", {}))),
         "complete",
@@ -111,7 +112,7 @@ def _verify(folder: Path) -> int:
 
 def _as_written(checkpoint: Checkpoint) -> str:
     records = file_records(checkpoint.info).values()
-    told = f"{len(records)} files ({_size(sum(record.size for record in records))}) are as they were written"
+    told = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
     if any(record.sha256 is None for record in records):
         return f"{told}, by their sizes; an earlier version wrote no hashes"
     return told
@@ -135,7 +136,3 @@ def _paths(folder: Path) -> list[Path]:
     if paths := list(named_checkpoints(folder / CHECKPOINTS)):
         return paths
     raise UserError(f"RUN must be a run folder, with checkpoints in {folder / CHECKPOINTS}, but there are none")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -128,6 +128,20 @@ def largest(answer: int) -> int:
     return int(box.item())
 
 
+def sum_over_ranks(count: int) -> int:
+    """The sum of all ranks' counts; collective."""
+    box = torch.tensor(count, dtype=torch.int64, device=device.current_device())
+    dist.all_reduce(box)
+    return int(box)
+
+
+def any_rank(*answers: bool) -> list[bool]:
+    """For each answer, whether it is yes on any rank; collective."""
+    box = torch.tensor([int(answer) for answer in answers], device=device.current_device())
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return [bool(answer) for answer in box.tolist()]
+
+
 @dataclass(frozen=True)
 class Problem:
     """Why a rank cannot go on, and whether that is a mistake of the user, or a signal that asked the run to stop."""

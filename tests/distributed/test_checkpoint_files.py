@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -16,6 +17,7 @@ from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.unit.checkpoint.test_checkpoint_files import flip
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,10 @@ def run_folder(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_facto
     folder = tmp_path_factory.mktemp("files") / "run"
     ranks.run(1, train, tiny_llama, kto_rows, folder, 1, ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1"])
     return folder
+
+
+UMASK = os.umask(0)
+os.umask(UMASK)
 
 
 def cut_short(checkpoint: Path) -> None:
@@ -52,7 +58,7 @@ def test_goes_on_from_the_one_before_and_replaces_the_damaged_one(
     run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
-    cut_short(tmp_path / "checkpoints" / "step_000002")
+    flip(next((tmp_path / "checkpoints/step_000002/state").glob("*.distcp")))
     ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, ["trainer.kto.max_steps=2"])
     before, after = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (run_folder, tmp_path))
     last = [[row for row in map(json.loads, lines) if "train/loss" in row][-1] for lines in (before, after)]
@@ -60,6 +66,61 @@ def test_goes_on_from_the_one_before_and_replaces_the_damaged_one(
     assert last[0]["train/loss"] == last[1]["train/loss"]
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1, 2]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
+    run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    """Both ranks hear of damage that only one of them has read."""
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    flip(run / "checkpoints/step_000001/hf/tokenizer.json")
+    flip(next((run / "checkpoints/step_000002/state").glob("*.distcp")))
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    told = ranks.run(2, what_stops, tiny_llama, kto_rows, run, 2, ["trainer.kto.max_steps=3"])
+    assert (
+        told
+        == [
+            f"UserError: {run}/checkpoints must have a checkpoint that is as it was written, but all are damaged\n"
+            "  step_000002: state/__0_0.distcp has another content\n"
+            "  step_000001: hf/tokenizer.json has another content\n"
+            "  put one back, or remove them to start again from the first step"
+        ]
+        * 2
+    )
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_a_model_folder_that_changes_during_a_run_costs_no_checkpoint(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    """Files that may only be read, a fifo, and the folder gone after the first save."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    for file in model.iterdir():
+        file.chmod(0o400)
+    os.mkfifo(model / "merges.txt")
+    (model / "odd.json").mkdir()
+    ranks.run(1, without_its_model, model, kto_rows, tmp_path / "run")
+    for step in (1, 2):
+        copies = tmp_path / f"run/checkpoints/step_{step:06d}/hf"
+        assert {file.name for file in copies.iterdir()} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
+        for copied in copies.iterdir():
+            assert copied.read_bytes() == (tiny_llama / copied.name).read_bytes()
+            assert copied.stat().st_mode & 0o777 == 0o666 & ~UMASK
+
+
+def without_its_model(model: Path, rows: Path, folder: Path) -> None:
+    """A job of two checkpoints, before the second of which its model goes away."""
+    save = CheckpointManager.save
+
+    def later(self: CheckpointManager, trainer_state: dict[str, int], metrics: dict[str, float]) -> object:
+        if trainer_state["step"] == 2:
+            shutil.rmtree(model)
+        return save(self, trainer_state, metrics)
+
+    with mock.patch.object(CheckpointManager, "save", later):
+        train(model, rows, folder, 1, ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1"])
 
 
 def what_stops(*arguments: object) -> str:
