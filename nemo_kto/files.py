@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -111,6 +112,14 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
+
+
+def remove_unpublished(target: Path) -> None:
+    """Remove what killed processes have left of ``target``, which nobody may be writing now."""
+    name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{32}")
+    for left in target.parent.iterdir():
+        if name.fullmatch(left.name):
+            left.unlink(missing_ok=True)
 
 
 def partial_folder(target: Path) -> Path:
