@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,8 +16,11 @@ from typing import Any
 
 from nemo_kto.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 _OUTSIDE = "copy it there, or download the model again"
 _CHUNK_BYTES = 2**24
+_HASH = re.compile(rb"[0-9a-f]{64}")
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
 
 
@@ -63,6 +67,19 @@ def file_hash(file: Path) -> str:
         while chunk := content.read(_CHUNK_BYTES):
             found.update(chunk)
     return found.hexdigest()
+
+
+def kept_hash(file: Path) -> str | None:
+    """The SHA-256 that is kept in a file; None where there is none, or a crash has damaged it, which removes the file."""
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if _HASH.fullmatch(text):
+        return text.decode()
+    logger.warning("%s is damaged, and is written again", file)
+    file.unlink(missing_ok=True)
+    return None
 
 
 def file_inside(folder: Path, name: str) -> Path:

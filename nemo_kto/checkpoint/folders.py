@@ -34,7 +34,7 @@ def write_together(
     *,
     target: Path,
     is_ours: Callable[[Path], bool],
-    prepare: Callable[[], None],
+    prepare: Callable[[], object],
     stream: Callable[[], Iterator[tuple[str, Tensor]]],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> None:

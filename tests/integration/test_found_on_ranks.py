@@ -86,8 +86,8 @@ def test_a_folder_that_another_job_uses(model: Path, tmp_path: Path) -> None:
     who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
     assert_said_once(
         done,
-        f"nemo-kto: results/gpt_kto must be used by one run at a time, but {who} uses it; wait until it has ended, or choose "
-        "another folder with exp_manager.name or exp_manager.explicit_log_dir\n",
+        f"nemo-kto: results/gpt_kto must be used by one run at a time, but {who} uses it; wait until it has ended, or "
+        "choose another folder with exp_manager.name or exp_manager.explicit_log_dir\n",
     )
     assert [*folder.iterdir()] == []
     assert not (tmp_path / "cache").exists()
