@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,8 +16,11 @@ from typing import Any
 
 from nemo_kto.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 _OUTSIDE = "copy it there, or download the model again"
 _CHUNK_BYTES = 2**24
+_HASH = re.compile(rb"[0-9a-f]{64}")
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
 
 
@@ -62,6 +67,19 @@ def file_hash(file: Path) -> str:
         while chunk := content.read(_CHUNK_BYTES):
             found.update(chunk)
     return found.hexdigest()
+
+
+def kept_hash(file: Path) -> str | None:
+    """The SHA-256 that is kept in a file; None where there is none, or a crash has damaged it, which removes the file."""
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if _HASH.fullmatch(text):
+        return text.decode()
+    logger.warning("%s is damaged, and is written again", file)
+    file.unlink(missing_ok=True)
+    return None
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -111,6 +129,14 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
+
+
+def remove_unpublished(target: Path) -> None:
+    """Remove what killed processes have left of ``target``, which nobody may be writing now."""
+    name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{32}")
+    for left in target.parent.iterdir():
+        if name.fullmatch(left.name):
+            left.unlink(missing_ok=True)
 
 
 def partial_folder(target: Path) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.files import publish_file
+from nemo_kto.files import publish_file, remove_unpublished
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +107,14 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
 def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]:
     """Let one process at a time write ``target``, a file or folder of a cache that many may fill; the others wait.
 
-    Whoever waited should look whether it is there now. Where no lock can be had, several do the same work. ``part``: letters
-    that tell apart what may be written at the same time.
+    Whoever waited should look whether it is there now. What killed processes have left of the file is removed. Where no lock
+    can be had, several do the same work. ``part``: letters that tell apart what may be written at the same time.
     """
     with contextlib.ExitStack() as lock:
         try:
             file = target.with_name(f".{target.name}{part}.lock")
             lock.enter_context(locked(file, when_held=lambda who: _say_wait(who, target), private=private))
+            remove_unpublished(target)
         except OSError as error:
             logger.warning("%s is written without a lock: %s", target, error.strerror)
         yield

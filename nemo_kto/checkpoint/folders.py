@@ -34,7 +34,7 @@ def write_together(
     *,
     target: Path,
     is_ours: Callable[[Path], bool],
-    prepare: Callable[[], None],
+    prepare: Callable[[], object],
     stream: Callable[[], Iterator[tuple[str, Tensor]]],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> None:
@@ -69,7 +69,7 @@ def write_together(
                 pass
         if first_rank and problem is None:
             problem = state.attempt(folder.publish)
-        state.raise_together(problem, failure)
+        state.raise_together(problem, f"{failure}; nothing was written to {target}")
     finally:
         folder.discard()
 
@@ -80,7 +80,7 @@ def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
     if not math.isfinite(float(tensor.sum())) and not (finite := torch.isfinite(tensor)).all():
         wrong = f"{int((~finite).sum())} of {tensor.numel()} that are not"
         remedy = "export an earlier checkpoint of the run, and train with a lower learning rate"
-        raise UserError(f"{name} must be finite numbers, got {wrong}; nothing was written: {remedy}")
+        raise UserError(f"{name} must be finite numbers, got {wrong}; {remedy}")
     return weight
 
 

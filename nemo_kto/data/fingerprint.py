@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets import Dataset
 
-from nemo_kto.files import make_folder, publish_file
+from nemo_kto.files import kept_hash, make_folder, publish_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,8 +37,8 @@ def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
 def _file_hash(file: Path) -> str:
     """Of token ids, labels and rewards, however the file groups them; the file's name says all that it was made of."""
     kept = file.parent / "hashes" / f"{file.stem}.sha256"
-    if kept.is_file():
-        return kept.read_text(encoding="ascii")
+    if (known := kept_hash(kept)) is not None:
+        return known
     table = Dataset.from_file(str(file)).data
     whole = hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):

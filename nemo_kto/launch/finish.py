@@ -75,4 +75,10 @@ def _export(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:
         monitor = cfg.exp_manager.checkpoint_callback_params.monitor
         logger.warning(f"no checkpoint has {monitor}, so that none is the best; the model after the last step is exported")
     out, adapter_out = Path(cfg.export.path), Path(cfg.export.adapter_path)
-    export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)
+    later = f"the checkpoints are complete: `nemo-kto export {cfg.exp_manager.explicit_log_dir} OUT` writes the model later"
+    try:
+        export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=cfg.export.max_shard_size_gb)
+    except UserError as error:
+        raise UserError(f"{error}; {later}") from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {later}") from error

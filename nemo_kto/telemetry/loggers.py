@@ -62,7 +62,7 @@ class JsonLines:
         except OSError as error:
             if not self._warned:
                 text = (
-                    "%s cannot be written: %s; training goes on, and what is missing there is written as soon as it can be"
+                    "%s cannot be written: %s; training continues, and what is missing there is written as soon as it can be"
                 )
                 logger.warning(text, self._file.name, error.strerror)
             self._warned = True
@@ -75,6 +75,15 @@ class JsonLines:
         self._file.close()
 
 
+def parse_line(line: bytes) -> dict[str, float] | None:
+    """What a line of metrics.jsonl says, at least its step; None of a line that was cut or damaged."""
+    try:
+        metrics = json.loads(line)
+        return metrics if isinstance(metrics["step"], int) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
 def _lines_up_to(file: Path, step: int) -> list[bytes]:
     """The lines of the steps up to ``step``. Where others than the last cannot be read, a copy of the file is kept."""
     if not file.exists():
@@ -82,11 +91,10 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     content, kept, damaged = file.read_bytes(), [], 0
     *lines, cut = content.split(b"\n")  # a line that was cut when the run was killed is no damage
     for line in lines:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, LookupError, TypeError, RecursionError):
+        if (metrics := parse_line(line)) is None:
             damaged += 1
+        elif metrics["step"] <= step:
+            kept.append(line)
     if damaged or b"\0" in cut:
         aside = file.with_name(f"{file.name}.damaged")
         with publish_file(aside) as writing:
@@ -134,7 +142,7 @@ class RunLogger:
     ) -> None:
         """Open the sinks.
 
-        What cannot be opened is an error in a new run. A resumed run, and every run after its start, goes on without it: a
+        What cannot be opened is an error in a new run. A resumed run, and every run after its start, continues without it: a
         log must never cost what was trained.
 
         Args:
@@ -200,7 +208,7 @@ class RunLogger:
 
     def _leave_out(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
-        logger.warning("the log %s failed, and the run goes on without it: %s", name, self._told(error))
+        logger.warning("the log %s failed, and the run continues without it: %s", name, self._told(error))
 
     def _told(self, error: Exception) -> str:
         return self._redact(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -225,7 +233,7 @@ def _known_identity(file: Path, resumed_step: int | None) -> str | None:
     if resumed_step is None or not file.exists():
         return None
     if (match := _IDENTITY.fullmatch(file.read_bytes())) is None:
-        logger.warning("%s is damaged: the figures of this run go on in a new one there", file)
+        logger.warning("%s is damaged: the figures of this run continue in a new one there", file)
         return None
     return match[1].decode()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nemo_kto.telemetry.loggers import parse_line
 from nemo_kto.telemetry.progress import SHOWN
 from nemo_kto.telemetry.timers import duration_text
 
@@ -204,8 +204,9 @@ def figures_of(metrics_file: Path) -> dict[str, str]:
 
 
 def _lines(file: Path) -> Iterator[Mapping[str, float]]:
-    with file.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+    if file.is_file():  # it is not where the log could not be opened
+        with file.open("rb") as lines:
+            yield from filter(None, map(parse_line, lines))
 
 
 def _from_to(first: tuple[int, float], last: tuple[int, float]) -> str:

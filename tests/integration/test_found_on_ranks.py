@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_kto.locks import locked
 from tests.integration.commands import CLI, TRAINING, environment, run
 from tests.tiny import make_rows, write_rows
 
@@ -72,6 +75,22 @@ def test_what_the_first_rank_tells_the_others(model: Path, tmp_path: Path) -> No
         'nemo-kto: 1 broken row:\n  rows.jsonl:9: "preference" must be "chosen" or "rejected", got \'good\'; '
         "correct it or remove the row\n",
     )
+
+
+def test_a_folder_that_another_job_uses(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "gpt_kto"
+    folder.mkdir(parents=True)
+    with locked(folder / ".lock", when_held=print):
+        done = train(tmp_path, make_rows(8))
+    since = done.stderr.rpartition(" since ")[2][:23]
+    who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+    assert_said_once(
+        done,
+        f"nemo-kto: results/gpt_kto must be used by one run at a time, but {who} uses it; wait until it has ended, or "
+        "choose another folder with exp_manager.name or exp_manager.explicit_log_dir\n",
+    )
+    assert [*folder.iterdir()] == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_defect_of_ours_still_shows_where_it_is(model: Path, tmp_path: Path) -> None:

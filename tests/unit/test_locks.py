@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto import locks
+from nemo_kto import files, locks
+from nemo_kto.files import publish_file
 from nemo_kto.locks import locked, one_writer, owner_file, this_process
 
 
@@ -195,6 +196,33 @@ def test_two_writers_of_one_cached_file(tmp_path: Path, caplog: pytest.LogCaptur
     assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]
     assert caplog.messages[0].endswith(f", which writes {tmp_path / 'rows.arrow'}")
     assert modes == {".rows.arrow.lock": 0o600, ".rows.arrow.lock.owner": 0o600}
+
+
+@pytest.mark.parametrize("stage", ["while it is written", "before it has its name"])
+def test_a_killed_writer_leaves_the_file_of_before_and_the_next_one_clears_up(stage: str, tmp_path: Path) -> None:
+    target = tmp_path / "rows.arrow"
+    (tmp_path / ".rows.arrow-mine").touch()
+    target.write_text("before")
+
+    def write(ready: Callable[[], None]) -> None:
+        def kill(_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with one_writer(target, private=True), publish_file(target, private=True) as writing:
+            ready()
+            writing.write_text("half")
+            if stage == "while it is written":
+                kill(None)
+            files.flush = kill
+
+    with other_process(write) as pid:
+        os.waitpid(pid, 0)
+    assert target.read_text() == "before"
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".rows.arrow-") and len(path.name) > 40]
+    assert [path.read_text() for path in left] == ["half"]
+    with one_writer(target, private=True):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.arrow", ".rows.arrow-mine"}
 
 
 def test_a_cache_whose_lock_cannot_be_had_is_written_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,3 +100,30 @@ def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
     finally:
         os.umask(before)
     assert [file.stat().st_mode & 0o777 for file in (tmp_path / "cache" / "hashes").iterdir()] == [mode, mode]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\0", b"0" * 63, b"[]"])
+def test_a_damaged_hash_is_computed_again(
+    damage: bytes, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 7)
+    before = hashed(model)
+    (kept,) = (model.parent / "cache" / "hashes").iterdir()
+    text = kept.read_bytes()
+    kept.write_bytes(damage)
+    for warnings in ([f"{kept} is damaged, and is written again"], []):
+        caplog.clear()
+        assert hashed(model) == before
+        assert caplog.messages == warnings
+    assert kept.read_bytes() == text
+
+
+def test_another_file_of_the_same_name_size_and_time_is_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 7)
+    before, weights = hashed(model), model / "model.safetensors"
+    state = weights.stat()
+    other = write(model.parent / "elsewhere", model_dot_safetensors="weighty") / "model.safetensors"
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    other.replace(weights)
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    assert hashed(model) != before

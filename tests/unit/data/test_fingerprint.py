@@ -99,3 +99,12 @@ def test_what_is_made_of_rows_is_for_the_user_only_unless_it_is_shared(
     found = sorted((path.suffix, path.stat().st_mode & 0o777) for path in [cache, *cache.rglob("*")])
     files = [(suffix, file_mode) for suffix in (".arrow", ".json", ".sha256")]
     assert found == [("", folder_mode), ("", folder_mode), *files]
+
+
+def test_a_damaged_hash_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(5))
+    before = fingerprint(str(path), tmp_path)
+    (kept,) = (tmp_path / "cache" / "hashes").iterdir()
+    kept.write_bytes(b"")
+    assert fingerprint(str(path), tmp_path) == before
+    assert caplog.messages == [f"{kept} is damaged, and is written again"]

@@ -43,7 +43,7 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCa
         assert file.read_text().count("\n") == 1
     logger.log_metrics({"train/loss": 0.5}, 4)
     assert steps(file) == [1, 2, 3, 4]
-    told = "training goes on, and what is missing there is written as soon as it can be"
+    told = "training continues, and what is missing there is written as soon as it can be"
     assert caplog.messages == [f"{file} cannot be written: File too large; {told}"]
 
 
@@ -90,7 +90,7 @@ def test_a_service_that_fails_is_left_out(
     logger.finalize("success")
     assert (steps(tmp_path / "metrics.jsonl"), down.calls) == ([1, 2, 3], 1)
     why = "ConnectionError: cannot reach http://***@host"
-    assert caplog.messages == [f"the log tensorboard failed, and the run goes on without it: {why}"]
+    assert caplog.messages == [f"the log tensorboard failed, and the run continues without it: {why}"]
 
 
 def test_a_service_that_is_down_at_the_start(
@@ -111,7 +111,7 @@ def test_a_service_that_is_down_at_the_start(
     logger.log_metrics({"train/loss": 0.5}, 1)
     assert steps(tmp_path / "metrics.jsonl") == [1]
     why = "ConnectionError: cannot reach http://host"
-    assert caplog.messages == [f"the log wandb failed, and the run goes on without it: {why}"]
+    assert caplog.messages == [f"the log wandb failed, and the run continues without it: {why}"]
 
 
 def test_the_event_file_of_a_full_disk(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_the_identity_of_a_run_at_a_service(
     file = tmp_path / "wandb_run_id"
     file.write_bytes(text)
     assert loggers._known_identity(file, 3) == known
-    warning = f"{file} is damaged: the figures of this run go on in a new one there"
+    warning = f"{file} is damaged: the figures of this run continue in a new one there"
     assert caplog.messages == ([] if known else [warning])
 
 

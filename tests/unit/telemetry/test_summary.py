@@ -146,11 +146,16 @@ def test_first_and_last_values(tmp_path: Path) -> None:
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in logged))
-    assert figures_of(file) == {
+    expected = {
         "train loss": "0.5000 -> 0.4500 (steps 1 and 2)",
         "validation loss": "0.5000 -> 0.2500 (steps 0 and 2)",
         "validation margin": "1.5000 (step 2)",
     }
+    assert figures_of(file) == expected
+    file.write_bytes(file.read_bytes() + b'[]\n\xff\0\n{"step": 3, "train/lo')  # of a disk that is full
+    assert figures_of(file) == expected
+    file.unlink()
+    assert figures_of(file) == {}
 
 
 @pytest.mark.parametrize(
