@@ -46,7 +46,11 @@ PACKAGES = {
         own=names("losses"),
         outside=names("torch numpy typing_extensions"),
         never=names("torch.distributed torch.cuda"),
-        only_in=(("transformers", names("chat.py dataset.py")), ("datasets", names("cache.py dataset.py fingerprint.py"))),
+        only_in=(
+            ("transformers", names("chat.py dataset.py")),
+            ("datasets", names("cache.py dataset.py fingerprint.py part_files.py")),
+            ("pyarrow", names("part_files.py")),
+        ),
     ),
     "parallel": Package(
         outside=names("torch numpy megatron.core"),

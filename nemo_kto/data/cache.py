@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from datasets import Dataset, Features, Sequence, Value
-from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.part_files import PARTS, PartWriter
+from nemo_kto.data.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DPORecord, KTORecord, LastRowError, RowError, RowErrors
+from nemo_kto.data.records import DataError, DPORecord, KTORecord, LastRowError, RowError, RowErrors
 from nemo_kto.data.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.files import file_hash, make_folder, publish_file
@@ -25,9 +26,20 @@ from nemo_kto.locks import one_writer
 logger = logging.getLogger(__name__)
 
 _FORMAT = 3  # raise it when the same data and tokenizer give other ids or other columns
-_BATCH = 1000
 _IDS = Sequence(Value("int32"))
 Columns = dict[str, object]  # of one example
+Item = TypeVar("Item")
+
+
+class Progress(Protocol):
+    """Passes items on and shows how many of them have passed."""
+
+    def __call__(self, items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]: ...
+
+
+def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
+    """The items."""
+    yield from items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +50,13 @@ class ExampleKind:
         name: begins the names of the cached files.
         features: columns of the cached examples; ``line`` is where an example came from, ``prompt_cut`` and
             ``response_cut`` say what truncation took from.
-        read: (reader, file, its columns, to be counted) -> the records of the file.
+        read: (reader, file, its columns, to be counted, a part of it) -> the records of the part.
         tokenise: records -> for each its columns, or why it cannot be used.
     """
 
     name: str
     features: Features
-    read: Callable[[FileReader, Path, FileColumns], Iterator[Any]]
+    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]
     tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]
 
     def examples(
@@ -79,12 +91,7 @@ def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncat
 
 
 def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
-    sides = [
-        KTORecord(prompt=record.prompt, response=answer, desirable=good, line=record.line, template=record.template)
-        for record in records
-        for good, answer in ((True, record.chosen), (False, record.rejected))
-    ]
-    encoded = iter(encoder.encode(sides))
+    encoded = iter(encoder.encode([side for record in records for side in record.sides]))
     for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
         if not (isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)):
             yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
@@ -132,6 +139,8 @@ class TokenCache:
         kind, fields, encoder, truncation: what becomes of a row.
         folder: made if absent.
         shared: others may read the files, as the umask says; else only the user.
+        preprocess_workers: tokenise in up to so many processes; None: in one for each core of this process.
+        progress: (items, total=..., title=...) -> the items, and shows meanwhile how many of them have passed.
     """
 
     kind: ExampleKind
@@ -140,6 +149,8 @@ class TokenCache:
     encoder: RecordEncoder
     truncation: Truncation
     shared: bool = False
+    preprocess_workers: int | None = 1
+    progress: Progress = show_nothing
 
     def __post_init__(self) -> None:
         self._tokenizer_hash = self.encoder.fingerprint()
@@ -167,6 +178,7 @@ class TokenCache:
             about = {**asdict(columns), "sha256": file_hash(cached)}
             with publish_file(cached.with_suffix(".json"), private=not self.shared) as writing:
                 writing.write_text(json.dumps(about), encoding="utf-8")
+            shutil.rmtree(cached.with_suffix(PARTS), ignore_errors=True)
         return Dataset.from_file(str(cached)), columns
 
     def _read(self, cached: Path) -> tuple[Dataset, FileColumns] | None:
@@ -196,21 +208,36 @@ class TokenCache:
 
     def _write(self, path: Path, cached: Path, columns: FileColumns, broken: RowErrors) -> bool:
         logger.info("tokenising %s into %s", path, cached)
-        before = broken.total
-        with publish_file(cached, private=not self.shared) as writing:
-            with ArrowWriter(path=str(writing), features=self.kind.features, writer_batch_size=_BATCH) as writer:
-                for example in self._examples(path, columns, broken):
-                    writer.write(example)
-                count, _ = writer.finalize()
+        before, expected = broken.total, number_of_parts(path)
+        writer = PartWriter(
+            kind=self.kind,
+            path=path,
+            folder=cached.with_suffix(PARTS),
+            fields=self.fields,
+            encoder=self.encoder,
+            truncation=self.truncation,
+            private=not self.shared,
+        )
+        make_folder(writer.folder, private=writer.private)
+        processes = number_of_processes(self.preprocess_workers, expected)
+        title, count, parts = f"tokenising {path.name}", 0, 0
+        results = map_parts(
+            writer, file_parts(path), processes=processes, doing=title, setting="model.data.preprocess_workers"
+        )
+        try:
+            for result in self.progress(results, total=expected, title=title) if expected > 1 else results:
+                result.add_to(path, columns, broken)
+                count, parts = count + result.rows, parts + 1
             if count == 0 and broken.total == before:
                 broken.add(path, 1, "the file must have at least one row, got none; leave it out of data_prefix")
-            if broken.total > before:
-                writing.unlink()
-                return False
+            if self._name(path) != cached.name:
+                raise DataError(f"{path} was changed while it was read; start again when it is complete")
+        except DataError:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+            raise
+        if broken.total > before:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+            return False
+        writer.assemble(cached, parts=parts)
         logger.info("tokenised %d rows of %s", count, path)
         return True
-
-    def _examples(self, path: Path, columns: FileColumns, broken: RowErrors) -> Iterator[Columns]:
-        records = self.kind.read(FileReader(fields=self.fields, broken=broken), path, columns)
-        while batch := list(islice(records, _BATCH)):
-            yield from self.kind.examples(batch, self.encoder, self.truncation, path, broken)

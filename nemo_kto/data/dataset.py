@@ -16,7 +16,7 @@ import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, split_ranges
-from nemo_kto.data.cache import ExampleKind, TokenCache
+from nemo_kto.data.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.fingerprint import examples_hash
@@ -208,6 +208,8 @@ def build_splits(
     fields: Mapping[str, str] | None = None,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
+    preprocess_workers: int | None = 1,
+    progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
     """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
 
@@ -224,6 +226,7 @@ def build_splits(
         seed: order of the examples within a blend.
         fields: columns to rename, see ``reader.Fields``.
         cache_shared: others may read the tokenised examples, as the umask says; else only the user.
+        preprocess_workers, progress: see ``cache.TokenCache``.
         min_validation_rows: a validation split of fewer rows is joined to the training rows, or left out where it has
             files of its own.
 
@@ -236,20 +239,18 @@ def build_splits(
     sources = read_data_prefix(data_prefix)
     renamed = Fields(fields or {})
     cache = TokenCache(
-        kind=kind, folder=Path(cache_dir), fields=renamed, encoder=encoder, truncation=truncation, shared=cache_shared
+        kind=kind,
+        folder=Path(cache_dir),
+        fields=renamed,
+        encoder=encoder,
+        truncation=truncation,
+        shared=cache_shared,
+        preprocess_workers=preprocess_workers,
+        progress=progress,
     )
     warnings: list[str] = []
     tables, files = _open_all(sources, cache, warnings)
-    ranges: dict[str, list[Range]]
-    if WHOLE not in sources:
-        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
-        warnings += leave_out_small(ranges, min_validation_rows)
-    else:
-        cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
-        ranges = {}
-        for split in SPLITS:
-            ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
-        warnings += join_small(ranges, splits_string, min_validation_rows)
+    ranges = _ranges(sources, tables, splits_string, min_validation_rows, warnings)
     built = {split: _assemble(make, tables, files, ranges.get(split, []), seed) for split in SPLITS}
     return Splits(**built, warnings=tuple(warnings))
 
@@ -275,6 +276,27 @@ def _open_all(
     every = [source for group in sources.values() for source in group]
     joined = {source: datasets.concatenate_datasets([tables[file] for file in source.files]) for source in every}
     return joined, {source: [FileOfTable(Path(file), len(tables[file])) for file in source.files] for source in every}
+
+
+def _ranges(
+    sources: dict[str, tuple[Source, ...]],
+    tables: Mapping[Source, datasets.Dataset],
+    splits_string: str | None,
+    min_validation_rows: int,
+    warnings: list[str],
+) -> dict[str, list[Range]]:
+    """The rows of each split; what is not obvious goes to ``warnings``."""
+    ranges: dict[str, list[Range]]
+    if WHOLE not in sources:
+        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
+        warnings += leave_out_small(ranges, min_validation_rows)
+        return ranges
+    cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
+    ranges = {}
+    for split in SPLITS:
+        ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
+    warnings += join_small(ranges, splits_string, min_validation_rows)
+    return ranges
 
 
 def _assemble(

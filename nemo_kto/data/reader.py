@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+from nemo_kto.data.parts import WHOLE_FILE, FilePart
 from nemo_kto.data.records import (
     COLUMNS,
     DataError,
@@ -93,6 +94,13 @@ class FileColumns:
             if column not in used:
                 self.unused[column] = self.unused.get(column, 0) + 1
 
+    def merge(self, other: FileColumns) -> None:
+        """Add the counts of another part of the file."""
+        self.rows += other.rows
+        for counts, more in ((self.found, other.found), (self.unused, other.unused)):
+            for column, count in more.items():
+                counts[column] = counts.get(column, 0) + count
+
     def unused_text(self) -> str:
         """Such as "id, source (1200 rows)"; nothing where all columns are used."""
         by_count: dict[int, list[str]] = {}
@@ -103,6 +111,17 @@ class FileColumns:
             for count, columns in sorted(by_count.items())[::-1]
         ]
         return ", ".join(parts)
+
+
+@dataclass(kw_only=True)
+class PartErrors(RowErrors):
+    """Keeps all broken rows, so that those of several parts are counted as those of one file."""
+
+    rows: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong
+
+    def add(self, path: str | Path, line: int, what: str) -> None:
+        super().add(path, line, what)
+        self.rows.append((line, what))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,36 +136,36 @@ class FileReader:
     fields: Fields
     broken: RowErrors
 
-    def kto_records(self, path: str | Path, columns: FileColumns) -> Iterator[KTORecord]:
-        """The labelled answers of a file, in its order; its ``columns`` are counted meanwhile."""
-        return self._read(path, columns, records_of_row, as_pair=False)
+    def kto_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[KTORecord]:
+        """The labelled answers of a part of a file, in its order; its ``columns`` are counted meanwhile."""
+        return self._read(path, part, columns, records_of_row, as_pair=False)
 
-    def dpo_records(self, path: str | Path, columns: FileColumns) -> Iterator[DPORecord]:
-        """The pairs of a file; everything else as in :meth:`kto_records`."""
-        return self._read(path, columns, lambda row, line: [pair_of_row(row, line)], as_pair=True)
+    def dpo_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[DPORecord]:
+        """The pairs of a part of a file; everything else as in :meth:`kto_records`."""
+        return self._read(path, part, columns, lambda row, line: [pair_of_row(row, line)], as_pair=True)
 
     def _read(
         self,
         path: str | Path,
+        part: FilePart,
         columns: FileColumns,
         records_of: Callable[[Row, int], list[Record]],
         *,
         as_pair: bool,
     ) -> Iterator[Record]:
-        with open(path, "rb") as file:
-            for line, raw in enumerate(file, start=1):
-                if raw.isspace():
-                    continue
-                try:
-                    given = _parse(raw)
-                    row, renamed = self.fields.rename(given)
-                    used = used_columns(tuple(row), as_pair=as_pair)
-                    columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
-                    records = _records(row, line, records_of)
-                except RowError as error:
-                    self.broken.add(path, line, str(error))
-                    continue
-                yield from records
+        for line, raw in part.lines(path):
+            if raw.isspace():
+                continue
+            try:
+                given = _parse(raw)
+                row, renamed = self.fields.rename(given)
+                used = used_columns(tuple(row), as_pair=as_pair)
+                columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
+                records = _records(row, line, records_of)
+            except RowError as error:
+                self.broken.add(path, line, str(error))
+                continue
+            yield from records
 
 
 def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:

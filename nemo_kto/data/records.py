@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -150,6 +150,13 @@ class DPORecord:
     rejected_reward: float | None
     line: int
     template: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def sides(self) -> tuple[KTORecord, KTORecord]:
+        """The prompt with the chosen answer, and with the rejected one."""
+        shared: dict[str, Any] = {"prompt": self.prompt, "line": self.line, "template": self.template}
+        chosen = KTORecord(response=self.chosen, desirable=True, **shared)
+        return chosen, KTORecord(response=self.rejected, desirable=False, **shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
+from nemo_kto.data.parts import JOB_SIGNALS
 from nemo_kto.data.records import LastRowError, RowError
 
 Item = TypeVar("Item")
@@ -27,7 +28,6 @@ MAX_CHARACTERS = 10**7
 _MAX_BYTES = 2**30  # of memory, besides what the process had before
 _LIMIT = "limit"  # how the child marks a row at a limit
 _REMEDY = "correct the template, or write the row as plain strings"
-_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # for the parent to act on
 
 
 class RenderedText(NamedTuple):
@@ -110,7 +110,7 @@ def _answer(render: Callable[[Item], RenderedText], row: Item, template: str) ->
 
 
 def _set_limits() -> None:
-    for number in _OURS:
+    for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
@@ -18,6 +19,7 @@ from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.build_rows import collate_settings, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, state
+from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         DataError: rows cannot be used, or there are too few to train on.
     """
     with state.main_process_first(doing="reading and tokenising the rows"):
-        splits = cfg.recipe.build_splits(source_settings(cfg, tokenizer), cfg.data_options())
+        progress = partial(progress_bar, shown=state.is_rank_zero())
+        splits = cfg.recipe.build_splits(source_settings(cfg, tokenizer) | {"progress": progress}, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
     data_parallel = parallel_state.get_data_parallel_world_size()

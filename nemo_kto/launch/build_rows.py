@@ -30,6 +30,7 @@ def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
         "truncation_mode": data.truncation_mode,
         "cache_dir": Path(data.cache_dir),
         "cache_shared": data.cache_shared,
+        "preprocess_workers": data.preprocess_workers,
         "seed": cfg.model.seed,
     }
 

@@ -1,4 +1,4 @@
-"""The commands: `nemo-kto kto`, `dpo`, `export`, `checkpoint` and `data preview`, and what examples/ calls.
+"""The commands: `nemo-kto kto`, `dpo`, `export`, `checkpoint`, `data preview` and `data check`, and what examples/ calls.
 
 A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
 starts its own, or runs here as the one rank there is.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -56,6 +57,9 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
   nemo-kto checkpoint verify RUN|CHECKPOINT
       Show the checkpoints of a run; compare every file with its hash.
 
+  nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
+      Count what jsonl files hold: balance, lengths, duplicates, contradictions, broken rows.
+
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and meaning
   nemo-kto export --help
@@ -94,17 +98,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(RECIPES[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
-    elif arguments[:2] == ["data", "preview"]:
-        _preview(arguments[2:])
     elif command == "checkpoint":
         look_at_checkpoints(arguments[1:])
+    elif arguments[:1] == ["data"] and arguments[1:2] in (["preview"], ["check"]):
+        _data(arguments[1], arguments[2:])
     elif command == "--version":
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
         known, command = (
-            f"{', '.join(RECIPES)}, export, checkpoint or data preview",
+            f"{', '.join(RECIPES)}, export, checkpoint, data preview or data check",
             " ".join(arguments[: 1 + (command == "data")]),
         )
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
@@ -135,14 +139,12 @@ def _export(argv: Sequence[str]) -> None:
         ranks.fail(error, world=None)
 
 
-def _preview(argv: Sequence[str]) -> None:
-    gc.disable()  # nearly all of its time are imports, and what they bring stays
-    from nemo_kto.launch.preview import main as preview
-
+def _data(name: str, argv: Sequence[str]) -> None:
+    gc.disable()  # most of what comes here are imports, and what they bring stays
     try:
-        preview(argv)
+        importlib.import_module(f"nemo_kto.launch.{name}").main(argv)
     except UserError as error:
-        print(f"nemo-kto data preview: {error}", file=sys.stderr)
+        print(f"nemo-kto data {name}: {error}", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
     finally:
         gc.enable()

@@ -153,7 +153,7 @@ _TRL = {
     "data_files": "model.data.data_prefix",
     "data_dir": "model.data.data_prefix",
     "reference_free": f"{_LOSS}.preference_loss (of a loss that needs no reference)",
-    "dataset_num_proc": "model.data.num_workers",
+    "dataset_num_proc": "model.data.preprocess_workers",
     "precompute_ref_log_probs": "model.reference.mode (cached)",
     "precompute_ref_batch_size": f"{_LOSS}.log_prob_forward_micro_batch_size",
     "sync_ref_model": "model.reference.sync_interval (above 0)",

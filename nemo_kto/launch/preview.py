@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,16 +57,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", metavar="FILE", help="a jsonl file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
     parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
-    parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows to show (3)")
+    parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
-    return int(text)
+def integer_from(least: int) -> Callable[[str], int]:
+    """What makes an integer of an argument of the command line."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
+        return int(text)
+
+    return read
 
 
 def _quoted(text: str) -> str:

@@ -207,6 +207,7 @@ class DataConfig(Section):
     seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
     num_workers: Annotated[int, Ge(0)]
+    preprocess_workers: Count | None
     cache_dir: FilePath
     cache_shared: bool
     reset_attention_mask: bool

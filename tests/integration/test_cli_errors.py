@@ -211,7 +211,9 @@ def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path) -> None:
 def test_an_unknown_command(tmp_path: Path) -> None:
     done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
     assert done.returncode == 2
-    assert done.stderr.startswith("nemo-kto: the command must be kto, dpo, export, checkpoint or data preview, got ktoo\n")
+    assert done.stderr.startswith(
+        "nemo-kto: the command must be kto, dpo, export, checkpoint, data preview or data check, got ktoo\n"
+    )
 
 
 def test_export_of_nothing(tmp_path: Path) -> None:

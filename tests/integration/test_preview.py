@@ -31,4 +31,6 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
     assert errors[0].startswith("nemo-kto data preview: --model must name a Hugging Face folder")
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
-    assert errors[0] == "nemo-kto: the command must be kto, dpo, export, checkpoint or data preview, got data show"
+    assert (
+        errors[0] == "nemo-kto: the command must be kto, dpo, export, checkpoint, data preview or data check, got data show"
+    )

@@ -1,0 +1,172 @@
+"""A jsonl file in parts: ranges of whole lines that are read each by itself, in this process or in several."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from nemo_kto.errors import UserError
+
+Result = TypeVar("Result")
+
+MIN_BYTES = 2**22  # of a part: a few seconds of work
+_MAX_PARTS = 1000  # of a file, roughly: those of a large one are larger
+_PARTS_FOR_A_PROCESS = 2  # as it takes seconds to start
+_MAX_DEFAULT = 16  # processes; each holds a tokenizer, some hundred MB
+_SCAN_BYTES = 2**20
+# What may be sent to a whole job at once and is for the process that trains to act on.
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """Whole lines of a file.
+
+    Attributes:
+        number: of the part, from 0.
+        start, stop: its bytes; ``stop`` is None at the end of the file.
+        first_line: the number of its first line, from 1.
+    """
+
+    number: int = 0
+    start: int = 0
+    stop: int | None = None
+    first_line: int = 1
+
+    def lines(self, path: str | Path) -> Iterator[tuple[int, bytes]]:
+        """Number and bytes of each line; one is in memory at a time."""
+        place = self.start
+        with open(path, "rb") as file:
+            file.seek(place)
+            for line, raw in enumerate(file, start=self.first_line):
+                yield line, raw
+                place += len(raw)
+                if place == self.stop:
+                    return
+
+
+WHOLE_FILE = FilePart()
+
+
+def number_of_parts(path: Path) -> int:
+    """About how many parts :func:`file_parts` gives: exactly, but for lines as long as parts."""
+    size = path.stat().st_size
+    return max(1, -(-size // _part_bytes(size)))
+
+
+def file_parts(path: Path) -> Iterator[FilePart]:
+    """The parts of a file, found while it is read once; they depend on the file and on nothing else."""
+    size = path.stat().st_size
+    number, start, line, part_bytes = 0, 0, 1, _part_bytes(size)
+    with path.open("rb") as file:
+        while True:
+            lines, left = 0, part_bytes
+            while left and (chunk := file.read(min(_SCAN_BYTES, left))):
+                lines += chunk.count(b"\n")
+                left -= len(chunk)
+            if not left and chunk[-1:] != b"\n":
+                lines += file.readline().endswith(b"\n")
+            stop = file.tell()
+            if stop > start or number == 0:
+                yield FilePart(number=number, start=start, stop=stop, first_line=line)
+            if stop >= size:
+                return
+            number, start, line = number + 1, stop, line + lines
+
+
+def _part_bytes(size: int) -> int:
+    return max(MIN_BYTES, size // _MAX_PARTS)
+
+
+def number_of_processes(wanted: int | None, parts: int) -> int:
+    """How many processes to read parts in; ``wanted``: at most so many; None: one for each core of this process."""
+    cores = min(len(os.sched_getaffinity(0)), _MAX_DEFAULT)
+    return max(1, min(wanted or cores, parts // _PARTS_FOR_A_PROCESS))
+
+
+def map_parts(
+    work: Callable[[FilePart], Result], parts: Iterable[FilePart], *, processes: int, doing: str, setting: str
+) -> Iterator[Result]:
+    """What the work gives for each part, in the order of the parts.
+
+    Other processes are new interpreters: a fork of this one could inherit a lock that a thread of gloo or of the tokenizer
+    holds, and nobody would free it. They end with this process, however that ends.
+
+    Args:
+        work: is pickled, and sent once to each process.
+        processes: 1: the work is done here.
+        doing: what is done, as in "tokenising rows.jsonl", for the error.
+        setting: where the user says how many processes there are.
+
+    Raises:
+        UserError: a process was killed.
+    """
+    if processes == 1:
+        yield from map(work, parts)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(work,))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for part in parts:
+            with _no_main_module():
+                pending.append(pool.submit(_do, part))
+            if len(pending) > 2 * processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BaseException as error:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            told = f"a process was killed while {processes} were {doing} (out of memory?)"
+            raise UserError(f"{told}; set {setting} below {processes}") from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Processes that are started meanwhile do not import the program that runs here: it may lack the guard for that."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+_work: Callable[[FilePart], Any]  # in a process of its own
+
+
+def _begin(work: Callable[[FilePart], Any]) -> None:
+    global _work
+    _work = work
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _do(part: FilePart) -> Any:
+    return _work(part)

@@ -1,0 +1,242 @@
+"""A file that is read in parts, in one process or in several, gives what it gives as a whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_kto.data import parts
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
+from nemo_kto.data.reader import Fields, FileColumns
+from nemo_kto.data.records import DataError, RowErrors
+from nemo_kto.data.truncation import Truncation
+from nemo_kto.errors import UserError
+from tests.unit.data import part_work
+from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENCODER = RecordEncoder(tokenizer=chatml_tokenizer())
+WHOLE = 2**40  # bytes of a part
+
+
+def opened(
+    path: Path, folder: Path, *, part_bytes: int, workers: int = 1, **changes: object
+) -> tuple[Dataset, FileColumns, str]:
+    """The examples of a file, its columns, and what is wrong with its rows."""
+    broken = RowErrors()
+    settings: dict = {"kind": KTO_EXAMPLES, "truncation": Truncation(32, "keep_end", None), "encoder": ENCODER, **changes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "MIN_BYTES", part_bytes)
+        cache = TokenCache(folder=folder, fields=Fields({}), preprocess_workers=workers, **settings)
+        table, columns = cache.open(path, broken=broken)
+    try:
+        broken.raise_if_any()
+    except DataError as error:
+        return table, columns, str(error)
+    return table, columns, ""
+
+
+def arrow_file(folder: Path) -> bytes:
+    (file,) = folder.glob("*.arrow")
+    return file.read_bytes()
+
+
+def mixed_rows(count: int) -> list[dict]:
+    """Strings and messages, with a column that is not used in some."""
+    rows = numbered_rows(count)
+    for number in range(0, count, 3):
+        row = rows[number]
+        user, answer = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}
+        rows[number] = {"messages": [user, answer], "label": number % 2 == 0, "id": number}
+    return rows
+
+
+@given(st.lists(st.binary(max_size=30), max_size=20), st.integers(1, 40), st.integers(1, 9))
+def test_parts_are_whole_lines_with_their_numbers(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], part_bytes: int, scan: int
+) -> None:
+    file = tmp_path_factory.mktemp("lines") / "lines"
+    file.write_bytes(b"\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "MIN_BYTES", part_bytes)
+        patch.setattr(parts, "_SCAN_BYTES", scan)
+        found, expected = list(file_parts(file)), number_of_parts(file)
+    assert [line for part in found for line in part.lines(file)] == list(FilePart().lines(file))
+    assert [part.number for part in found] == list(range(len(found)))
+    assert 1 <= len(found) <= expected
+
+
+def test_examples_of_any_number_of_processes_are_the_same_to_the_last_byte(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", mixed_rows(120))
+    whole, columns, _ = opened(path, tmp_path / "whole", part_bytes=WHOLE)
+    shown: list[tuple[str, int, int]] = []
+
+    def progress(items, *, total, title):  # type: ignore[no-untyped-def]
+        passed = list(items)
+        shown.append((title, len(passed), total))
+        return iter(passed)
+
+    for workers in (1, 2):
+        folder = tmp_path / f"of {workers}"
+        table, found, _ = opened(path, folder, part_bytes=2000, workers=workers, progress=progress)
+        assert table.to_dict() == whole.to_dict()
+        assert found == columns
+        assert sorted(file.suffix for file in folder.iterdir()) == [".arrow", ".json"]
+    assert arrow_file(tmp_path / "of 1") == arrow_file(tmp_path / "of 2")
+    assert shown == [("tokenising a.jsonl", 6, 6)] * 2
+    assert columns == FileColumns(
+        rows=120,
+        found={"messages": 40, "label": 40, "id": 40, "prompt": 80, "response": 80, "preference": 80},
+        unused={"id": 40},
+    )
+
+
+def test_pairs_in_parts(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "chosen": "y", "rejected": "n"} for n in range(50)])
+    whole, *_ = opened(path, tmp_path / "whole", part_bytes=WHOLE, kind=DPO_EXAMPLES)
+    table, *_ = opened(path, tmp_path / "parts", part_bytes=300, kind=DPO_EXAMPLES)
+    assert table.to_dict() == whole.to_dict()
+    assert table["line"][-1] == 50
+
+
+def test_broken_rows_of_all_parts_are_counted_as_those_of_a_whole_file(tmp_path: Path) -> None:
+    rows = mixed_rows(90)
+    for number in range(5, 90, 7):
+        rows[number] = {"prompt": "p", "response": "r", "label": f"value {number}" if number < 70 else 5}
+    rows[80] = {"prompt": "", "response": "r", "label": True}  # found when it is tokenised
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    whole, columns, told = opened(path, tmp_path / "whole", part_bytes=WHOLE)
+    table, found, told_of_parts = opened(path, tmp_path / "parts", part_bytes=700)
+    assert whole is table is None
+    assert told.startswith("14 broken rows, the first 10 faults:\n")
+    assert (told_of_parts, found) == (told, columns)
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_what_an_interrupted_run_has_tokenised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(90)), tmp_path / "cache"
+    tokenised: list[int] = []
+    encode = RecordEncoder.encode
+
+    def counting(self: RecordEncoder, records: list) -> list:
+        if len(tokenised) == 3:
+            raise KeyboardInterrupt
+        tokenised.append(len(records))
+        return encode(self, records)
+
+    monkeypatch.setattr(RecordEncoder, "encode", counting)
+    with pytest.raises(KeyboardInterrupt):
+        opened(path, folder, part_bytes=1000)
+    (kept,) = folder.iterdir()
+    names = [f"00000{number}.{end}" for number in range(3) for end in ("arrow", "json")]
+    assert sorted(file.name for file in kept.iterdir()) == names
+    (kept / "000001.arrow").write_bytes(b"")  # as after a crash of the machine
+    first, tokenised[:] = tokenised[:], [0] * 9
+    table, columns, _ = opened(path, folder, part_bytes=1000)
+    assert sum(tokenised) == 90 - first[0] - first[2]
+    monkeypatch.setattr(RecordEncoder, "encode", encode)
+    whole, whole_columns, _ = opened(path, tmp_path / "whole", part_bytes=WHOLE)
+    assert table.to_dict() == whole.to_dict()
+    assert columns == whole_columns
+    assert sorted(file.suffix for file in folder.iterdir()) == [".arrow", ".json"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", mixed_rows(30))
+
+    def growing(items, *, total, title):  # type: ignore[no-untyped-def]
+        yield from items
+        with path.open("a") as file:
+            file.write("\n")
+
+    with pytest.raises(DataError, match=r"a\.jsonl was changed while it was read; start again when it is complete$"):
+        opened(path, tmp_path / "cache", part_bytes=500, progress=growing)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_process_that_was_second_reads_what_the_first_has_written(tmp_path: Path) -> None:
+    """Without a lock, as on file systems that have none: the first removes the parts when it is done."""
+    path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(30)), tmp_path / "cache"
+
+    def with_other(items, *, total, title):  # type: ignore[no-untyped-def]
+        first, *rest = items
+        opened(path, folder, part_bytes=500)
+        yield from [first, *rest]
+
+    table, columns, _ = opened(path, folder, part_bytes=500, progress=with_other)
+    assert (len(table), columns.rows) == (30, 30)
+
+
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(6)))
+    assert [number_of_processes(None, count) for count in (1, 3, 4, 100)] == [1, 1, 2, 6]
+    assert [number_of_processes(3, count) for count in (1, 5, 100)] == [1, 2, 3]
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(200)))
+    assert number_of_processes(None, 100) == 16
+    assert number_of_processes(64, 1000) == 64
+
+
+def numbered(count: int) -> list[FilePart]:
+    return [FilePart(number=number) for number in range(count)]
+
+
+def test_the_parts_come_back_in_order_from_processes_of_their_own() -> None:
+    found = list(map_parts(part_work.process_and_number, numbered(20), processes=2, doing="reading", setting="workers"))
+    assert [number for _, number in found] == list(range(20))
+    assert len({process for process, _ in found} - {os.getpid()}) == 2
+
+
+def test_a_process_that_is_killed_is_one_error() -> None:
+    with pytest.raises(UserError) as error:
+        list(
+            map_parts(part_work.killed_at_two, numbered(9), processes=2, doing="tokenising rows.jsonl", setting="--workers")
+        )
+    assert str(error.value) == (
+        "a process was killed while 2 were tokenising rows.jsonl (out of memory?); set --workers below 2"
+    )
+
+
+UNGUARDED = """
+from nemo_kto.data.parts import FilePart, map_parts
+from tests.unit.data import part_work
+print("started", flush=True)
+parts = [FilePart(number=n) for n in range(9)]
+list(map_parts(part_work.without_end, parts, processes=2, doing="reading", setting="workers"))
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_processes_end_with_a_program_of_any_kind_and_do_not_run_it(ending: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(UNGUARDED)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        program = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment, stdout=file, stderr=file)
+    assert wait_for(lambda: len(output.read_text().split()) >= 3)
+    workers = [int(word) for word in output.read_text().split()[1:3]]
+    program.send_signal(ending)
+    program.wait(20)
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    lines = output.read_text().splitlines()
+    assert lines[0] == "started"
+    assert lines.count("started") == 1
+    assert set(map(str, workers)) == set(lines[1:3])
