@@ -284,9 +284,8 @@ def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
         world: of this rank.
         wait: another rank says the same; wait before speaking, as :func:`fail` does.
     """
-    if _STARTED_BY in os.environ:
-        _record(message)
-    else:
+    _record(message)  # torchrun prints it in its own report, which is long
+    if _STARTED_BY not in os.environ:
         if wait:
             time.sleep(SECONDS_TO_SPEAK)
         os.write(2, f"nemo-kto: {message}\n".encode())
