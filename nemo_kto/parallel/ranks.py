@@ -187,9 +187,8 @@ def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
         world: of this rank.
         wait: another rank says the same; wait before speaking, as :func:`fail` does.
     """
-    if STARTED_BY in os.environ:
-        _record(message)
-    else:
+    _record(message)  # torchrun prints it in its own report, which is long
+    if STARTED_BY not in os.environ:
         if wait:
             time.sleep(SECONDS_TO_SPEAK)
         os.write(2, f"nemo-kto: {message}\n".encode())
