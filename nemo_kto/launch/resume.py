@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
 def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
     """That nothing is left to do; None if something is."""
     step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
-    if step < total or newest.info["trainer"].get("validation_due"):
+    if step < total or newest.info["trainer"].get("validation_due") or _lacks_export(cfg):
         return None
     why, settings = trainer_cfg.what_ends(batches)
     folder = cfg.exp_manager.explicit_log_dir
@@ -102,6 +103,12 @@ def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, ba
     text = (
         f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; raise {longer} to train longer"
     )
-    lost = cfg.export.enabled and not Path(cfg.export.path).exists()
-    remedy = f"; {cfg.export.path} is not there: `nemo-kto export {folder} OUT` writes the model" if lost else ""
-    return f"{text}, or {_ANOTHER}{remedy}"
+    return f"{text}, or {_ANOTHER}"
+
+
+def _lacks_export(cfg: RunConfig) -> bool:
+    """It was ended after its last step, and before it had exported all it should. An export is whole or not there."""
+    if not cfg.export.enabled:
+        return False
+    adapters = [cfg.export.adapter_path] if cfg.model.peft.peft_scheme != "none" else []
+    return not all(Path(path).is_dir() and os.listdir(path) for path in (*adapters, cfg.export.path))

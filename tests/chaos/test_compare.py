@@ -66,6 +66,11 @@ CASES: dict[str, tuple[Callable[[Path], object], Comparison]] = {
         lambda folder: shutil.rmtree(folder / "run/hf"),
         Comparison(differences=["no exported model", "in the run folder: run/hf"]),
     ),
+    "a_checkpoint_too_many": (lambda folder: (folder / "run/checkpoints/step_000004").mkdir(), Comparison()),
+    "a_checkpoint_missing": (
+        lambda folder: (folder / "run/checkpoints/step_000006").rmdir(),
+        Comparison(differences=["in the run folder: run/checkpoints/step_000006"]),
+    ),
     "a_leftover": (
         lambda folder: (folder / "run/checkpoints/.writing-step_000004").mkdir(),
         Comparison(differences=["in the run folder: run/checkpoints/.writing-step_000004"]),
@@ -79,7 +84,7 @@ def test_what_is_found(case: str, tmp_path: Path) -> None:
     whole, folder = write_run(tmp_path / "whole"), write_run(tmp_path / "run")
     change(folder)
     assert compare(folder, whole) == expected
-    assert expected.clean == (case in ("nothing", "a_time"))
+    assert expected.clean == (case in ("nothing", "a_time", "a_checkpoint_too_many"))
 
 
 def test_a_step_that_was_taken_again_with_other_rows(tmp_path: Path) -> None:

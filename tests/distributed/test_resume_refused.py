@@ -212,11 +212,16 @@ def test_a_finished_run_says_so_and_touches_nothing(
     assert snapshot(copied.run) == before
 
 
-def test_an_export_that_is_missing_is_named_and_not_made(first: Folders, ranks: RankPool) -> None:
-    ((printed, _, _),) = ranks.run(1, started, first, ["export.enabled=true"])
-    hf = first.run / "hf"
-    assert printed.endswith(f"{REMEDY}; {hf} is not there: `nemo-kto export {first.run} OUT` writes the model\n")
-    assert not hf.exists()
+def test_an_export_that_is_missing_is_made_and_nothing_else(copied: Folders, ranks: RankPool) -> None:
+    checkpoints, logged = snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()
+    ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
+    assert error == ""
+    assert f"{copied.run / 'hf'} (after the last step, 2)" in printed
+    assert (snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()) == (checkpoints, logged)
+    before = snapshot(copied.run)
+    ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
+    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
+    assert snapshot(copied.run) == before
 
 
 def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders, ranks: RankPool) -> None:
