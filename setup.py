@@ -47,6 +47,7 @@ setup(
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
         "quickstart": ["accelerate", "gguf"],
+        "slurm": ["hydra-submitit-launcher"],
         "test": [
             "accelerate",
             "gguf",
