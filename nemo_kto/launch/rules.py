@@ -21,18 +21,22 @@ Errors = Iterator[ConfigError]
 _RANKS = ("trainer.devices", "trainer.num_nodes")
 
 
-def broken_rules(cfg: RunConfig, *, gpus: int, world: World | None = None, sweep: bool = False) -> list[ConfigError]:
+def broken_rules(
+    cfg: RunConfig, *, gpus: int, world: World | None = None, sweep: bool = False, here: bool = True
+) -> list[ConfigError]:
     """All mistakes that the types do not show.
 
     Args:
         gpus: GPUs of this machine that the run may use.
         world: the ranks that were started; None where the run starts its own.
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
+        here: it will run on this machine.
     """
     checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
     checks += [_loss, _recompute, _learning_rate, _reference, _export, *([] if sweep else [unused_keys])]
     found = [mistake for check in checks for mistake in check(cfg)]
-    return [*_machine(cfg.trainer, gpus, world), *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
+    of_machine = _machine(cfg.trainer, gpus, world) if here else ()
+    return [*of_machine, *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 
 def local_ranks(trainer: TrainerConfig, gpus: int) -> int:

@@ -183,7 +183,8 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
         masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
+        # The default is refused with variable lengths, experts or not.
+        moe_token_dispatcher_type="alltoall",  # nosec B106  # no password
         **settings,
     )
 

@@ -50,6 +50,7 @@ def test_what_the_ranks_find(cluster: Cluster, work: Path, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.full
 def test_a_mistake_is_said_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
     (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)
     state = job.finish(seconds=SECONDS)
