@@ -139,6 +139,18 @@ def test_signals_at_other_moments(runs: Runs) -> None:
     assert [path.name for path in sorted((runs.folder / "other/checkpoints").iterdir())] == ["step_000001", "step_000002"]
 
 
+def test_a_signal_in_the_last_validation(runs: Runs) -> None:
+    """The run of the test above: a validation that is due at once, steps 3 and 4, a validation, step 5, a validation."""
+    said = runs.stopped("other", f"{pass_of_model(8)} 0 SIGTERM")
+    assert said.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint other/checkpoints/step_000005;")
+    assert not (runs.folder / "other/hf").exists()
+    done = runs.run("other")
+    assert done.returncode == 0, done.stderr
+    assert list((runs.folder / "other/hf").glob("*.safetensors"))
+    assert runs.logged("other") == runs.logged("whole")
+    assert runs.run("other").stdout.startswith("nemo-kto: already finished at step 5 of 5 (")
+
+
 def test_max_time_counts_from_the_start_of_the_launcher_and_the_job_is_requeued(runs: Runs) -> None:
     scontrol = runs.folder / "bin/scontrol"
     scontrol.parent.mkdir()
