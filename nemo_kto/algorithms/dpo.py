@@ -181,22 +181,25 @@ class DPOTrainer:
         """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
-            updated, grad_norm, _ = self.optimizer.step() if math.isfinite(loss) else (False, None, None)
+            ranks = self.model.ranks_not_finite()
+            wrong = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if ranks else None
+            updated, grad_norm, _ = (False, None, None) if wrong else self.optimizer.step()
         figures = {"lr": self.optimizer.param_groups[0]["lr"]}
-        if updated:
-            self.skipped.applied()
-        else:
-            self._skip(f"the loss is {loss}" if grad_norm is None else f"the gradient norm is {float(grad_norm)}")
+        self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks)
         if updated and grad_norm is not None:  # a gradient that is not clipped may have none
             figures["grad_norm"] = float(grad_norm)
         self.step += 1
         return figures | {"skipped_steps": self.skipped.total}
 
-    def _skip(self, what: str) -> None:
+    def _note(self, wrong: str | None, ranks: Sequence[int]) -> None:
+        """Count a step that was applied, or skipped because of what is ``wrong`` on these ranks."""
+        if wrong is None:
+            self.skipped.applied()
+            return
         sampler = self.train_dataloader.batch_sampler
         self._set_position()  # of the batch at hand; the iteration that gave it has its own already
         examples = next(iter(sampler))
-        self.skipped.skip(what, step=self.step + 1, ranks=self.model.ranks_not_finite(), examples=examples)
+        self.skipped.skip(wrong, step=self.step + 1, ranks=ranks, examples=examples)
 
     def run_validation(self) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the validation examples, each weighing the same.

@@ -92,7 +92,13 @@ Keys and their defaults:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `nemo-kto`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        ranks.exit_rank(ranks.INTERRUPTED, world=None)
+
+
+def _run(arguments: Sequence[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in RECIPES:
         train(RECIPES[command], arguments[1:])
