@@ -380,6 +380,6 @@ class CheckpointManager:
 def _layout() -> dict[str, int]:
     return {
         "world": state.world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_worldsize_text(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_worldsize_text(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
     }
