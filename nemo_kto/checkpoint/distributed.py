@@ -322,7 +322,7 @@ class CheckpointManager:
     def _complete(self, save: _Save) -> None:
         """Let a checkpoint whose parts are all on disk appear under its name; collective."""
         assert save.thread is not None
-        of_ranks: list[Any] = [None] * state.worldsize_text()
+        of_ranks: list[Any] = [None] * state.world_size()
         mine = (save.results, save.thread.written)
         torch.distributed.gather_object(mine, of_ranks if state.is_rank_zero() else None, dst=0)
         self._on_rank_zero(lambda: self._publish(save, of_ranks))
@@ -379,7 +379,7 @@ class CheckpointManager:
 
 def _layout() -> dict[str, int]:
     return {
-        "world": state.worldsize_text(),
-        "tensor": parallel_state.get_tensor_model_parallel_worldsize_text(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_worldsize_text(),
+        "world": state.world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
     }
