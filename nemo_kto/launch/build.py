@@ -72,8 +72,8 @@ def _train(cfg: RunConfig) -> None:
     resumed_step = start.run.resumed_step
     say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
     trainer = build_trainer(cfg, policy, start)
-    if state.is_rank_zero():
-        save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
+    # not earlier: what a run cannot be resumed with must not replace what it was started with
+    state.on_rank_zero(lambda: save_config(cfg), "the configuration could not be written: {}")
     began = time.monotonic()
     trainer.fit()
     finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
