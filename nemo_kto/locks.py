@@ -30,7 +30,7 @@ HEARTBEAT_SECONDS = 10.0
 GONE_SECONDS = 40.0  # without a sign of life
 KERNEL_SECONDS = 120.0  # in which a file server frees the lock of a machine that is gone
 _POLL_SECONDS = 0.5
-_NOT_SAID_SECONDS = 2.0  # between taking the lock and saying who has it
+_GRACE_SECONDS = 3.0  # for an owner that is just ending, as after a kill, or has not said yet who it is
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # what file systems without locks answer
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES, errno.ESTALE)  # the last of a file that was removed meanwhile
 _JOBS = {"SLURM_JOB_ID": "SLURM job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job"}
@@ -151,7 +151,7 @@ def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
         try:
             free, held = _verdict(_lock(handle), watch, file)
             free = free and os.fstat(handle).st_nlink > 0  # else its last holder has removed it
-            if held is not None and not (free or told):
+            if held is not None and not (free or told) and watch.seconds >= _GRACE_SECONDS:
                 told = True
                 when_held(held)
         finally:
@@ -166,7 +166,7 @@ def _verdict(taken: bool | None, watch: _Watch, file: Path) -> tuple[bool, str |
     """Whether the lock may be had, and who holds it if that is known; ``taken``: what the kernel says."""
     owner = watch.look()
     if owner is None:  # or it is not said yet
-        return taken is not False, "another process" if watch.seconds >= _NOT_SAID_SECONDS else None
+        return taken is not False, "another process"
     if owner.machine == _machine() and taken is not None:
         return taken, str(owner)  # the owner has ended, or lives
     if watch.quiet_seconds < GONE_SECONDS:

@@ -82,8 +82,8 @@ def _train(cfg: RunConfig) -> None:
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(cfg, policy, start, build_timer(cfg))
     watchdog.count_steps(lambda: trainer.step)
-    if state.is_rank_zero():
-        save_config(cfg)  # not earlier: what a run cannot be resumed with must not replace what it was started with
+    # not earlier: what a run cannot be resumed with must not replace what it was started with
+    state.on_rank_zero(lambda: save_config(cfg), "the configuration could not be written: {}")
     began = time.monotonic()
     with signals.deferred():
         trainer.fit()

@@ -62,6 +62,7 @@ def blocks(folder: Path) -> list[list[str]]:
             state.raise_together(None, "{}")
         state.raise_together(None, "{}")
         found.append(sorted(path.name for path in folder.parent.iterdir()) if folder.parent.exists() else ["nothing"])
+        state.raise_together(None, "{}")
     return found
 
 

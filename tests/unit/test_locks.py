@@ -21,7 +21,7 @@ from nemo_kto.locks import locked, one_writer, owner_file, this_process
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HEARTBEAT": 0.05, "GONE": 0.3, "KERNEL": 0.6, "_POLL": 0.01, "_NOT_SAID": 0.1}.items():
+    for name, seconds in {"HEARTBEAT": 0.05, "GONE": 0.3, "KERNEL": 0.6, "_POLL": 0.01, "_GRACE": 0.1}.items():
         monkeypatch.setattr(locks, f"{name}_SECONDS", seconds)
 
 
@@ -187,7 +187,7 @@ def test_two_writers_of_one_cached_file(tmp_path: Path, caplog: pytest.LogCaptur
         who = f"process {pid} on {this_process().host}"
 
         def kill() -> None:
-            time.sleep(0.1)
+            time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
 
         locks.threading.Thread(target=kill).start()
