@@ -287,7 +287,7 @@ class CheckpointManager:
         return info | {"layout": _layout(), "distributed_optimizer": is_distributed(self.optimizer)}
 
     def _prepare(self) -> None:
-        self._companions = read_companions(self.hugging_face_source)
+        self._companions = read_companions(self.hugging_face_source, into="the checkpoints")
         for start in (WRITING, REMOVING):
             for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)
