@@ -217,19 +217,7 @@ class CheckpointManager:
             UserError: the disk is full; says how much it needs, on every rank.
             RuntimeError: some rank could not write its part; says why, on every rank.
         """
-        if (save := self._save) is None or save.thread is None:
-            return None
-        is_busy, has_failed = state.any_rank(save.thread.is_alive(), save.thread.problem is not None)
-        if has_failed:
-            self._raise_together(save.thread.problem)
-        if is_busy:
-            return None
-        began = time.monotonic()
-        self._complete(save)
-        self._save = None
-        now = time.monotonic()
-        stall = save.stall_seconds + now - began
-        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
+        return self._complete_if_written(waiting_since=None)
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
@@ -237,8 +225,7 @@ class CheckpointManager:
         if (save := self._save) is not None and save.thread is not None:
             began = time.monotonic()
             save.thread.join()
-            save.stall_seconds += time.monotonic() - began
-            written = self.poll()
+            written = self._complete_if_written(waiting_since=began)
         self._removing.join()
         return written
 
@@ -318,6 +305,21 @@ class CheckpointManager:
             async_sharded_save=True,
             **options,
         )
+
+    def _complete_if_written(self, *, waiting_since: float | None) -> WrittenCheckpoint | None:
+        if (save := self._save) is None or save.thread is None:
+            return None
+        is_busy, has_failed = state.any_rank(save.thread.is_alive(), save.thread.problem is not None)
+        if has_failed:
+            self._raise_together(save.thread.problem)
+        if is_busy:
+            return None
+        began = time.monotonic() if waiting_since is None else waiting_since
+        self._complete(save)
+        self._save = None
+        now = time.monotonic()
+        stall = save.stall_seconds + now - began
+        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
 
     def _complete(self, save: _Save) -> None:
         """Let a checkpoint whose parts are all on disk appear under its name; collective."""

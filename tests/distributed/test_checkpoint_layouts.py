@@ -1,0 +1,39 @@
+"""A run that changes its layout at every checkpoint has the gradients of one that never does, with both kinds of optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.parallel.state import Layout
+from tests.distributed import lora_jobs
+from tests.distributed.ranks import RankPool
+from tests.parity import hf_models
+
+LAYOUTS = {
+    "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),
+    "data 4": (4, Layout()),
+    "one rank": (1, Layout()),
+    "tensor 2 x data 2": (4, Layout(tensor=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads and a vocabulary that are padded, differently at each layout."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    hf_models.write_model("llama-odd-heads", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "distributed", [True, pytest.param(False, marks=pytest.mark.full)], ids=["distributed_optimizer", "replicated_optimizer"]
+)
+def test_from_layout_to_layout(distributed: bool, model: Path, ranks: RankPool, tmp_path: Path) -> None:
+    (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", 4, distributed)
+    for step, (world_size, layout) in enumerate(LAYOUTS.values(), start=1):
+        for norms in ranks.run(
+            world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed
+        ):
+            assert norms == pytest.approx(whole[step - 1 : step], rel=1e-5), layout
