@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -117,9 +119,17 @@ def map_parts(
     if processes == 1:
         yield from map(work, parts)
         return
+    with tempfile.TemporaryDirectory(prefix="nemo_kto_parts_") as scratch:  # only this user can open it
+        # Through a file, as each process would hold up the start of the next one while it reads much from a pipe.
+        pickled = Path(scratch, "work")
+        pickled.write_bytes(pickle.dumps(work))
+        yield from _in_processes(pickled, parts, processes, doing, setting)
+
+
+def _in_processes(pickled: Path, parts: Iterable[FilePart], processes: int, doing: str, setting: str) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(work,))
-    pending: deque[Future[Result]] = deque()
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
+    pending: deque[Future[Any]] = deque()
     try:
         for part in parts:
             with _no_main_module():
@@ -152,13 +162,13 @@ def _no_main_module() -> Iterator[None]:
 _work: Callable[[FilePart], Any]  # in a process of its own
 
 
-def _begin(work: Callable[[FilePart], Any]) -> None:
+def _begin(pickled: str) -> None:
     global _work
-    _work = work
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _work = pickle.loads(Path(pickled).read_bytes())
 
 
 def _end_with_parent() -> None:
