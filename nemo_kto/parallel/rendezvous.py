@@ -11,7 +11,6 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 
 import psutil
 import torch.distributed as dist
@@ -25,7 +24,6 @@ CONNECT_SECONDS = 300.0  # in which rank 0 must listen, at most the timeout of t
 TELL_SECONDS = 15.0  # of waiting for it, after which a line says so
 STORE_FILE = "NEMO_KTO_STORE_FILE"  # where the ranks of this launcher meet, in their environment
 LOCAL = "127.0.0.1"
-_joined = 0  # process groups that this process has made
 
 
 def loopback() -> str | None:
@@ -51,7 +49,10 @@ def join(backend: str, *, timeout: timedelta) -> None:
     file = os.environ.get(STORE_FILE)
     if "RANK" in os.environ and file is None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = _tcp_store(Meeting(address=address, port=port, rank=rank, size=size), timeout)
+        meeting = Meeting(address=address, port=port, rank=rank, size=size)
+        if meeting not in _stores:
+            _stores[meeting] = _tcp_store(meeting, min(timeout.total_seconds(), CONNECT_SECONDS))
+        store = _stores[meeting]
         holder = "the process that started the first machine's ranks" if _of_agent() else "rank 0"
     else:
         if (interface := loopback()) is not None:
@@ -127,10 +128,12 @@ class Meeting:
         return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
 
 
-@cache
-def _tcp_store(meeting: Meeting, timeout: timedelta) -> dist.Store:
-    """The store at rank 0 or in torchrun; kept, because the jobs of a sweep meet at the same port."""
-    wait = min(timeout.total_seconds(), CONNECT_SECONDS)
+_stores: dict[Meeting, dist.Store] = {}  # the jobs of a sweep meet again at the same port
+_joined = 0  # process groups that this process has made
+
+
+def _tcp_store(meeting: Meeting, wait: float) -> dist.Store:
+    """The store at rank 0 or in torchrun, which must be there within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     _resolve(meeting, deadline)
     listener = _listen(meeting) if meeting.rank == 0 and not _of_agent() else None
@@ -180,8 +183,8 @@ def _listen(meeting: Meeting) -> socket.socket:
         )
     except OSError as error:
         raise UserError(
-            f"MASTER_PORT must be a free port of the machine of rank 0, got {meeting.port} ({os.strerror(error.errno)}; "
-            f"{meeting.who()}); choose another port"
+            f"MASTER_PORT must be a free port of the machine of rank 0, got {meeting.port} "
+            f"({os.strerror(error.errno or 0)}; {meeting.who()}); choose another port"
         ) from error
 
 

@@ -128,7 +128,8 @@ class Watchdog:
         self._timeout = timeout.total_seconds()
         self._answer_seconds = min(_ANSWER_SECONDS, _ANSWER_FRACTION * self._timeout)
         self._tick = min(_TICK_SECONDS, self._timeout / _TICKS)
-        self._store = BoundedStore(store=store.clone(), seconds=self._answer_seconds)
+        own_client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store = BoundedStore(store=own_client, seconds=self._answer_seconds)
         self._rank, self._size, self._holder = rank, size, holder
         self._main = threading.get_ident()
         self._phases: list[str] = []
@@ -381,5 +382,5 @@ def explain(error: BaseException) -> None:
     if not connection:
         _current.say_farewell(f"{type(error).__name__}: {error}"[:500])
     elif (text := _current.find_lost()) is not None:
-        error.add_note(f"\n{text}")
+        error.args = (f"{error}\n\n{text}",)
     sys.stdout.flush()

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.parallel.ranks import SECONDS_TO_SPEAK
 from tests import forked
 from tests.integration.commands import CLI, GOOD, TRAINING, environment, pretend, run
 
 HOST = re.escape(socket.gethostname())
-TIMEOUT = 8  # seconds of the collectives
+TIMEOUT = 6  # seconds of the collectives
 
 # What the command does around a training, and a training of steps with one collective each.
 PROGRAM = f"""
@@ -25,6 +24,7 @@ import datetime, os, sys, time, torch, torch.distributed as dist
 from nemo_kto.parallel import ranks, state, watchdog
 
 rank, done = int(os.environ["RANK"]), 0
+ranks.SECONDS_TO_SPEAK = 1
 
 def steps(number, trouble):
     global done
@@ -105,12 +105,12 @@ def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path
         ranks.await_file("step1-0")
         began = time.monotonic()
         found = ranks.ended(0, 1, 2)  # the one that sleeps, too
-        assert time.monotonic() - began < TIMEOUT + SECONDS_TO_SPEAK
+        assert time.monotonic() - began < TIMEOUT + 5
     said = min(text for _, text in found)
     assert [status for status, _ in found] == [1, 1, 1]
     first, second, *stack = said.splitlines()
     assert re.fullmatch(
-        rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [67] s \(2 steps done\), the others wait for it",
+        rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [4-7] s \(2 steps done\), the others wait for it",
         first,
     )
     assert second == "the stack of rank 1, innermost call last:"
@@ -126,16 +126,17 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
         os.kill(ranks.processes[2].pid, signal.SIGSTOP)
         began = time.monotonic()
         found = ranks.ended(0, 1, 2)  # the last is let go on, reads what was found, and ends
-        assert time.monotonic() - began < TIMEOUT + SECONDS_TO_SPEAK
+        assert time.monotonic() - began < TIMEOUT + 5
     assert [status for status, _ in found] == [1, 1, 1]
     for _, said in found[:2]:
         assert re.search(
             rf"rank 2 of 3 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
-            r"reach; the others wait for it, in phase 'forward_backward' for [678] s \(\d+ steps done\)\n+\Z",
+            r"reach; the others wait for it, in phase 'forward_backward' for [4-7] s \(\d+ steps done\)\n+\Z",
             said,
         )
 
 
+@pytest.mark.full
 def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
         ranks.await_file("step9-0")
@@ -147,7 +148,7 @@ def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> Non
     for rank, (_, said) in enumerate(found, start=1):
         assert re.search(
             r"^(nemo-kto: )?rank 0 holds the store through which the ranks meet and is gone, stopped or out of reach "
-            rf"\(no answer within 1.2 s\); rank {rank} of 3 on {HOST} waits in phase 'forward_backward'\n+\Z",
+            rf"\(no answer within 0.9 s\); rank {rank} of 3 on {HOST} waits in phase 'forward_backward'\n+\Z",
             said,
             re.MULTILINE,
         )
@@ -200,7 +201,7 @@ def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: P
     assert done.returncode == 1
     assert re.fullmatch(
         rf"nemo-kto: rank 1 of 2 on {HOST} does not answer: its process was killed or stopped, or its machine is out of "
-        r"reach; the others wait for it, in phase 'optimizer' for [67] s\n",
+        r"reach; the others wait for it, in phase 'optimizer' for [4-7] s\n",
         done.stderr,
     )
 
