@@ -50,6 +50,19 @@ def test_what_the_ranks_find(cluster: Cluster, work: Path, tmp_path: Path) -> No
     ]
 
 
+def test_a_cancelled_job_is_not_requeued(cluster: Cluster, work: Path, tmp_path: Path) -> None:
+    """The ranks end early then too."""
+    ends_early = tmp_path / "nemo-kto"
+    ends_early.write_text("#!/bin/bash\ntrap 'exit 85' TERM\necho began\nwhile :; do sleep 0.1; done\n")
+    ends_early.chmod(0o755)
+    (job,) = cluster.submit(*TWO_BY_TWO, *kto(), cwd=work, PATH=f"{tmp_path}:{cluster.env['PATH']}")
+    job.wait_until("the start of all ranks", lambda: job.said().count("began") == 4, seconds=60)
+    cluster.run("scancel", job.number)
+    state = job.finish(seconds=60)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), job.said()
+    assert "requeue" not in job.said()
+
+
 @pytest.mark.full
 def test_a_mistake_is_said_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
     (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)

@@ -1,0 +1,35 @@
+"""Jobs of a sweep that a launcher of Hydra's brings to other machines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.launch.cli import Job
+from nemo_kto.recipes import KTO
+from tests.unit.launch.conftest import composed, source_of
+
+
+def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
+    config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
+    here = Job(recipe=KTO, source=source_of(KTO), world=None)
+    texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
+    product = "micro_batch_size * data-parallel ranks = 1 * 4 = 4"
+    of_batch = f"model.global_batch_size must be divisible by {product}, got 3; use 4"
+    of_nodes = (
+        "trainer.num_nodes must be 1 where no ranks were started for it, got 2; start the ranks with torchrun or srun, "
+        "see examples/slurm"
+    )
+    assert texts == [[of_nodes, of_batch], [of_batch]]
+
+
+def test_ranks_run_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the script of the launcher, which is what the process of the job was started with."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
+    job = Job(recipe=KTO, source=source_of(KTO), world=None)
+    assert job._command(["model.seed=1"])[:4] == ["-u", "-m", "nemo_kto.launch.cli", "kto"]
+    job = Job(recipe=KTO, source=source_of(KTO), world=None, script=Path("/examples/train.py"))
+    assert job._command(["model.seed=1"])[:2] == ["-u", "/examples/train.py"]
