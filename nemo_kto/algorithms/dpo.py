@@ -130,14 +130,17 @@ class DPOTrainer:
         """
         self.run_timer.start_time()
         try:
-            for callback in self.callbacks:
-                callback.on_fit_start(self)
-            if self.validation_due or (self._cfg.val_before_training and self.step == 0):
-                self._validate()
-                if self.step >= self.max_steps and not self.validation_due:
-                    self._save()
-            if not self._ends_early:
-                self._train()
+            self._begin()
+            started = time.perf_counter()
+            for batch in self._remaining_batches():
+                self.optimizer.zero_grad()
+                self.model.zero_grad()
+                loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
+                figures = self._optimizer_step(loss)
+                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+                if self._end_step():
+                    break
+                started = time.perf_counter()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_exception(self, error)
@@ -145,23 +148,24 @@ class DPOTrainer:
         for callback in self.callbacks:
             callback.on_fit_end(self)
 
-    def _train(self) -> None:
-        """The steps that are left."""
-        started = time.perf_counter()
-        for batch in self._remaining_batches():
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
-            loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-            figures = self._optimizer_step(loss)
-            self._report_step(metrics, figures, seconds=time.perf_counter() - started)
-            done = self._must_stop() or self.step >= self.max_steps
-            if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
-                self._validate()
-            if done or self._ends_early or self._due(self.save_interval):
-                self._save()
-            if done or self._ends_early:
-                break
-            started = time.perf_counter()
+    def _begin(self) -> None:
+        """What comes before the first step of this start."""
+        for callback in self.callbacks:
+            callback.on_fit_start(self)
+        if self.validation_due or (self._cfg.val_before_training and self.step == 0):
+            self._validate()
+            if (self.step >= self.max_steps or (self.step and self._ends_early)) and not self.validation_due:
+                self._save()  # in the place of the checkpoint without the validation
+
+    def _end_step(self) -> bool:
+        """Validate and save where that is due; True if the run ends here."""
+        done = self._must_stop() or self.step >= self.max_steps
+        if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
+            self._validate()
+        done = done or self._ends_early  # a validation may have been left
+        if done or self._due(self.save_interval):
+            self._save()
+        return done
 
     @property
     def _ends_early(self) -> bool:
@@ -280,7 +284,7 @@ class DPOTrainer:
 
     def _remaining_batches(self) -> Iterator[Any]:
         """Augmented batches from the present step to the last, epoch after epoch."""
-        while self.step < self.max_steps:
+        while self.step < self.max_steps and not self._ends_early:
             self._set_position()
             left = self.steps_per_epoch - self.step % self.steps_per_epoch
             yield from islice(self.augment_dataloader(self.train_dataloader), left)

@@ -33,6 +33,7 @@ from nemo_kto.launch.migration import forced
 from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.slurm import requeue
 from nemo_kto.parallel import device, launcher, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
@@ -339,6 +340,8 @@ class Job:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
         except signals.Stopped as stop:
+            if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
+                requeue(os.environ)  # else done with the checkpoint
             ranks.end_early(str(stop), world=self.world)
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)

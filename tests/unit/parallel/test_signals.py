@@ -56,6 +56,14 @@ def test_a_deferred_signal_is_only_noted() -> None:
         send("SIGTERM")
 
 
+def test_a_failure_after_a_signal_that_a_library_swallowed_is_a_failure() -> None:
+    with pytest.raises(signals.Stopped):
+        send("SIGTERM")
+    with signals.deferred():
+        assert not signals.has_raised()
+        assert signals.received() == signal.SIGTERM, "the run stops at the next opportunity"
+
+
 def test_a_second_interrupt_ends_the_process() -> None:
     with signals.deferred():
         send("SIGTERM")
@@ -74,7 +82,7 @@ def test_a_second_interrupt_ends_the_process() -> None:
 def test_signals_that_were_blocked_arrive_when_the_process_listens() -> None:
     signals.listen([], ends_at_second_interrupt=True)
     with signals.blocked():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         with signals.deferred(), pytest.raises(signals.Stopped):
             signals.listen(LISTENED, ends_at_second_interrupt=True)  # what it was told before is forgotten
     assert signals.received() == signal.SIGUSR1

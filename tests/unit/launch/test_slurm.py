@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.leave import requeue
+from nemo_kto.launch.slurm import requeue
 
 
 @pytest.fixture
