@@ -173,8 +173,13 @@ class TokenCache:
             if (found := self._read(cached)) is not None:  # while this process waited
                 return found
             columns = FileColumns()
-            if not self._write(path, cached, columns, broken):
-                return None, columns
+            try:
+                if not self._write(path, cached, columns, broken):
+                    return None, columns
+            except FileNotFoundError:  # the parts: where there are no locks, another process may be done first
+                if (found := self._read(cached)) is None:
+                    raise
+                return found
             about = {**asdict(columns), "sha256": file_hash(cached)}
             with publish_file(cached.with_suffix(".json"), private=not self.shared) as writing:
                 writing.write_text(json.dumps(about), encoding="utf-8")

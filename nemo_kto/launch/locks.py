@@ -30,7 +30,7 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
         def take() -> None:
             held.enter_context(_held_here(folder))
 
-        state.from_rank_zero(take)
+        state.from_rank_zero(take, doing="taking the lock of the run folder")
         yield
 
 

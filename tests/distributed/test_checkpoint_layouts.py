@@ -1,4 +1,4 @@
-"""A run that changes its layout at every checkpoint has the gradients of one that never does, with both kinds of optimizer."""
+"""A run that changes its layout at every checkpoint has the gradients of one that never does, with either optimizer."""
 
 from __future__ import annotations
 
