@@ -1,4 +1,4 @@
-"""A run that changes its layout at every checkpoint has the gradients of one that never does, with either optimizer."""
+"""A run that changes its layout at every checkpoint has the gradients of one that never does, for both optimizers."""
 
 from __future__ import annotations
 
