@@ -108,7 +108,7 @@ class Section(threading.Thread):
             pause = min(2 * pause, _MAX_POLL)
 
     def _judge(self, rank: int, beats: int, silent: float) -> None:
-        timeout = self._store.timeout.total_seconds()
+        timeout = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in its stub
         if not beats and silent > timeout:
             raise RuntimeError(
                 f"rank {rank} has not come within {timeout:g} s to where the ranks were {self._doing}; look what it did"

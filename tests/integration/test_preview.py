@@ -29,6 +29,11 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
     status, output, errors = run("data", "preview", "rows.jsonl")
     assert (status, output) == (2, [])
     assert errors[0].startswith("nemo-kto data preview: --model must name a Hugging Face folder")
+    status, output, _ = run("data", "check", "rows.jsonl")
+    assert (status, output[0]) == (0, "rows.jsonl: 1 row")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    status, output, errors = run("data", "check", "rows.jsonl")
+    assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], "nemo-kto data check: 1 broken row:")
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
     assert (
