@@ -28,8 +28,8 @@ SECONDS_TO_END = 10.0  # that ranks may outlive their launcher
 SHOWN_LINES = 20  # of the output, among which the cause must be
 ROWS, BATCH = 24, 8  # of the training file: three steps an epoch
 STEPS_OF_EPOCH = ROWS // BATCH
-# What a killed process may leave: a checkpoint that it was about to remove (the next save removes it), and the lock of an export
-# that had its name already (nobody holds it).
+# What a killed process may leave: a checkpoint that it was about to remove (the next save removes it), and the lock, which
+# nobody holds, of an export that had its name already.
 _MAY_STAY = re.compile(r"run/checkpoints/step_\d+|run/\.hf\.lock(\.owner)?")
 
 
