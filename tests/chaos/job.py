@@ -28,7 +28,9 @@ SECONDS_TO_END = 10.0  # that ranks may outlive their launcher
 SHOWN_LINES = 20  # of the output, among which the cause must be
 ROWS, BATCH = 24, 8  # of the training file: three steps an epoch
 STEPS_OF_EPOCH = ROWS // BATCH
-_CHECKPOINT = re.compile(r"run/checkpoints/step_\d+")
+# What a killed process may leave: a checkpoint that it was about to remove (the next save removes it), and the lock, which
+# nobody holds, of an export that had its name already.
+_MAY_STAY = re.compile(r"run/checkpoints/step_\d+|run/\.hf\.lock(\.owner)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +239,7 @@ def compare(folder: Path, whole: Path) -> Comparison:
         found.differences.append("no exported model")
     elif files(folder / "run" / "hf") != files(whole / "run" / "hf"):
         found.differences.append("exported files")
-    # A checkpoint that was about to be removed stays until the next one is written.
-    others = {name for name in _names(folder) - _names(whole) if not _CHECKPOINT.fullmatch(name)}
+    others = {name for name in _names(folder) - _names(whole) if not _MAY_STAY.fullmatch(name)}
     others |= _names(whole) - _names(folder)
     if others:
         found.differences.append(f"in the run folder: {', '.join(sorted(others))}")
