@@ -106,7 +106,7 @@ def _run(arguments: Sequence[str]) -> None:
     elif command == "export":
         _export(arguments[1:])
     elif command == "checkpoint":
-        look_at_checkpoints(arguments[1:])
+        look_at_checkpoints(list(arguments[1:]))
     elif arguments[:1] == ["data"] and arguments[1:2] in (["preview"], ["check"]):
         _data(arguments[1], arguments[2:])
     elif command == "--version":
