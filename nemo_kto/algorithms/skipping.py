@@ -20,7 +20,7 @@ class SkippedSteps:
     Attributes:
         max_in_a_row: so many skipped steps in a row end the run; 1 ends it at the first.
         name_rows: where the examples with these numbers come from, such as "rows.jsonl:3"; None where that is not known.
-        last_checkpoint: the newest checkpoint that is complete, in words; None where that is not known.
+        last_checkpoint: the newest checkpoint that is complete, in words; None where that is not known. All ranks call it.
         speaks: this rank says what is skipped.
     """
 

@@ -9,7 +9,6 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -155,6 +154,11 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
     )
     resumed = None if start.run.checkpoint is None else checkpoints.load(start.run.checkpoint)
     resumed_step = None if resumed is None else resumed["step"]
+
+    def last_good() -> str:
+        checkpoints.finish()  # the one that is being written
+        return newest_checkpoint(cfg)
+
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=trainer_cfg,
         model=model,
@@ -171,7 +175,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
         skipped=SkippedSteps(
             max_in_a_row=cfg.trainer.max_skipped_steps,
             name_rows=None if data.splits.train is None else data.splits.train.names,
-            last_checkpoint=partial(newest_checkpoint, cfg),
+            last_checkpoint=last_good,
             speaks=state.is_rank_zero(),
         ),
     )
