@@ -102,7 +102,7 @@ def run_trial(number: int, jobs: Mapping[str, Job], wholes: dict[Job, tuple[Path
             crash = draw_crash(draw, job.ranks, usual_seconds, first=found.starts == 0, cached=mode == "cached")
         ended = run(job, folder, crash=crash)
         found.starts += 1
-        done = not ended.fired
+        done = not ended.fired or ended.status == 0  # a kill by the clock may come when all have ended
         _judge(found, crash, ended, job.ranks, f"{name}, start {found.starts}, {crash or 'undisturbed'}")
     if not found.failures:
         _hold_against(found, compare(folder, whole), name)
@@ -116,7 +116,7 @@ def _judge(found: Figures, crash: Crash | None, ended: Ended, ranks: int, what: 
         found.hangs += ended.hung
         found.left_running += bool(ended.left_running)
         found.failures.append(f"{what}: {'hung' if ended.hung else 'left ' + ' '.join(ended.left_running) + ' running'}")
-    elif ended.fired and crash is not None:
+    elif ended.fired and crash is not None and ended.status != 0:
         _count_kill(found, crash, ended, ranks, what)
     elif ended.status != 0:
         found.failed_starts += 1
@@ -143,7 +143,7 @@ def _count_kill(found: Figures, crash: Crash, ended: Ended, ranks: int, what: st
         found.of_the_launcher += 1
     else:
         found.of_a_rank += 1
-    if ended.status in (0, -9):  # it came when all was done, or took the launcher too
+    if "launcher" in crash.victims:
         return
     found.causes_due += 1
     number = crash.victims[0].removeprefix("rank")
