@@ -129,14 +129,17 @@ class DPOTrainer:
         """
         self.run_timer.start_time()
         try:
-            for callback in self.callbacks:
-                callback.on_fit_start(self)
-            if self.validation_due or (self._cfg.val_before_training and self.step == 0):
-                self._validate()
-                if self.step >= self.max_steps and not self.validation_due:
-                    self._save()
-            if not self._ends_early:
-                self._train()
+            self._begin()
+            started = time.perf_counter()
+            for batch in self._remaining_batches():
+                self.optimizer.zero_grad()
+                self.model.zero_grad()
+                loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
+                figures = self._optimizer_step(loss)
+                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+                if self._end_step():
+                    break
+                started = time.perf_counter()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_exception(self, error)
@@ -144,23 +147,24 @@ class DPOTrainer:
         for callback in self.callbacks:
             callback.on_fit_end(self)
 
-    def _train(self) -> None:
-        """The steps that are left."""
-        started = time.perf_counter()
-        for batch in self._remaining_batches():
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
-            loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-            figures = self._optimizer_step(loss)
-            self._report_step(metrics, figures, seconds=time.perf_counter() - started)
-            done = self._must_stop() or self.step >= self.max_steps
-            if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
-                self._validate()
-            if done or self._ends_early or self._due(self.save_interval):
-                self._save()
-            if done or self._ends_early:
-                break
-            started = time.perf_counter()
+    def _begin(self) -> None:
+        """What comes before the first step of this start."""
+        for callback in self.callbacks:
+            callback.on_fit_start(self)
+        if self.validation_due or (self._cfg.val_before_training and self.step == 0):
+            self._validate()
+            if (self.step >= self.max_steps or (self.step and self._ends_early)) and not self.validation_due:
+                self._save()  # in the place of the checkpoint without the validation
+
+    def _end_step(self) -> bool:
+        """Validate and save where that is due; True if the run ends here."""
+        done = self._must_stop() or self.step >= self.max_steps
+        if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
+            self._validate()
+        done = done or self._ends_early  # a validation may have been left
+        if done or self._due(self.save_interval):
+            self._save()
+        return done
 
     @property
     def _ends_early(self) -> bool:
@@ -180,22 +184,25 @@ class DPOTrainer:
         """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
-            updated, grad_norm, _ = self.optimizer.step() if math.isfinite(loss) else (False, None, None)
+            ranks = self.model.ranks_not_finite()
+            wrong = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if ranks else None
+            updated, grad_norm, _ = (False, None, None) if wrong else self.optimizer.step()
         figures = {"lr": self.optimizer.param_groups[0]["lr"]}
-        if updated:
-            self.skipped.applied()
-        else:
-            self._skip(f"the loss is {loss}" if grad_norm is None else f"the gradient norm is {float(grad_norm)}")
+        self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks)
         if updated and grad_norm is not None:  # a gradient that is not clipped may have none
             figures["grad_norm"] = float(grad_norm)
         self.step += 1
         return figures | {"skipped_steps": self.skipped.total}
 
-    def _skip(self, what: str) -> None:
+    def _note(self, wrong: str | None, ranks: Sequence[int]) -> None:
+        """Count a step that was applied, or skipped because of what is ``wrong`` on these ranks."""
+        if wrong is None:
+            self.skipped.applied()
+            return
         sampler = self.train_dataloader.batch_sampler
         self._set_position()  # of the batch at hand; the iteration that gave it has its own already
         examples = next(iter(sampler))
-        self.skipped.skip(what, step=self.step + 1, ranks=self.model.ranks_not_finite(), examples=examples)
+        self.skipped.skip(wrong, step=self.step + 1, ranks=ranks, examples=examples)
 
     def run_validation(self) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the validation examples, each weighing the same.
@@ -276,7 +283,7 @@ class DPOTrainer:
 
     def _remaining_batches(self) -> Iterator[Any]:
         """Augmented batches from the present step to the last, epoch after epoch."""
-        while self.step < self.max_steps:
+        while self.step < self.max_steps and not self._ends_early:
             self._set_position()
             left = self.steps_per_epoch - self.step % self.steps_per_epoch
             yield from islice(self.augment_dataloader(self.train_dataloader), left)

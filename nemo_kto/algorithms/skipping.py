@@ -43,7 +43,7 @@ class SkippedSteps:
         Args:
             what: is not finite, such as "the loss is nan".
             step: its number, from 1.
-            ranks: whose own numbers were not finite.
+            ranks: whose own numbers were not finite; none where only those of all together are not.
             examples: numbers of the examples of its global batch.
 
         Raises:
@@ -51,7 +51,9 @@ class SkippedSteps:
         """
         self.total += 1
         self.in_a_row += 1
-        text = f"step {step}: {what} on {_some(ranks, 'rank')}"
+        text = f"step {step}: {what}"
+        if ranks:
+            text += f" on {_some(ranks, 'rank')}"
         if self.name_rows is not None:
             text += f"; rows of its global batch: {_some(self.name_rows(examples))}"
         if self.in_a_row < self.max_in_a_row:

@@ -155,7 +155,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
         callbacks=build_callbacks(cfg, reference, max_steps=max_steps, resumed_step=resumed_step),
         skipped=SkippedSteps(
             max_in_a_row=cfg.trainer.max_skipped_steps,
-            name_rows=data.splits.train.names,
+            name_rows=None if data.splits.train is None else data.splits.train.names,
             last_checkpoint=partial(newest_checkpoint, cfg),
             speaks=state.is_rank_zero(),
         ),

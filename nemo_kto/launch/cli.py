@@ -31,6 +31,7 @@ from nemo_kto.launch.migration import forced
 from nemo_kto.launch.redaction import redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.slurm import requeue
 from nemo_kto.parallel import device, launcher, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
@@ -83,7 +84,13 @@ Keys and their defaults:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `nemo-kto`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        ranks.exit_rank(ranks.INTERRUPTED, world=None)
+
+
+def _run(arguments: Sequence[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in RECIPES:
         train(RECIPES[command], arguments[1:])
@@ -320,6 +327,8 @@ class Job:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
         except signals.Stopped as stop:
+            if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
+                requeue(os.environ)  # else done with the checkpoint
             ranks.end_early(str(stop), world=self.world)
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)

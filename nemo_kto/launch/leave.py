@@ -1,10 +1,8 @@
-"""The end of a run that was asked to stop: what is said, and its SLURM job put back into the queue."""
+"""The end of a run that was asked to stop, once there is something to save."""
 
 from __future__ import annotations
 
-import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -13,12 +11,9 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
 from nemo_kto.checkpoint.distributed import find_checkpoints
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.slurm import requeue
 from nemo_kto.parallel import state
 from nemo_kto.parallel.signals import Stopped
-
-logger = logging.getLogger(__name__)
-
-_SCONTROL_SECONDS = 60
 
 
 def leave_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
@@ -50,27 +45,3 @@ def newest_checkpoint(cfg: RunConfig) -> str:
     """The folder of the newest complete checkpoint of the run; "none" where there is none."""
     checkpoints = find_checkpoints(Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS)
     return str(checkpoints[-1].folder) if checkpoints else "none"
-
-
-def requeue(environ: dict[str, str] | os._Environ[str]) -> str | None:
-    """Put the SLURM job of this process back into the queue.
-
-    Returns:
-        The number of the job, of an array job with its task; None where that failed, which is said.
-    """
-    job = environ.get("SLURM_JOB_ID")
-    if array := environ.get("SLURM_ARRAY_JOB_ID"):
-        job = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}"
-    if job is None:
-        logger.warning("trainer.requeue needs a SLURM job, got none (SLURM_JOB_ID is not set); nothing was requeued")
-        return None
-    command = ["scontrol", "requeue", job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
-        problem = (done.stderr.strip() or f"status {done.returncode}") if done.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    if problem is not None:
-        logger.warning(f"`{' '.join(command)}` failed, nothing was requeued: {problem}")
-        return None
-    return job

@@ -59,10 +59,12 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
     with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:  # only this user can open it
         started: list[_Rank] = []
         try:
-            with _passing_on(stop_signals, started):
+            with _passing_on(stop_signals, started) as arrived:
                 with signals.blocked():
                     for rank in range(count):
                         started.append(_start(rank, count, command, Path(scratch)))
+                for number in tuple(arrived):  # meanwhile, by way of another thread
+                    _send(number, started)
                 failures = _wait(started)
         except _Ended as end:
             sys.exit(128 + end.number)
@@ -110,8 +112,11 @@ class _Ended(BaseException):
 
 
 @contextlib.contextmanager
-def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[None]:
-    """Within the block the signals that ask for a stop go to the ranks; the others, and a second SIGINT, end the block."""
+def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[set[int]]:
+    """Within the block the signals that ask for a stop go to the ranks; the others, and a second SIGINT, end the block.
+
+    Gives the signals that have arrived.
+    """
     stopping = signals.numbers(stop_signals)
     arrived: set[int] = set()
 
@@ -119,17 +124,21 @@ def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterat
         if number not in stopping or (number == signal.SIGINT and number in arrived):
             raise _Ended(number)
         arrived.add(number)
-        for rank in started:
-            rank.process.send_signal(number)
+        _send(number, started)
 
     others = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handled = {*stopping, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)}  # nohup's stay so
     before = {number: signal.signal(number, act) for number in handled}
     try:
-        yield
+        yield arrived
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send(number: int, to: Iterable[_Rank]) -> None:
+    for rank in to:
+        rank.process.send_signal(number)
 
 
 def _wait(started: Sequence[_Rank]) -> list[_Failure]:
@@ -145,8 +154,7 @@ def _wait(started: Sequence[_Rank]) -> list[_Failure]:
             # a rank that was asked to stop before the first step may be the only one that knows
             early = all(failure.exitcode == signals.ENDED_EARLY for failure in failures)
             patience = time.monotonic() + (_SECONDS_TO_FOLLOW if early else _SECONDS_TO_FAIL)
-            for rank in running if early else ():
-                rank.process.send_signal(signal.SIGTERM)
+            _send(signal.SIGTERM, running if early else ())
     for rank in running:
         rank.process.kill()
     return failures

@@ -77,6 +77,7 @@ def blocked() -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """Only note the signals that arrive in the block; who runs in it asks for them with :func:`received`."""
     before, _listener.deferred = _listener.deferred, True
+    _listener.raised = False  # nobody left because of it, or this would not be reached
     try:
         yield
     finally:
@@ -89,7 +90,7 @@ def received() -> int:
 
 
 def has_raised() -> bool:
-    """Whether :class:`Stopped` was raised here: what is raised after it may have come of it."""
+    """Whether :class:`Stopped` was raised where nothing is saved: what is raised after it there may have come of it."""
     return _listener.raised
 
 

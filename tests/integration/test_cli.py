@@ -266,6 +266,17 @@ def test_signals_at_a_run_of_one_process(tmp_path: Path, times: int, status: int
     assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
 
 
+def test_a_job_that_is_stopped_with_nothing_to_save_is_requeued_too(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    env = pretend(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
+    env |= {"SLURM_JOB_ID": "31", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "trainer.requeue=true"], cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (85, NOTHING_TO_SAVE.format("SIGTERM"))
+    assert (tmp_path / "asked").read_text() == "requeue 31\n"
+
+
 def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=pretend(tmp_path, body))

@@ -6,6 +6,7 @@ The processes send themselves the signals, so that each arrives in the phase tha
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -80,15 +81,15 @@ class Runs:
             "exp_manager.create_tensorboard_logger=false",
         ]  # fmt: skip
 
-    def run(self, name: str, *given: str, signal: str = "") -> subprocess.CompletedProcess[str]:
-        """The finished job with the run folder ``name`` and a cache of its own; ``signal`` is what ``spoil`` takes."""
-        env = self._environment | ({"SIGNAL": signal} if signal else {})
+    def run(self, name: str, *given: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """The finished job with the run folder ``name`` and a cache of its own; SIGNAL is what ``spoil`` takes."""
+        env = self._environment | variables
         own = [f"exp_manager.explicit_log_dir={name}", f"model.data.cache_dir=cache-{name}"]
         return run([*self._words, *own, *given], cwd=self.folder, env=env, preload=TRAINING, timeout=120)
 
     def stopped(self, name: str, signal: str, *given: str) -> str:
         """What a job said last that was stopped; it ended with 85 and without a traceback."""
-        done = self.run(name, *given, signal=signal)
+        done = self.run(name, *given, SIGNAL=signal)
         assert done.returncode == 85, done.stderr
         assert "Traceback" not in done.stderr
         assert done.stderr.count("nemo-kto: stopped") == 1
@@ -122,10 +123,49 @@ def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Run
     said = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
     assert said == f"nemo-kto: stopped by SIGINT at step 2 of 5, {where}2; {again}"
     assert len(runs.logged("run")) == 2
-    done = runs.run("run", signal=f"{EXPORT} all SIGTERM")
+    done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
     assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
     assert list((runs.folder / "run/hf").glob("*.safetensors"))
     assert runs.logged("run") == runs.logged("whole")
+
+
+def test_signals_at_other_moments(runs: Runs) -> None:
+    """While the model is loaded, at a rank that the others wait for; and during a save, which is finished."""
+    nothing = "before the first step, so that there was nothing to save; start the same command again"
+    assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == f"nemo-kto: stopped by SIGTERM {nothing}"
+    said = runs.stopped("other", f"{SAVE} all SIGTERM", "trainer.kto.save_interval=1")
+    # the step after the save is the one at whose end the ranks agree
+    assert said.startswith("nemo-kto: stopped by SIGTERM at step 2 of 5, checkpoint other/checkpoints/step_000002;")
+    assert [path.name for path in sorted((runs.folder / "other/checkpoints").iterdir())] == ["step_000001", "step_000002"]
+
+
+def test_a_signal_in_the_last_validation(runs: Runs) -> None:
+    """The run of the test above: a validation that is due at once, steps 3 and 4, a validation, step 5, a validation."""
+    said = runs.stopped("other", f"{pass_of_model(8)} 0 SIGTERM")
+    assert said.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint other/checkpoints/step_000005;")
+    assert not (runs.folder / "other/hf").exists()
+    done = runs.run("other")
+    assert done.returncode == 0, done.stderr
+    assert list((runs.folder / "other/hf").glob("*.safetensors"))
+    assert runs.logged("other") == runs.logged("whole")
+    assert runs.run("other").stdout.startswith("nemo-kto: already finished at step 5 of 5 (")
+
+
+def test_max_time_counts_from_the_start_of_the_launcher_and_the_job_is_requeued(runs: Runs) -> None:
+    scontrol = runs.folder / "bin/scontrol"
+    scontrol.parent.mkdir()
+    asked = runs.folder / "asked"
+    scontrol.write_text(f'#!/bin/sh\nls {runs.folder}/timed/checkpoints >> {asked}\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "31", "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    given = ("trainer.max_time=00:00:00:01", "trainer.requeue=true", "model.reference.mode=swap")
+    done = runs.run("timed", *given, **slurm)
+    assert done.returncode == 85, done.stderr
+    where = "at step 1 of 5, checkpoint timed/checkpoints/step_000001"
+    said = f"nemo-kto: stopped by max_time=00:00:00:01 {where}; SLURM job 31 was requeued to resume"
+    assert done.stderr.splitlines()[-1] == said
+    assert asked.read_text() == "step_000001\nrequeue 31\n"
+    assert not (runs.folder / "timed/hf").exists()
 
 
 def cache(runs: Runs) -> Path:

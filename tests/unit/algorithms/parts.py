@@ -41,6 +41,7 @@ class Mean:
         self.graphs_kept += forward_only and torch.is_grad_enabled()
         (self.validated_on if forward_only else self.trained_on).append(rows.tolist())
         losses = (self.weight - rows) ** 2 / 2 + self.spoil(len(self.trained_on))
+        self.last_is_finite = bool(losses.isfinite().all())
         if not forward_only:
             losses.mean().backward()
         metrics = Metrics({"loss": float(losses.sum().detach()), "rows": len(rows)}, mean_loss)
@@ -54,7 +55,7 @@ class Mean:
         self.zeroed += 1
 
     def ranks_not_finite(self) -> list[int]:
-        return [0, 2]
+        return [] if self.last_is_finite else [0, 2]
 
     def has_finite_weights(self) -> bool:
         return bool(self.weight.isfinite())

@@ -98,6 +98,17 @@ def test_a_resumed_validation_that_is_interrupted_again() -> None:
     assert again.trainer.ended_early
 
 
+def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -> None:
+    settings = {"val_check_interval": 3}
+    run = stopped(lambda run: run.trainer.step == 3, **settings)
+    again = Run(**settings)
+    again.trainer.run_timer.received = lambda: int(signal.SIGUSR1) * (len(again.model.validated_on) == 3)
+    again.trainer.load_state_dict(run.notes.saved[-1][0])
+    again.fit()
+    assert (again.notes.saved_steps, again.notes.saved[0][0]["validation_due"], again.model.trained_on) == ([3], 0, [])
+    assert again.trainer.ended_early
+
+
 def test_the_time_is_up() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -112,6 +115,17 @@ def test_stopping_early_and_starting_over_with_the_same_workers(dataset: KTOData
             if k == 1:
                 break
     assert same(list(workers), expected)
+
+
+def test_workers_outlive_signals_that_are_for_the_rank(dataset: KTODataset) -> None:
+    """Some clusters send a signal to every process of a job."""
+    expected = list(loader(dataset, training=False))
+    batches = iter(loader(dataset, training=False, num_workers=1))
+    got = [next(batches)]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, number)
+    assert same([*got, *batches], expected)
 
 
 def test_reading_draws_no_random_number_from_the_global_generator(dataset: KTODataset) -> None:

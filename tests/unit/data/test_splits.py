@@ -156,3 +156,21 @@ def test_a_renamed_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
         "model.data.fields must name columns of the rows, got qestion, which no row has; they have label, question, response"
     )
     assert splits(path, tmp_path, fields={"prompt": "question"}).train is not None
+
+
+@pytest.mark.parametrize("prefix", ["appended", "blended"])
+def test_the_row_that_an_example_comes_from_has_a_name(prefix: str, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"p {i}:", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(3)]
+    files = [write_rows(tmp_path / "a.jsonl", numbered_rows(6, "a")), write_rows(tmp_path / "b.jsonl", pairs)]
+    names = [str(file) for file in files]
+    built = splits(names if prefix == "appended" else [1, names[0], 1, names[1]], tmp_path, "50,50")
+    for dataset in (built.train, built.validation):
+        assert dataset is not None
+        for number, example in enumerate(dataset.__getitems__(range(len(dataset)))):
+            (name,) = dataset.names([number])
+            file, line = name.rsplit(":", 1)
+            prompt, place = TOKENIZER.decode(example.prompt_ids).rstrip(":").split(" ")
+            assert (file, int(line)) == (names[prompt == "p"], int(place) + 1)
+    if prefix == "appended":
+        assert built.train is not None
+        assert built.train.names([4, 3, 0, 4]) == [f"{names[1]}:1", f"{names[0]}:1"], "both answers of a pair are one row"
