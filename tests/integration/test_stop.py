@@ -129,6 +129,7 @@ def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Run
     assert runs.logged("run") == runs.logged("whole")
 
 
+@pytest.mark.full
 def test_signals_at_other_moments(runs: Runs) -> None:
     """While the model is loaded, at a rank that the others wait for; and during a save, which is finished."""
     nothing = "before the first step, so that there was nothing to save; start the same command again"
@@ -139,16 +140,17 @@ def test_signals_at_other_moments(runs: Runs) -> None:
     assert [path.name for path in sorted((runs.folder / "other/checkpoints").iterdir())] == ["step_000001", "step_000002"]
 
 
+@pytest.mark.full
 def test_a_signal_in_the_last_validation(runs: Runs) -> None:
-    """The run of the test above: a validation that is due at once, steps 3 and 4, a validation, step 5, a validation."""
-    said = runs.stopped("other", f"{pass_of_model(8)} 0 SIGTERM")
-    assert said.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint other/checkpoints/step_000005;")
-    assert not (runs.folder / "other/hf").exists()
-    done = runs.run("other")
+    """Steps 1 and 2, a validation of two batches, steps 3 and 4, a validation, step 5, a validation."""
+    said = runs.stopped("last", f"{pass_of_model(10)} 0 SIGTERM")
+    assert said.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint last/checkpoints/step_000005;")
+    assert not (runs.folder / "last/hf").exists()
+    done = runs.run("last")
     assert done.returncode == 0, done.stderr
-    assert list((runs.folder / "other/hf").glob("*.safetensors"))
-    assert runs.logged("other") == runs.logged("whole")
-    assert runs.run("other").stdout.startswith("nemo-kto: already finished at step 5 of 5 (")
+    assert list((runs.folder / "last/hf").glob("*.safetensors"))
+    assert runs.logged("last") == runs.logged("whole")
+    assert runs.run("last").stdout.startswith("nemo-kto: already finished at step 5 of 5 (")
 
 
 def test_max_time_counts_from_the_start_of_the_launcher_and_the_job_is_requeued(runs: Runs) -> None:
