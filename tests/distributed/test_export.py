@@ -189,8 +189,8 @@ def test_files_of_the_model_folder_that_are_none(ranks: RankPool, tmp_path: Path
     ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
     assert outside == (
         f"UserError: export to Hugging Face failed: {model}/merges.txt must be a file of its folder, "
-        f"got a link to {tmp_path}/secret, which is outside; copy it there, or download the model again; nothing was written "
-        f"to {out}"
+        f"got a link to {tmp_path}/secret, which is outside; copy it there, or download the model again; "
+        f"nothing was written to {out}"
     )
     assert error == ""
     left_out = {"vocab.json": "it is no file", "generation_config.json": "No such file or directory"}
