@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
+import pickle  # nosec B403
 import signal
 import sys
 import tempfile
@@ -168,7 +168,8 @@ def _begin(pickled: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work = pickle.loads(Path(pickled).read_bytes())
+    # written by the process that started this one, in a folder that only this user can open
+    _work = pickle.loads(Path(pickled).read_bytes())  # nosec B301
 
 
 def _end_with_parent() -> None:
