@@ -206,10 +206,10 @@ def _record(message: str) -> None:
 
 def exit_rank(status: int, *, world: World | None) -> NoReturn:
     """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
-    for child in multiprocessing.active_children():
-        child.kill()
     if world is None:
         sys.exit(status)
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
