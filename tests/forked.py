@@ -175,6 +175,7 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """Be what a new interpreter with these arguments would be."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     null = os.open(os.devnull, os.O_RDONLY)
     for target, file in enumerate((null, *files)):
         os.dup2(file, target)
@@ -213,7 +214,8 @@ class _Rank:
     def __init__(self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool) -> None:
         assert args[:2] == [sys.executable, "-u"]
         assert start_new_session
-        request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env}
+        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
+        request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked}
         socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2])
         self.args, self.pid, self.returncode = args, int(self.nursery.recv(_SIZE)), None
 

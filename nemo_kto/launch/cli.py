@@ -340,18 +340,21 @@ class Job:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
         except signals.Stopped as stop:
-            if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
-                requeue(os.environ)  # else done with the checkpoint
-            ranks.end_early(str(stop), world=self.world)
+            self._end_early(stop, cfg)
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
         except Exception as error:
-            if signals.has_raised():  # what was interrupted may fail in its own way
-                ranks.end_early("", world=self.world)
+            if (stopped := signals.raised()) is not None:  # what was interrupted may fail in its own way
+                self._end_early(stopped, cfg)
             from nemo_kto.parallel import watchdog
 
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
+
+    def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
+        if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
+            requeue(os.environ)  # else done with the checkpoint
+        ranks.end_early(str(stop), world=self.world)
 
     def _import_and_train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.

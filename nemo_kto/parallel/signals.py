@@ -33,7 +33,7 @@ class _Listener:
     process: int = 0
     first: int = 0  # number of the first signal
     deferred: bool = False
-    raised: bool = False
+    raised: Stopped | None = None
     ends_at_second_interrupt: bool = True
 
 
@@ -77,7 +77,7 @@ def blocked() -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """Only note the signals that arrive in the block; who runs in it asks for them with :func:`received`."""
     before, _listener.deferred = _listener.deferred, True
-    _listener.raised = False  # nobody left because of it, or this would not be reached
+    _listener.raised = None  # nobody left because of it, or this would not be reached
     try:
         yield
     finally:
@@ -89,8 +89,8 @@ def received() -> int:
     return _listener.first
 
 
-def has_raised() -> bool:
-    """Whether :class:`Stopped` was raised where nothing is saved: what is raised after it there may have come of it."""
+def raised() -> Stopped | None:
+    """What was raised where nothing is saved, if it was: another error that is raised after it there may have come of it."""
     return _listener.raised
 
 
@@ -101,9 +101,9 @@ def _note(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT and _listener.first == signal.SIGINT and _listener.ends_at_second_interrupt:
         raise KeyboardInterrupt
     _listener.first = _listener.first or number
-    if not _listener.deferred and not _listener.raised:
-        _listener.raised = True
-        raise Stopped(f"stopped by {signal.Signals(number).name} {_NOTHING_SAVED}")
+    if not _listener.deferred and _listener.raised is None:
+        _listener.raised = Stopped(f"stopped by {signal.Signals(number).name} {_NOTHING_SAVED}")
+        raise _listener.raised
 
 
 def _in_helper(number: int) -> None:

@@ -53,7 +53,8 @@ def test_what_one_rank_finds(model: Path, tmp_path: Path) -> None:
     done = train(tmp_path, make_rows(8))
     said = f"nemo-kto: model/model.safetensors: {DOWN} must be finite numbers, got others; download the model again\n"
     assert_said_once(done, said)
-    assert not (tmp_path / "results").exists()
+    left = {path.name for path in (tmp_path / "results").rglob("*") if path.is_file()}
+    assert left <= {".lock", ".lock.owner"}, "the first rank is killed where it waits, and a lock of the dead is no obstacle"
 
 
 def test_what_all_ranks_find(model: Path, tmp_path: Path) -> None:
