@@ -131,12 +131,12 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
         writing.unlink(missing_ok=True)
 
 
-def remove_unpublished(target: Path) -> None:
-    """Remove what killed processes have left of ``target``, which nobody may be writing now."""
-    name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{32}")
-    for left in target.parent.iterdir():
-        if name.fullmatch(left.name):
-            left.unlink(missing_ok=True)
+def remove_unpublished(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes have left of a file, or of all files of a folder, which nobody may be writing now."""
+    left = re.compile((r"\..+" if name is None else re.escape(f".{name}")) + "-[0-9a-f]{32}")
+    for path in folder.iterdir():
+        if left.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def partial_folder(target: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import make_folder
+from nemo_kto.files import make_folder, remove_unpublished
 from nemo_kto.locks import locked
 from nemo_kto.parallel import state
 
@@ -46,6 +46,7 @@ def _held_here(folder: Path) -> Iterator[None]:
         try:
             make_folder(folder, private=False)
             lock.enter_context(locked(folder / RUN_LOCK, when_held=refuse))
+            remove_unpublished(folder)
         except OSError as error:
             raise UserError(f"{folder} must be a folder that can be written: {error.strerror}; {_ANOTHER}") from error
         try:

@@ -71,3 +71,19 @@ def test_a_folder_in_which_nothing_was_written_is_removed_again(ranks: RankPool,
     held = [".lock", ".lock.owner"]
     assert results == [[held, ["nothing"], [*held, "metrics.jsonl"], ["run"]]] * 2
     assert not owner_file(tmp_path / "results" / "run" / ".lock").exists()
+
+
+def cleared(folder: Path) -> list[str]:
+    """What stands in the folder once it is held."""
+    from nemo_kto.launch.locks import hold_run_folder
+
+    with hold_run_folder(folder):
+        return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_killed_jobs_have_left_of_their_files_is_removed(ranks: RankPool, tmp_path: Path) -> None:
+    for name in (f".config.yaml-{'a0' * 16}", ".config.yaml-mine", "metrics.jsonl", f".{'b' * 32}"):
+        (tmp_path / name).touch()
+    assert ranks.run(1, cleared, tmp_path) == [
+        [f".{'b' * 32}", ".config.yaml-mine", ".lock", ".lock.owner", "metrics.jsonl"]
+    ]
