@@ -174,7 +174,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     policy = build.build_policy(cfg.model, model, dtype=build.DTYPES["32"])
-    trainer: Any = build.build_trainer(cfg, policy, build.prepare(cfg))
+    trainer: Any = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
     dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
     # the loader shuffles, and other neighbours are other KL examples
     in_order = trainer.train_dataloader.collate_fn(dataset)

@@ -114,10 +114,8 @@ def _run(arguments: Sequence[str]) -> None:
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
-        known, command = (
-            f"{', '.join(RECIPES)}, export, checkpoint, data preview or data check",
-            " ".join(arguments[: 1 + (command == "data")]),
-        )
+        known = f"{', '.join(RECIPES)}, export, checkpoint, data preview or data check"
+        command = " ".join(arguments[: 1 + (command == "data")])
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
 
