@@ -1,6 +1,7 @@
 """How long a file of rows takes to tokenise, in one process and in several, and how much memory; side by side.
 
     python benchmarks/tokenise.py --model FOLDER [--rows 1000000] [--workers 1 2] [--repeats 3] [--messages]
+    python benchmarks/tokenise.py --check [--rows 1000000]       the command `nemo-kto data check` on the same file
 
 The rows are short: about ten words each for prompt and answer. The processes take turns, and the best time of each counts,
 so that what else the machine does matters less.
@@ -80,15 +81,32 @@ def measure(arguments: argparse.Namespace, file: Path, scratch: Path, workers: i
     return float(seconds), float(memory), float(cpu), int(rows)
 
 
+def check(file: Path) -> None:
+    """Time and memory of `nemo-kto data check`."""
+    import resource
+
+    began = time.monotonic()
+    command = [sys.executable, "-m", "nemo_kto.launch.cli", "data", "check", str(file)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, check=True, stdout=subprocess.DEVNULL)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"data check: {time.monotonic() - began:.1f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU time, "
+        f"{used.ru_maxrss / 2**10:.0f} MiB in the largest process"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how long rows take to tokenise.")
-    parser.add_argument("--model", type=Path, required=True, help="folder with a tokenizer")
+    parser.add_argument("--model", type=Path, help="folder with a tokenizer")
+    parser.add_argument("--check", action="store_true", help="measure `nemo-kto data check` instead")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="processes; the first is compared with")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--messages", action="store_true", help="rows of messages, which go through the chat template")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.model is None and not arguments.check:
+        parser.error("--model must name a folder with a tokenizer, got none")
     if arguments.measure:
         file, folder, workers = arguments.measure
         tokenise(arguments.model, Path(file), Path(folder), int(workers))
@@ -96,6 +114,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         write_rows(scratch / "rows.jsonl", arguments.rows, messages=arguments.messages)
+        if arguments.check:
+            check(scratch / "rows.jsonl")
+            return
         best: dict[int, tuple[float, float, float, int]] = {}
         for _ in range(arguments.repeats):
             for workers in arguments.workers:
