@@ -53,13 +53,15 @@ SHORT, LONG = Length(3, 2, 5), Length(6, 4, 14)
 
 MOVES = [*(("tp2_pp2", other) for other in LAYOUTS if other != "tp2_pp2")]
 MOVES += [(after, before) for before, after in MOVES]
+KINDS = [(run, optimizer) for run in RUNS for optimizer in OPTIMIZERS]
 CASES = [
     pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="kto-distributed-tp2_pp2-dp4-short"),
     *(
-        pytest.param(run, optimizer, *move, LONG, id="-".join((run, optimizer, *move)), marks=pytest.mark.full)
-        for run in RUNS
-        for optimizer in OPTIMIZERS
-        for move in MOVES
+        # each kind has one move of its own in the full matrix, and all moves among the slow tests
+        pytest.param(*kind, *move, LONG, id="-".join((*kind, *move)), marks=mark)
+        for number, kind in enumerate(KINDS)
+        for place, move in enumerate(MOVES)
+        for mark in [pytest.mark.full if place == number % len(MOVES) else pytest.mark.slow]
     ),
 ]
 Run = Callable[[str, str, str, Length, Path], list[dict[str, float]]]

@@ -193,6 +193,7 @@ with watchdog.phase("optimizer"):
 """
 
 
+@pytest.mark.full
 def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: Path) -> None:
     env = pretend(tmp_path, STOP_ONE)
     began = time.monotonic()
@@ -206,6 +207,7 @@ def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: P
     )
 
 
+@pytest.mark.full
 def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, lambda: None)", size=4, present=(0, 2)) as ranks:
         (status, said), (other, _) = ranks.ended(0, 2)
