@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, named_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
@@ -95,7 +95,7 @@ def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
 def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
     """That nothing is left to do; None if something is."""
     step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
-    if step < total or newest.info["trainer"].get("validation_due") or _lacks_export(cfg):
+    if step < total or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest):
         return None
     why, settings = trainer_cfg.what_ends(batches)
     folder = cfg.exp_manager.explicit_log_dir
@@ -106,9 +106,16 @@ def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, ba
     return f"{text}, or {_ANOTHER}"
 
 
-def _lacks_export(cfg: RunConfig) -> bool:
-    """It was ended after its last step, and before it had exported all it should. An export is whole or not there."""
+def _lacks_export(cfg: RunConfig, newest: Checkpoint) -> bool:
+    """It was ended after its last step, and before it had exported all it should.
+
+    An export is whole or not there. One that is older than the newest checkpoint is of an earlier step.
+    """
     if not cfg.export.enabled:
         return False
     adapters = [cfg.export.adapter_path] if cfg.model.peft.peft_scheme != "none" else []
-    return not all(Path(path).is_dir() and os.listdir(path) for path in (*adapters, cfg.export.path))
+    written = (newest.folder / INFO).stat().st_mtime_ns
+    return not all(
+        Path(path).is_dir() and os.listdir(path) and os.stat(path).st_mtime_ns >= written
+        for path in (*adapters, cfg.export.path)
+    )

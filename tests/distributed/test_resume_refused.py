@@ -224,6 +224,17 @@ def test_an_export_that_is_missing_is_made_and_nothing_else(copied: Folders, ran
     assert snapshot(copied.run) == before
 
 
+def test_an_export_of_an_earlier_step_is_made_again(copied: Folders, ranks: RankPool) -> None:
+    """As of a run that was made longer, and killed when it had taken its last step."""
+    ranks.run(1, started, copied, ["export.enabled=true"])
+    weights = next((copied.run / "hf").glob("*.safetensors")).read_bytes()
+    ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
+    ((printed, error, _),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2", "export.enabled=true"])
+    assert error == ""
+    assert f"{copied.run / 'hf'} (after the last step, 4)" in printed
+    assert next((copied.run / "hf").glob("*.safetensors")).read_bytes() != weights
+
+
 def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders, ranks: RankPool) -> None:
     overrides = [
         *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=9", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
