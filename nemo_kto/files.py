@@ -152,18 +152,17 @@ def start_folder(target: Path) -> Path:
     return partial
 
 
-def publish_folder(target: Path, *, durable: bool = False) -> None:
+def publish_folder(target: Path) -> None:
     """Give :func:`partial_folder` its name, in the place of an earlier folder.
 
-    ``durable``: the content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
+    The content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
     """
     partial = partial_folder(target)
-    for path in partial.rglob("*") if durable else ():
+    for path in partial.rglob("*"):
         flush(path)
     replaced = _without_name(target) if target.exists() else None
     partial.rename(target)
-    if durable:
-        flush(target.parent)
+    flush(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
 
 from nemo_kto.checkpoint.checkpoint_files import (
     Checkpoint,
@@ -28,8 +25,6 @@ from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is as it was written, every byte of it; None where there never was one. Collective.
@@ -43,8 +38,8 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         UserError: there are checkpoints and all are damaged, or a file cannot be read; on every rank alike.
     """
     reasons = []
-    for path in reversed(_on_rank_zero(lambda: list(named_checkpoints(folder)))):
-        found = _on_rank_zero(partial(_look, path))
+    for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
+        found = state.from_rank_zero(partial(_look, path))
         if isinstance(found, Checkpoint):
             wrong = _damage_together(found.folder, file_records(found.info))
             if not wrong:
@@ -76,7 +71,7 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
         ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
         return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
-    return _on_rank_zero(find)
+    return state.from_rank_zero(find)
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
@@ -91,7 +86,7 @@ def verify(folder: Path, parts: Sequence[str]) -> None:
     Raises:
         UserError: they are not; names the first file that is not, on every rank alike.
     """
-    found = _on_rank_zero(lambda: _look(folder))
+    found = state.from_rank_zero(lambda: _look(folder))
     if isinstance(found, str):
         refuse_damaged(folder, [found])
     else:
@@ -120,11 +115,4 @@ def _damage_together(folder: Path, records: Mapping[str, Written]) -> list[str]:
     wrong: list[str] = []
     problem = state.attempt(lambda: wrong.extend(damage(folder, mine)))
     state.raise_together(problem, "{}")
-    of_ranks: list[Any] = [None] * state.world_size()
-    torch.distributed.all_gather_object(of_ranks, wrong)
-    return sorted(found for of_rank in of_ranks for found in of_rank)
-
-
-def _on_rank_zero(action: Callable[[], Item]) -> Item:
-    """``state.from_rank_zero``; a process without others, such as that of an export, only does it."""
-    return action() if state.world_size() == 1 else state.from_rank_zero(action)
+    return sorted(found for of_rank in state.gather(wrong) for found in of_rank)

@@ -337,9 +337,7 @@ class CheckpointManager:
         files |= {f"state/{file.name}": hash_file(file) for file in small}  # which megatron-core has written
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
         (partial / INFO).write_text(info_text(info), encoding="utf-8")
-        publish_folder(
-            save.final, durable=True
-        )  # a folder of this name is damaged, or the run would have been resumed from it
+        publish_folder(save.final)  # a folder of this name is damaged, or the run would have been resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
             ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))

@@ -204,6 +204,8 @@ def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item
         action: what is done on rank 0.
         doing: the same in words, for the error that rank 0 is gone: "comparing the run with its checkpoints".
     """
+    if world_size() == 1:  # also before there is a process group
+        return action()
     box: list[Any] = [None, None]  # the result, the problem
     section = Section(doing=doing)
     try:

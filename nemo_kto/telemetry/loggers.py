@@ -56,6 +56,9 @@ class JsonLines:
         """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
         try:
             while self._waiting:
                 del self._waiting[: self._file.write(self._waiting)]
@@ -71,7 +74,8 @@ class JsonLines:
         """Nothing: the run folder has its config.yaml."""
 
     def finalize(self, status: str) -> None:
-        """Close the file."""
+        """Write what still waits, and close the file."""
+        self._write()
         self._file.close()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_layouts import LORA
 from tests.noted_rows import noted_rows
 
 TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
@@ -25,13 +26,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp4": (4, ["model.pipeline_model_parallel_size=4"]),
     "tp2_dp2": (4, [TP2]),
 }
-LORA = [
-    "model.peft.peft_scheme=lora",
-    "model.peft.lora_tuning.target_modules=[all]",
-    "model.peft.lora_tuning.adapter_dim=4",
-    "model.reference.mode=adapter",
-    "model.optim.lr=5e-3",
-]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "kto": ("kto", []),
     "dpo": ("dpo", []),

@@ -41,13 +41,12 @@ def test_a_file_that_the_block_removes_does_not_appear(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_a_folder_replaces_an_earlier_one(durable: bool, tmp_path: Path) -> None:
+def test_a_folder_replaces_an_earlier_one(tmp_path: Path) -> None:
     target = tmp_path / "out"
     for content in ("first", "second"):
         (start_folder(target) / "left").write_text("of a writer that was interrupted")
         (start_folder(target) / content).write_text(content)
-        publish_folder(target, durable=durable)
+        publish_folder(target)
         assert (names(tmp_path), names(target)) == (["out"], [content])
     assert not partial_folder(target).exists()
 

@@ -43,6 +43,11 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCa
         assert file.read_text().count("\n") == 1
     logger.log_metrics({"train/loss": 0.5}, 4)
     assert steps(file) == [1, 2, 3, 4]
+    with files_of_at_most(file.stat().st_size + 10):
+        logger.log_metrics({"train/loss": 0.5}, 5)
+        assert file.read_text().count("\n") == 4
+    logger.finalize("success")
+    assert steps(file) == [1, 2, 3, 4, 5]
     told = "training continues, and what is missing there is written as soon as it can be"
     assert caplog.messages == [f"{file} cannot be written: File too large; {told}"]
 
@@ -117,10 +122,13 @@ def test_a_service_that_is_down_at_the_start(
 def test_the_event_file_of_a_full_disk(tmp_path: Path) -> None:
     logger = RunLogger(folder=tmp_path, enabled=True)
     (event_file,) = (tmp_path / "tensorboard").iterdir()
-    with files_of_at_most(event_file.stat().st_size + 10):
+    limit = event_file.stat().st_size + 10
+    with files_of_at_most(limit):
         for step in range(100):
             logger.log_metrics({f"train/{number}": 0.5 for number in range(10)}, step)
-        logger.finalize("success")
+    assert event_file.stat().st_size <= limit, "the disk was full"
+    logger.finalize("success")  # there is room again
+    assert steps(tmp_path / "metrics.jsonl") == list(range(100))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +147,17 @@ def test_the_identity_of_a_run_at_a_service(
 class Closed(io.StringIO):
     """A terminal that was closed, or a file whose disk is full."""
 
+    tried = 0
+
     def write(self, text: str) -> int:
+        self.tried += 1
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_nobody_can_read_the_progress_any_more() -> None:
-    progress = Progress(total_steps=2, stream=Closed())
+    stream = Closed()
+    progress = Progress(total_steps=2, stream=stream)
     progress.log_metrics({"train/loss": 0.5}, 1)
     progress.log_metrics({"train/loss": 0.5}, 2)
     progress.finalize("failed")
+    assert stream.tried == 1, "it is not tried again"
