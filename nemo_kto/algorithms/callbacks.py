@@ -93,7 +93,6 @@ class CheckpointCallback(Callback):
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         with trainer.timers.phase("checkpoint"):
-            self._log(self.writer.finish())
             self._log(self.writer.save(trainer.state_dict(), trainer.monitored))
         trainer.timers.report_and_reset()  # it is no phase of a step
 

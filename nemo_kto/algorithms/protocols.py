@@ -85,7 +85,7 @@ class WrittenCheckpoint(Protocol):
 class CheckpointWriter(Protocol):
     """What writes checkpoints, at once or while training continues; collective. Each is returned once, when it is complete.
 
-    ``save`` begins one and finishes the one before it, ``poll`` looks whether it is complete, ``finish`` waits for it.
+    ``save`` finishes the one before and begins the next, ``poll`` looks whether it is complete, ``finish`` waits for it.
     """
 
     def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> WrittenCheckpoint | None: ...

@@ -165,7 +165,7 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         self._adapters = model_state.adapters_of(self.chunks)
-        self._planned = PlannedSave("torch_dist", 1, thread_count=1)
+        self._planned = PlannedSave()
         # What several data-parallel ranks hold is shared out among them, once: its structure stays the same.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._strategy = FullyParallelSaveStrategyWrapper(self._planned, group, do_cache_distribution=True)
@@ -182,23 +182,24 @@ class CheckpointManager:
         """Begin a checkpoint of what is now; collective. One that is being written is finished first.
 
         Returns:
-            The checkpoint, without ``async_save``; else None, and :meth:`poll` gives it.
+            The checkpoint, without ``async_save``; else :meth:`poll` gives it, and this the earlier one it had to finish.
 
         Raises:
             UserError: there is no room for it; says how much it needs, on every rank.
             RuntimeError: it could not be written; says why on every rank.
         """
         started = time.monotonic()
-        self.finish()
+        earlier = self._finish_writing()
         sharded = self._state(is_loading=False)
         need = state.sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
         final = checkpoint_folder(self.folder, trainer_state["step"])
         info = self._info(trainer_state, metrics)
         self._save = save = _Save(final=final, step=trainer_state["step"], info=info, need=need, started=started)
         self._on_rank_zero(lambda: self._begin(save))
+        self._planned.of_copies = self.async_save
         try:
             self._plan(sharded, partial_folder(final) / "state")
-            files, save.results = self._planned.take_files(sharded)
+            files, save.results = self._planned.take_files()
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
         generators = io.BytesIO()
@@ -208,7 +209,7 @@ class CheckpointManager:
         save.thread = FileWriter(folder=partial_folder(final), files=parts)
         save.thread.start()
         save.stall_seconds = time.monotonic() - started
-        return None if self.async_save else self.finish()
+        return earlier if self.async_save else self.finish()
 
     def poll(self) -> WrittenCheckpoint | None:
         """The checkpoint that is being written, once the parts of all ranks are on disk: it then gets its name. Collective.
@@ -221,11 +222,7 @@ class CheckpointManager:
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
-        written = None
-        if (save := self._save) is not None and save.thread is not None:
-            began = time.monotonic()
-            save.thread.join()
-            written = self._complete_if_written(waiting_since=began)
+        written = self._finish_writing()
         self._removing.join()
         return written
 
@@ -283,6 +280,8 @@ class CheckpointManager:
         """Make the folder that is written to, with the files of the model, where there is room for all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if save.need > shutil.disk_usage(self.folder).free:
+            self._removing.join()  # which makes room
+        if save.need > shutil.disk_usage(self.folder).free:
             raise self._no_room(save)
         partial = start_folder(save.final)
         save.info["files"] = {}
@@ -305,6 +304,13 @@ class CheckpointManager:
             async_sharded_save=True,
             **options,
         )
+
+    def _finish_writing(self) -> WrittenCheckpoint | None:
+        if (save := self._save) is None or save.thread is None:
+            return None
+        began = time.monotonic()
+        save.thread.join()
+        return self._complete_if_written(waiting_since=began)
 
     def _complete_if_written(self, *, waiting_since: float | None) -> WrittenCheckpoint | None:
         if (save := self._save) is None or save.thread is None:
@@ -341,6 +347,7 @@ class CheckpointManager:
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
             ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
+            self._removing.join()
             self._removing = FolderRemover(folders=[checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
             self._removing.start()
 

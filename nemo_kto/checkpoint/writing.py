@@ -12,14 +12,14 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -41,28 +41,36 @@ class PlannedSave(TorchDistSaveShardedStrategy):
     """megatron-core's strategy up to the point where every rank knows what it has to write; the writing is left to others.
 
     It hands over at a method that megatron-core 0.16 and 0.19 have both, where it would make up its forked writer.
+
+    Attributes:
+        of_copies: write copies, which training does not change. Their memory is kept for the next save.
     """
 
-    _writer: Any = None
-    _metadata: Any = None  # of the whole checkpoint, on rank 0
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.of_copies = False
+        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # by key and place in the whole tensor
+        self._writer: Any = None
+        self._metadata: Any = None  # of the whole checkpoint, on rank 0
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Sequence[Any], *_: object) -> AsyncRequest:
-        self._writer, self._metadata = writer, planned[1]
-        return AsyncRequest(None, (), [])
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+        """Plan what this rank writes, collective."""
+        if self.of_copies:
+            for entry in nested_values(sharded_state_dict):
+                if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+                    entry.data = self._copied(entry)
+            device.synchronize()
+        return super().async_save(sharded_state_dict, checkpoint_dir)
 
-    def take_files(self, sharded: ShardedStateDict) -> tuple[dict[str, Write], list[WriteResult]]:
-        """What this rank has to write of a state that was planned, in copies that training does not change.
+    def take_files(self) -> tuple[dict[str, Write], list[WriteResult]]:
+        """What this rank has to write of the state that was planned.
 
         Returns:
             Name of a file -> what writes it; and a list that then gets what :meth:`write_index` needs.
         """
-        device.synchronize()
-        live = {tensor.untyped_storage().data_ptr() for tensor in _tensors(sharded)}
         results: list[WriteResult] = []
-        files: dict[str, Write] = {}
-        for _, name, (objects, tensors) in self._writer.write_buckets:
-            copies = [(item, _copied(tensor, live)) for item, tensor in tensors]
-            files[name] = _bucket_writer(name, [*objects, *copies], results)
+        buckets = self._writer.write_buckets
+        files = {name: _bucket_writer(name, [*objects, *tensors], results) for _, name, (objects, tensors) in buckets}
         self._writer.write_buckets = []  # the threads' now
         return files, results
 
@@ -71,16 +79,17 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._writer.checkpoint_dir))
 
+    def _copied(self, entry: ShardedTensor) -> torch.Tensor:
+        """On the host, in the memory of the last save: to get new memory takes longer than to copy into it."""
+        place = (entry.key, entry.global_offset)
+        live, copy = entry.data, self._copies.get(place)
+        if copy is None or copy.shape != live.shape or copy.dtype != live.dtype:
+            copy = self._copies[place] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+        return copy.copy_(live, non_blocking=True)
 
-def _copied(tensor: torch.Tensor, live: Set[int]) -> torch.Tensor:
-    """On the host; megatron-core has copied some already."""
-    is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in live
-    return tensor.to("cpu", copy=is_live)
-
-
-def _tensors(sharded: ShardedStateDict) -> list[torch.Tensor]:
-    entries = (each for each in nested_values(sharded) if isinstance(each, ShardedBase))
-    return [each.data for each in entries if isinstance(each.data, torch.Tensor)]
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Sequence[Any], *_: object) -> AsyncRequest:
+        self._writer, self._metadata = writer, planned[1]
+        return AsyncRequest(None, (), [])
 
 
 def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[WriteResult]) -> Write:
@@ -90,7 +99,7 @@ def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[Writ
         for item, value in entries:
             start = stream.tell()
             if isinstance(value, torch.Tensor):
-                torch.save(value, stream)
+                torch.save(value.cpu(), stream)
             else:
                 stream.write(value.getbuffer())
             length = stream.tell() - start

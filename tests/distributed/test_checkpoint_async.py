@@ -49,9 +49,12 @@ def message(action: Any) -> str:
 
 
 def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dict[str, Any]:
-    """Save after a step, and take two more before the disk takes anything; the same without going on."""
+    """Save after each of two steps, and take two more before the disk takes the second; the same without going on."""
     state.init_distributed(layout=LAYOUT, seed=3)
     slow = Trained(model, folder / "slow", async_save=True, distributed=distributed)
+    slow.step()
+    slow.manager.save({"step": 1}, {})
+    slow.manager.finish()
     slow.step()
     disk = threading.Event()
 
@@ -61,7 +64,7 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
         return write_file(*arguments, **options)
 
     with mock.patch.object(writing, "write_file", when_the_disk_is_ready):
-        begun = slow.manager.save({"step": 1}, {})
+        begun = slow.manager.save({"step": 2}, {})
         polled = []
         for _ in range(2):
             slow.step()
@@ -72,7 +75,8 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
     again = slow.manager.poll(), slow.manager.finish()
     at_once = Trained(model, folder / "at_once", async_save=False, distributed=distributed)
     at_once.step()
-    same = at_once.manager.save({"step": 1}, {})
+    at_once.step()
+    same = at_once.manager.save({"step": 2}, {})
     assert written is not None
     assert same is not None
     return {
@@ -89,10 +93,10 @@ def test_a_checkpoint_has_the_values_of_its_step(
 ) -> None:
     for found in ranks.run(2, two_steps_during_a_save, tiny_llama, tmp_path, distributed):
         assert found["before"] == (None,) * 5
-        assert found["names"] == [".writing-step_000001"]
-        assert found["step"] == (1, 1)
+        assert found["names"] == [".writing-step_000002", "step_000001"]
+        assert found["step"] == (2, 2)
         assert found["stall"] == (True, True)
-    slow, at_once = (json.loads((tmp_path / run / "step_000001/trainer.json").read_text()) for run in ("slow", "at_once"))
+    slow, at_once = (json.loads((tmp_path / run / "step_000002/trainer.json").read_text()) for run in ("slow", "at_once"))
     shards = {name: kept for name, kept in at_once["files"].items() if name.endswith(".distcp")}
     assert shards == {name: kept for name, kept in slow["files"].items() if name.endswith(".distcp")}
     assert set(slow["files"]) >= {"rng/00000.pt", "rng/00001.pt", "state/.metadata", "hf/tokenizer.json", "hf/config.json"}

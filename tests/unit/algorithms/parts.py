@@ -118,9 +118,11 @@ class Notebook:
     def finalize(self, status: str) -> None:
         self.ended.append(status)
 
-    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> None:
+    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> Complete | None:
+        earlier = self.finish()
         self.saved.append((dict(trainer_state), dict(metrics)))
         self.unfinished = trainer_state["step"]
+        return earlier
 
     def poll(self) -> Complete | None:
         """A checkpoint takes until the end of the next step."""
