@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle  # nosec B403
@@ -170,6 +171,7 @@ def _begin(pickled: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # written by the process that started this one, in a folder that only this user can open
     _work = pickle.loads(Path(pickled).read_bytes())  # nosec B301
+    gc.freeze()  # so that no collection goes through all that was imported
 
 
 def _end_with_parent() -> None:
