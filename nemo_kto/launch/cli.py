@@ -10,31 +10,21 @@ import argparse
 import gc
 import importlib
 import os
-import socket
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto import __version__
-from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.errors import UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.entry import look_at_checkpoints
+from nemo_kto.launch.job import Job, refuse_mistakes
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.migration import forced
-from nemo_kto.launch.redaction import redact_file, redacted
-from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
-from nemo_kto.launch.schema import RunConfig
-from nemo_kto.launch.slurm import requeue
-from nemo_kto.parallel import device, launcher, ranks, signals
+from nemo_kto.parallel import ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
@@ -173,7 +163,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
     if others:
-        _refuse(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
+        refuse_mistakes(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
     try:
         own_file = compose.own_file(source)
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
@@ -182,18 +172,18 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
         config = compose.load(flags.overrides, source=source) if plain else None
     except (*compose.WRONG, ValueError) as error:  # the last of an override that Hydra takes apart before it reads it
-        job.refuse(flags, error)
+        job.refuse(flags.overrides, error, sweep=flags.multirun)
     if config is not None:
         job.run(config, flags.overrides)
         return
     # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
     without_defaults = own_text is not None and "defaults:" not in own_text
     if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
-        _refuse(mistakes, world)
+        refuse_mistakes(mistakes, world)
     # Hydra reads the command line itself, and only understands flags before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
     overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
-    sys.argv = [sys.argv[0], *modes, *_source_flags(compose.adopted(source)), *overrides]
+    sys.argv = [sys.argv[0], *modes, *compose.adopted(source).flags(), *overrides]
     _run_hydra(job, flags)
 
 
@@ -214,7 +204,9 @@ def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
     except (*compose.WRONG, ValueError) as error:
         if began:
             raise
-        job.refuse(flags, error)  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
+        job.refuse(
+            flags.overrides, error, sweep=flags.multirun
+        )  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -252,141 +244,6 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             values.append(rest.pop(0))
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
-
-
-def _source_flags(source: compose.Source) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in source._asdict().items() if value is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the command line runs, once or several times.
-
-    Attributes:
-        world: the ranks of this process.
-        script: the one that was called, if it was not the command.
-        elsewhere: a launcher of Hydra's brings each job of a sweep to a machine of its own, in another process.
-    """
-
-    recipe: Recipe
-    source: compose.Source
-    world: ranks.World | None
-    script: Path | None = None
-    elsewhere: bool = False
-
-    def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
-        """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
-        judge = partial(self.judge, sweep=sweep)
-        return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
-
-    def refuse(self, flags: argparse.Namespace, error: BaseException) -> NoReturn:
-        """Explain why a command line does not compose, and exit."""
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        _refuse(self.mistakes(flags.overrides, sweep=flags.multirun) or [unexplained], self.world)
-
-    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
-        """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
-        cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
-        wrong = {mistake.key for mistake in mistakes}
-        here = not self.elsewhere
-        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=here)
-        return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
-
-    def run_in_hydra(self, config: DictConfig) -> None:
-        """One job, as Hydra hands it over; each job of a sweep has a run folder of its own."""
-        settings = HydraConfig.get()
-        sweep = settings.mode == RunMode.MULTIRUN
-        if sweep:
-            redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote it before the first job
-            config.exp_manager.explicit_log_dir = settings.runtime.output_dir
-            ranks.begin_now()
-        job = self
-        if self.elsewhere:
-            try:
-                job = replace(self, world=ranks.detect_world(), elsewhere=False)
-            except UserError as error:
-                ranks.fail(error, world=None)
-        job.run(config, list(settings.overrides.task), sweep=sweep)
-
-    def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
-        """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
-        cfg, mistakes = compose.to_config(config, recipe=self.recipe)
-        if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
-            _refuse(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
-        unused = list(unused_keys(cfg)) if sweep else []
-        for mistake in unused if self.world is None or self.world.rank == 0 else ():
-            print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
-        if cfg.trainer.accelerator == "cpu":
-            os.environ["NEMO_KTO_FORCE_CPU"] = "1"
-        count = local_ranks(cfg.trainer, _gpus(cfg))
-        if self.world is None and count > 1:
-            own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
-            command = self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
-            launcher.spawn_ranks(count, command, stop_signals=cfg.trainer.stop_signals)
-        else:
-            for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
-                print(f"nemo-kto: {note}", file=sys.stderr)
-            self._train(cfg)
-
-    def _command(self, overrides: Sequence[str]) -> list[str]:
-        """What the interpreter must be given to come here again: the script that was called, or this module."""
-        program = [str(self.script)] if self.script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
-        return ["-u", *program, *_source_flags(self.source), *overrides]
-
-    def _train(self, cfg: RunConfig) -> None:
-        try:
-            signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
-            self._import_and_train(cfg)
-        except signals.Stopped as stop:
-            self._end_early(stop, cfg)
-        except KeyboardInterrupt:
-            ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
-        except Exception as error:
-            if (stopped := signals.raised()) is not None:  # what was interrupted may fail in its own way
-                self._end_early(stopped, cfg)
-            from nemo_kto.parallel import watchdog
-
-            watchdog.explain(error)
-            ranks.fail(error, world=self.world)
-
-    def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
-        if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
-            requeue(os.environ)  # else done with the checkpoint
-        ranks.end_early(str(stop), world=self.world)
-
-    def _import_and_train(self, cfg: RunConfig) -> None:
-        # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
-        gc.disable()
-        from nemo_kto.launch import build
-
-        gc.freeze()
-        gc.enable()
-        # Again, because each job of a sweep warns of what is its own.
-        set_up_logging(rank=0 if self.world is None else self.world.rank)
-        take_over()
-        build.train(cfg)
-
-
-def _gpus(cfg: RunConfig) -> int:
-    """GPUs of this machine that the run may use."""
-    return 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
-
-
-def _refuse(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
-    """Say what is wrong, once, and exit.
-
-    Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
-    """
-    lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
-    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
-    text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
-    if world is None or world.rank == 0:
-        print(text, file=sys.stderr)
-    elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
-        print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
-    else:
-        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
-    sys.exit(ranks.USAGE_ERROR)
 
 
 def _own_script() -> Path | None:

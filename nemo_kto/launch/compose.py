@@ -58,6 +58,10 @@ class Source(NamedTuple):
     config_path: str | None = None
     config_dir: str | None = None
 
+    def flags(self) -> list[str]:
+        """The same on a command line."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self._asdict().items() if value is not None]
+
 
 DEFAULT_SOURCE = Source()
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_kto.launch import compose
-from nemo_kto.launch.cli import Job
+from nemo_kto.launch.job import Job
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import KTO, RECIPES, Recipe

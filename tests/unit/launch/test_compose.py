@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from nemo_kto.errors import UserError
 from nemo_kto.launch import compose
-from nemo_kto.launch.cli import Job
+from nemo_kto.launch.job import Job
 from nemo_kto.recipes import DPO, KTO, Recipe
 from tests.unit.launch.conftest import Load, composed, mistakes, of, source_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.cli import Job
+from nemo_kto.launch.job import Job
 from nemo_kto.recipes import KTO
 from tests.unit.launch.conftest import composed, source_of
 

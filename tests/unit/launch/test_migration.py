@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_kto.launch import compose, migration
-from nemo_kto.launch.cli import Job
+from nemo_kto.launch.job import Job
 from nemo_kto.launch.migration_tables import ALIASES, ALIGNER
 from nemo_kto.launch.schema import RunConfig, config_type
 from nemo_kto.recipes import DPO, KTO, RECIPES, Recipe

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.errors import ConfigError
-from nemo_kto.launch import cli
 from nemo_kto.launch.build import build_logger
+from nemo_kto.launch.job import refuse_mistakes
 from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.parallel import state
@@ -53,7 +53,7 @@ def test_files_of_a_run_have_no_secrets(
 
 def test_mistakes_are_said_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli._refuse([ConfigError("tracking", "is not a key, got tracking=https://me:pass1word@host/x; remove it")], None)
+        refuse_mistakes([ConfigError("tracking", "is not a key, got tracking=https://me:pass1word@host/x; remove it")], None)
     assert capsys.readouterr().err.splitlines()[1] == "  tracking is not a key, got tracking=https://***@host/x; remove it"
 
 

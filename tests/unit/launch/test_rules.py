@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch import cli, rules
+from nemo_kto.launch import job, rules
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from nemo_kto.recipes import DPO, KTO, Recipe
@@ -311,11 +311,11 @@ def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.Monke
 
 
 def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.device, "device_count", lambda: 0)
+    monkeypatch.setattr(job.device, "device_count", lambda: 0)
     assert said("trainer.accelerator=gpu") == [
         "trainer.accelerator must be cpu or auto on a machine without GPUs that torch can use, got gpu",
     ]
-    monkeypatch.setattr(cli.device, "device_count", lambda: 2)
+    monkeypatch.setattr(job.device, "device_count", lambda: 2)
     assert said("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
         "trainer.devices must be at most the 2 GPUs of this machine, got 4; use fewer ranks, or trainer.accelerator=cpu",
     ]
@@ -324,7 +324,7 @@ def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ranks_that_see_one_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.device, "device_count", lambda: 1)
+    monkeypatch.setattr(job.device, "device_count", lambda: 1)
     two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
     assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
     started_here = said("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
