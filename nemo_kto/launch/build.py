@@ -23,7 +23,7 @@ from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
-from nemo_kto.launch.build_rows import model_tokenizer
+from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
@@ -189,7 +189,7 @@ def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
-        micro_batch_size=cfg.model.micro_batch_size,
+        limits=micro_batch_limits(cfg),
         forward_micro_batch_size=cfg.loss.log_prob_forward_micro_batch_size,
         average_log_probs=cfg.loss.preference_average_log_probs or cfg.loss.record.average_log_probs,
         logprob_chunk_size=cfg.model.logprob_chunk_size,

@@ -10,6 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
+from nemo_kto.parallel import device
+
+_GPU_TOKENS = 8192  # of a micro-batch; with few, time goes into launches and the accumulation of gradients
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
@@ -40,10 +44,20 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict
     return {
         "eos_id": tokenizer.eos_token_id,
         "seq_length": cfg.model.data.seq_length,
-        "pad_to_multiple": cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1,
+        "pad_to_multiple": micro_batch_limits(cfg).multiple,
         "reset_attention_mask": cfg.model.data.reset_attention_mask,
         "eod_mask_loss": cfg.model.data.eod_mask_loss,
     }
+
+
+def micro_batch_limits(cfg: RunConfig) -> MicroBatchLimits:
+    """What is asked for, or what suits the device."""
+    model = cfg.model
+    multiple = width_multiple(tensor_parallel=model.tensor_model_parallel_size, sequence_parallel=model.sequence_parallel)
+    prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
+    if prompts is None and tokens is None:
+        prompts, tokens = (None, _GPU_TOKENS) if device.on_gpu() else (1, None)
+    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple)
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
@@ -51,7 +65,7 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     wanted = cfg.model.global_batch_size
     if rows >= wanted:
         return None
-    step = cfg.model.micro_batch_size * data_parallel
+    step = (cfg.model.micro_batch_size or 1) * data_parallel
     largest = rows // step * step
     fits = f"set model.global_batch_size={largest}, or train on more rows (model.data.data_prefix)"
     remedy = fits if largest > cfg.loss.record.needs_z0 else "train on more rows (model.data.data_prefix)"

@@ -61,7 +61,8 @@ MAY_CHANGE = (
     ),
     Rule(
         (
-            *("model.micro_batch_size", "model.NAME.log_prob_forward_micro_batch_size", "model.logprob_chunk_size"),
+            *("model.micro_batch_size", "model.micro_batch_tokens", "model.NAME.log_prob_forward_micro_batch_size"),
+            "model.logprob_chunk_size",
             *(f"model.activations_checkpoint_{part}" for part in ("granularity", "method", "num_layers")),
             *("model.fp8", "model.data.num_workers", "model.data.preprocess_workers", "trainer.timeout_minutes"),
         ),

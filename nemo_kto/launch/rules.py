@@ -136,8 +136,10 @@ def _layout(cfg: RunConfig, ranks: int) -> Errors:
         text = f"* pipeline_model_parallel_size = {factors} = {one_model} must divide the number of ranks, got {ranks}"
         remedy = f"use a multiple of {one_model} ranks (trainer.devices) or smaller sizes"
         yield ConfigError(degrees[0], f"{text}; {remedy}", (*degrees, *_RANKS))
-    elif model.global_batch_size % (step := model.micro_batch_size * (ranks // one_model)):
-        product = f"micro_batch_size * data-parallel ranks = {model.micro_batch_size} * {ranks // one_model} = {step}"
+    elif model.global_batch_size % (step := (model.micro_batch_size or 1) * (ranks // one_model)):
+        product = f"the number of data-parallel ranks = {step}"
+        if model.micro_batch_size is not None:
+            product = f"micro_batch_size * data-parallel ranks = {model.micro_batch_size} * {ranks // one_model} = {step}"
         below = model.global_batch_size // step * step
         near = f"{below} or {below + step}" if below else f"{step}"
         text = f"must be divisible by {product}, got {model.global_batch_size}; use {near}"

@@ -217,7 +217,8 @@ class DataConfig(Section):
 class GPTConfig(Section):
     """model, without the section of one algorithm."""
 
-    micro_batch_size: Count
+    micro_batch_size: Count | None
+    micro_batch_tokens: Count | None
     global_batch_size: Count
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count

@@ -16,6 +16,7 @@ from nemo_kto.data.counts import SplitCounts
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy
 from nemo_kto.launch.build_reference import choose_mode, find_other
+from nemo_kto.launch.build_rows import micro_batch_limits
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.loggers import METRICS_FILE
@@ -45,7 +46,7 @@ def say_start(
         steps_per_epoch=length.steps_per_epoch(batches),
         resumed_step=resumed_step,
         global_batch=cfg.model.global_batch_size,
-        micro_batch=cfg.model.micro_batch_size,
+        micro_batch=str(micro_batch_limits(cfg)),
         data_parallel=parallel_state.get_data_parallel_world_size(),
         tensor_parallel=cfg.model.tensor_model_parallel_size,
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from nemo_kto.losses.sequence import sequence_sums
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.sequences import MicroBatch, SequenceBatch
+from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
 from nemo_kto.parallel.reduce import from_last_stage
@@ -60,7 +60,7 @@ class LogProbEngine:
     Attributes:
         chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
         vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
-        micro_batch_size: prompts of one forward and backward pass.
+        limits: of one forward and backward pass.
         forward_micro_batch_size: sequences of one pass without gradient; None for those of a pass with gradient, so that
             the same weights give the same log-probs to the last bit.
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
@@ -71,7 +71,7 @@ class LogProbEngine:
 
     chunks: list[DistributedDataParallel]
     vocab_size: int
-    micro_batch_size: int
+    limits: MicroBatchLimits
     forward_micro_batch_size: int | None
     average_log_probs: bool
     logprob_chunk_size: int
@@ -83,7 +83,6 @@ class LogProbEngine:
         self._config.finalize_model_grads_func = self._finalize_gradients
         self._local_norms: list[Tensor] = []
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
-        self._width_multiple = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
 
     @torch.no_grad()
     def logprobs(self, sequences: SequenceBatch) -> Tensor:
@@ -94,14 +93,15 @@ class LogProbEngine:
         logps_B = torch.zeros(len(sequences), device=device.current_device())
         if not len(sequences):
             return logps_B.cpu()
-        prompts = self.micro_batch_size
+        limits = self.limits
         if self.forward_micro_batch_size is not None:
             prompts = max(1, self.forward_micro_batch_size // sequences.answers)
+            limits = replace(limits, prompts=prompts, tokens=None)
 
         def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
             logps_B[sequence_index_b.to(logps_B.device)] = logps_b
 
-        schedule = self._schedule(sequences, prompts, collect, forward_only=True)
+        schedule = self._schedule(sequences, limits, collect, forward_only=True)
         with self._evaluation_mode():
             schedule(collect_non_loss_data=True)
         return from_last_stage(logps_B).cpu()
@@ -119,7 +119,7 @@ class LogProbEngine:
         """
         if forward_only and not len(sequences):
             return []
-        schedule = self._schedule(sequences, self.micro_batch_size, loss, forward_only=forward_only)
+        schedule = self._schedule(sequences, self.limits, loss, forward_only=forward_only)
         if forward_only:
             with torch.no_grad(), self._evaluation_mode():
                 return schedule()
@@ -156,7 +156,7 @@ class LogProbEngine:
 
     def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, Tensor]:
         """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry) and ``flops`` of so many forward passes."""
-        padded = sequences.padded_tokens(self.micro_batch_size, multiple=self._width_multiple)
+        padded = sequences.padded_tokens(self.limits)
         return {
             "tokens": sequences.lengths_B.sum(),
             "padded_tokens": torch.tensor(padded),
@@ -164,10 +164,10 @@ class LogProbEngine:
         }
 
     def _schedule(
-        self, sequences: SequenceBatch, size: int, loss: Callable[..., object], *, forward_only: bool
+        self, sequences: SequenceBatch, limits: MicroBatchLimits, loss: Callable[..., object], *, forward_only: bool
     ) -> Callable[..., list[Mapping[str, Tensor]]]:
-        """megatron-core's schedule with its arguments bound: micro-batches of ``size`` prompts, each given to ``loss``."""
-        micro_batches = sequences.micro_batches(size, multiple=self._width_multiple)
+        """megatron-core's schedule with its arguments bound: micro-batches within the limits, each given to ``loss``."""
+        micro_batches = sequences.micro_batches(limits)
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)

@@ -5,7 +5,9 @@ Shape suffixes: B sequences, S tokens; b, s of a micro-batch; T response tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +16,43 @@ from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
 from nemo_kto.parallel import device
+
+_GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
+
+
+def width_multiple(*, tensor_parallel: int, sequence_parallel: bool) -> int:
+    """What the width of a micro-batch is rounded up to, here: sequence parallelism shards it."""
+    return math.lcm(tensor_parallel if sequence_parallel else 1, _GPU_WIDTHS if device.on_gpu() else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchLimits:
+    """How much one micro-batch may hold; it has at least one prompt with its answers.
+
+    Attributes:
+        prompts: at most so many; None for no limit.
+        tokens: at most so many, padding included; None for no limit.
+        multiple: its width is a multiple of it.
+    """
+
+    prompts: int | None
+    tokens: int | None
+    multiple: int
+
+    def __str__(self) -> str:
+        """Such as "up to 8,192 tokens"."""
+        prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
+        tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
+        return ", ".join(prompts + tokens)
+
+    def width(self, longest: int) -> int:
+        """Of a micro-batch whose longest sequence has so many tokens."""
+        return -(-longest // self.multiple) * self.multiple
+
+    def fitting(self, longest: int, *, answers: int) -> int:
+        """Prompts of a micro-batch with so many answers to each, whose longest sequence has so many tokens."""
+        most = sys.maxsize if self.prompts is None else self.prompts
+        return most if self.tokens is None else max(1, min(most, self.tokens // (answers * self.width(longest))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,32 +127,32 @@ class SequenceBatch:
             mask_B1SS=None if mask is None else mask[sequence_index_b],
         )
 
-    def micro_batches(self, size: int, *, multiple: int) -> list[MicroBatch]:
-        """Cut into micro-batches of at most ``size`` prompts of like length, each no wider than its longest sequence needs.
+    def micro_batches(self, limits: MicroBatchLimits) -> list[MicroBatch]:
+        """Cut into micro-batches of prompts of like length, each no wider than its longest sequence needs.
 
-        A sum over sequences does not depend on their order, and padding costs time. Widths are multiples of ``multiple``
-        (sequence parallelism shards them). A micro-batch has first the first answers to its prompts, then the second ones,
-        if there are any.
+        A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
+        answers to its prompts, then the second ones, if there are any.
         """
-        return [self._micro_batch(sequence_index_b, multiple) for sequence_index_b in self._by_length(size)]
+        return [self._micro_batch(sequence_index_b, limits) for sequence_index_b in self._by_length(limits)]
 
-    def padded_tokens(self, size: int, *, multiple: int) -> int:
-        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
-        return sum(len(index_b) * self._width(index_b, multiple) for index_b in self._by_length(size))
+    def padded_tokens(self, limits: MicroBatchLimits) -> int:
+        """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
+        return sum(len(index_b) * self._width(index_b, limits) for index_b in self._by_length(limits))
 
-    def _by_length(self, size: int) -> Sequence[Tensor]:
-        if not len(self):
-            return []
+    def _by_length(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
         prompts = len(self) // self.answers
         longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
         order = torch.argsort(longest_of_prompt, descending=True, stable=True)
-        return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in order.split(size)]
+        while len(order):
+            count = limits.fitting(int(longest_of_prompt[order[0]]), answers=self.answers)
+            part, order = order[:count], order[count:]
+            yield torch.cat([part + prompts * k for k in range(self.answers)])
 
-    def _width(self, sequence_index_b: Tensor, multiple: int) -> int:
-        return -(-int(self.lengths_B[sequence_index_b].max()) // multiple) * multiple
+    def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
+        return limits.width(int(self.lengths_B[sequence_index_b].max()))
 
-    def _micro_batch(self, sequence_index_b: Tensor, multiple: int) -> MicroBatch:
-        width, there, mask = self._width(sequence_index_b, multiple), device.current_device(), self.mask_B1SS
+    def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        width, there, mask = self._width(sequence_index_b, limits), device.current_device(), self.mask_B1SS
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
         return MicroBatch(
             sequence_index_b=sequence_index_b,

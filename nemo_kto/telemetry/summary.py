@@ -58,7 +58,8 @@ class RunStart:
         steps: optimizer steps of the whole run.
         steps_per_epoch: of one epoch.
         resumed_step: steps that are done already; None for a new run.
-        global_batch, micro_batch: examples of a step, and of one pass on one rank.
+        global_batch: examples of a step.
+        micro_batch: at most so much in one pass on one rank.
         data_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
         sequence_parallel: activations are sharded over the sequence too.
         device: name of the device of a rank.
@@ -77,7 +78,7 @@ class RunStart:
     steps_per_epoch: int
     resumed_step: int | None
     global_batch: int
-    micro_batch: int
+    micro_batch: str
     data_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
@@ -96,7 +97,7 @@ class RunStart:
             "adapters": self.adapters or "none",
             **{name: str(rows) for name, rows in self.splits.items()},
             "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
-            "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch:,}",
+            "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch}",
             "layout": self._layout(),
             "device": self.device,
             "precision": self.precision,

@@ -19,13 +19,19 @@ class InOrder(list[Any]):
 
 def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 2, logprob_chunk_size: int = 16) -> Any:
     """What runs the chunks."""
+    from megatron.core.utils import get_model_config
+
     from nemo_kto.models.engine import LogProbEngine
     from nemo_kto.models.flops import ForwardFlops
+    from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
+
+    config = get_model_config(chunks[0])
+    multiple = width_multiple(tensor_parallel=config.tensor_model_parallel_size, sequence_parallel=config.sequence_parallel)
 
     return LogProbEngine(
         chunks=chunks,
         vocab_size=architecture.vocab_size,
-        micro_batch_size=micro_batch_size,
+        limits=MicroBatchLimits(prompts=micro_batch_size, tokens=None, multiple=multiple),
         forward_micro_batch_size=3,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,

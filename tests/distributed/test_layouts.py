@@ -33,6 +33,25 @@ LAYOUTS = {
     ),
     "micro_batch_1": (1, ["model.micro_batch_size=1"]),
     "micro_batch_2": (1, ["model.micro_batch_size=2"]),
+    "micro_batches_of_90_tokens": (1, ["model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "tp2_dp2_sequence_parallel_90_tokens": (
+        4,
+        [
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+            "model.micro_batch_size=null",
+            "model.micro_batch_tokens=90",
+        ],
+    ),
+    "tp2_pp2_90_tokens": (
+        4,
+        [
+            "model.tensor_model_parallel_size=2",
+            "model.pipeline_model_parallel_size=2",
+            "model.micro_batch_size=null",
+            "model.micro_batch_tokens=90",
+        ],
+    ),
     "forward_micro_batch_3": (1, ["model.kto.log_prob_forward_micro_batch_size=3"]),
     "tp2_pp2_micro_batch_1": (
         4,
@@ -73,6 +92,7 @@ DPO_LAYOUTS = (
     "tp2_pp2",
     "sequence_parallel",
     "micro_batch_1",
+    "tp2_pp2_90_tokens",
     "forward_micro_batch_3",
     "recompute_full",
 )
@@ -93,6 +113,7 @@ QUICK = {
     ("kto", "tp2_pp2"): 10,
     ("kto", "sequence_parallel"): 5,
     ("kto", "micro_batch_1"): 5,
+    ("kto", "tp2_dp2_sequence_parallel_90_tokens"): 5,
     ("kto", "recompute_full"): 5,
     ("dpo", "tp2_pp2"): 5,
     ("lora", "tp2_pp2"): 5,

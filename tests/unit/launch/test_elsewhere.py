@@ -17,7 +17,7 @@ def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
     config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
     here = Job(recipe=KTO, source=source_of(KTO), world=None)
     texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
-    product = "micro_batch_size * data-parallel ranks = 1 * 4 = 4"
+    product = "the number of data-parallel ranks = 4"
     of_batch = f"model.global_batch_size must be divisible by {product}, got 3; use 4"
     of_nodes = (
         "trainer.num_nodes must be 1 where no ranks were started for it, got 2; start the ranks with torchrun or srun, "

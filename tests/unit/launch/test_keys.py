@@ -119,7 +119,7 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
             DPO,
             {
                 "algorithm": "dpo",
-                "model.micro_batch_size": "1",  # counts pairs there
+                "model.micro_batch_size": "null",  # counts pairs there
                 "model.global_batch_size": "64",
                 "model.dpo.preference_loss": "dpo",
                 "model.dpo.label_smoothing": "null",
@@ -141,14 +141,15 @@ def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(recipe: Recip
 def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
     """The shared file says rows; all_keys must give the comment of the algorithm's file."""
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
-    assert comments["model.micro_batch_size"] == "pairs of one forward and backward pass"
+    null = "null: as many as micro_batch_tokens allows, or 1 on the CPU"
+    assert comments["model.micro_batch_size"] == f"pairs of one forward and backward pass; {null}"
     assert comments["model.global_batch_size"] == "pairs of one optimizer step, over all ranks"
     assert comments["model.dpo.log_prob_forward_micro_batch_size"] == (
         "sequences of one forward pass without gradient; null: those of a micro-batch, so that equal models give equal "
         "log-probs"
     )
     assert {key.name: key.comment for key in keys.all_keys(KTO)}["model.micro_batch_size"] == (
-        "rows of one forward and backward pass"
+        f"rows of one forward and backward pass; {null}"
     )
 
 

@@ -26,8 +26,7 @@ BROKEN = [
         [
             "trainer.devices must fit the ranks that were started (trainer.num_nodes * trainer.devices = 2 * 2 = 4), got 3; "
             "start 4 ranks or set trainer.num_nodes and trainer.devices to what you started",
-            "model.global_batch_size must be divisible by micro_batch_size * data-parallel ranks = 1 * 3 = 3, got 64; "
-            "use 63 or 66",
+            "model.global_batch_size must be divisible by the number of data-parallel ranks = 3, got 64; use 63 or 66",
         ],
     ),
     (
