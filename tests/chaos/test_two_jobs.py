@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,8 +36,12 @@ def test_the_second_is_refused(job: Job, whole: Callable[[Job], Path], tmp_path:
 
 
 def test_of_two_that_start_at_once_one_trains(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+    over = tmp_path / "one_is_over"
+    wait = Crash(point="data", count=5, shell=f"while [ ! -e {over} ]; do sleep 0.05; done")
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, job, tmp_path, name=name) for name in ("first", "second")]
+        both = [pool.submit(run, job, tmp_path, name=name, crash=wait) for name in ("first", "second")]
+        futures.wait(both, return_when=futures.FIRST_COMPLETED)
+        over.touch()
     trained, refused = sorted((each.result() for each in both), key=lambda ended: ended.status)
     assert trained.status == 0, trained.output
     assert_refused(refused, tmp_path)
