@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.embedding import RowEmbedding
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
 from nemo_kto.parallel import device
@@ -60,9 +61,12 @@ class HiddenStateGPT(GPTModel):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # GPTModel leaves no choice of the classes it builds here.
+        if self.pre_process:
+            self.embedding.word_embeddings.__class__ = RowEmbedding
         if self.post_process:
-            # GPTModel leaves no choice of the class it builds here. The layer stays a module of its own, because
-            # DistributedDataParallel may wait in its forward hook for this weight to arrive.
+            # The layer stays a module of its own, because DistributedDataParallel may wait in its forward hook for this
+            # weight to arrive.
             self.output_layer.__class__ = _HiddenStateOutput
 
     def output_weight(self) -> Tensor:

@@ -11,6 +11,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_kto.parallel.main_grad import add_products_to_main_grads
+
 # Names of the schedules, as NeMo's configurations spell them, and what megatron-core calls them.
 SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealing": "linear", "constant": "constant"}
 
@@ -28,10 +30,13 @@ def wrap_data_parallel(chunks: Sequence[MegatronModule], *, use_distributed_opti
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        add_products_to_main_grads(chunk)
+    return wrapped
 
 
 class SkippingOptimizer(ChainedOptimizer):

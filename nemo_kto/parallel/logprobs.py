@@ -1,9 +1,9 @@
 """From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
 
 The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
-token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk of
-logits [c, v]; backward, the same and the two gradients, [T, H] and [V, H]. For a bf16 model add a chunk in bf16, and on the
-CPU, which cannot widen a product, another [V, H].
+token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk
+of logits [c, v]; backward, the same and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a
+bf16 model add a chunk in bf16, and on the CPU, which cannot widen a product, another [V, H].
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nemo_kto.parallel.main_grad import main_grad_of
 
 # torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -36,7 +38,8 @@ def vocab_parallel_logprobs(
 
     Args:
         hidden_TH: hidden states, the same on every rank of ``group``.
-        weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V.
+        weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has a
+            ``main_grad``, in fp32, its gradient is added there.
         target_T: token to give the log-prob of, in [0, vocab_size); the same on every rank.
         vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
         group: tensor-parallel group; None for a single rank.
@@ -100,7 +103,7 @@ class _Logprobs(torch.autograd.Function):
             dist.all_reduce(exp_sum_and_target_2T, group=group)
         normaliser_T = exp_sum_T.log().add_(maximum_T)
         ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_here_T, normaliser_T)
-        ctx.columns, ctx.chunk_size = columns, chunk_size
+        ctx.columns, ctx.chunk_size, ctx.main_grad_VH = columns, chunk_size, main_grad_of(weight_VH)
         ctx.reduce_group = group if reduce_hidden_grad else None
         return target_logit_T - normaliser_T
 
@@ -110,7 +113,10 @@ class _Logprobs(torch.autograd.Function):
         columns, dtype, wide = ctx.columns, hidden_TH.dtype, normaliser_T.dtype
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad_TH = torch.zeros_like(hidden_TH, dtype=wide) if wants_hidden else None
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide) if wants_weight else None
+        is_summed = wants_weight and ctx.main_grad_VH is not None
+        weight_grad_VH = ctx.main_grad_VH if is_summed else None
+        if wants_weight and not is_summed:
+            weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
         grad_T1 = grads[0].unsqueeze(1)
         for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
             # d log-prob / d logits = one-hot(target) - softmax, made in place of the logits
@@ -129,8 +135,7 @@ class _Logprobs(torch.autograd.Function):
             if ctx.reduce_group is not None:
                 dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
             hidden_grad_TH = hidden_grad_TH.to(dtype)
-        if weight_grad_VH is not None:
-            weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
+        weight_grad_VH = None if weight_grad_VH is None or is_summed else weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None
 
 

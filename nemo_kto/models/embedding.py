@@ -1,0 +1,49 @@
+"""The embedding of tokens, whose backward pass touches only the rows of the tokens that occur."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from nemo_kto.parallel.main_grad import main_grad_of
+
+
+class RowEmbedding(VocabParallelEmbedding):
+    """megatron-core's embedding, without its gradient of the whole table for each micro-batch."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
+        rows_bs = input_ - self.vocab_start_index
+        is_here_bs = (rows_bs >= 0) & (rows_bs < self.num_embeddings_per_partition)
+        hidden_bsh: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
+            self.weight, torch.where(is_here_bs, rows_bs, 0), is_here_bs
+        )
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table; zeros where a row is not here."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, rows_bs: Tensor, is_here_bs: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_VH, rows_bs[is_here_bs], is_here_bs)
+        ctx.main_grad_VH = main_grad_of(weight_VH)
+        return weight_VH[rows_bs].mul_(is_here_bs.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        weight_VH, rows_T, is_here_bs = ctx.saved_tensors
+        grad_TH = grads[0][is_here_bs]
+        if ctx.main_grad_VH is not None:
+            ctx.main_grad_VH.index_add_(0, rows_T, grad_TH.to(ctx.main_grad_VH.dtype))
+            return None, None, None
+        return torch.zeros_like(weight_VH).index_add_(0, rows_T, grad_TH), None, None

@@ -1,0 +1,65 @@
+"""A backward pass adds gradients where they are summed, and makes none of the size of a weight. See test_gradients too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import state
+from tests.distributed import lora_jobs
+from tests.distributed.engines import engine
+from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint
+
+ROWS, WIDTH = 4, 11
+
+
+class NewTensors(TorchDispatchMode):
+    """Counts operations that write a tensor of one of these shapes outside memory that is there already."""
+
+    def __init__(self, shapes: set[torch.Size], there: set[int]) -> None:
+        super().__init__()
+        self.shapes, self.there, self.found = shapes, there, Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(result, torch.Tensor) and result.shape in self.shapes:
+            self.found[str(function)] += result.untyped_storage().data_ptr() not in self.there
+        return result
+
+
+def new_tensors(model: Path, distributed: bool) -> tuple[dict[str, int], list[bool]]:
+    """Of the size of a weight, in a backward pass of two micro-batches; and whether each weight got a gradient."""
+    layout = state.Layout()
+    state.init_distributed(layout=layout, seed=3)
+    chunks, architecture = lora_jobs.build(model, layout, None, distributed=distributed)
+    runs = engine(chunks, architecture)
+    tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+
+    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.tensor(float(len(logps_b)))})
+
+    runs.zero_grad()
+    weights = [weight for weight in chunks[0].parameters() if weight.dim() == 2]
+    there = {weight.untyped_storage().data_ptr() for weight in weights}
+    there |= {weight.main_grad.untyped_storage().data_ptr() for weight in weights}
+    with NewTensors({weight.shape for weight in weights}, there) as made:
+        runs.forward_backward(sequences, loss, forward_only=False)
+    return {name: count for name, count in made.found.items() if count}, [bool(weight.main_grad.any()) for weight in weights]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_no_gradient_of_the_size_of_a_weight_is_made(tied: bool, ranks: RankPool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    ((made, got),) = ranks.run(1, new_tensors, tmp_path / "model", True)
+    # megatron-core's linear layers hand over a tensor that nobody fills
+    assert set(made) <= {"aten.empty.memory_format"}, made
+    assert all(got)
