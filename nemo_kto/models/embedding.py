@@ -31,18 +31,18 @@ class RowEmbedding(VocabParallelEmbedding):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table; zeros where a row is not here."""
+    """Rows of a table; zeros where a row is not here. To pick those that are here would wait for the device."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, rows_bs: Tensor, is_here_bs: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_VH, rows_bs[is_here_bs], is_here_bs)
+        ctx.save_for_backward(weight_VH, rows_bs, is_here_bs)
         ctx.main_grad_VH = main_grad_of(weight_VH)
-        return weight_VH[rows_bs].mul_(is_here_bs.unsqueeze(-1))
+        return weight_VH[rows_bs].masked_fill_(~is_here_bs.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        weight_VH, rows_T, is_here_bs = ctx.saved_tensors
-        grad_TH = grads[0][is_here_bs]
+        weight_VH, rows_bs, is_here_bs = ctx.saved_tensors
+        rows_T, grad_TH = rows_bs.flatten(), grads[0].masked_fill(~is_here_bs.unsqueeze(-1), 0.0).flatten(0, 1)
         if ctx.main_grad_VH is not None:
             ctx.main_grad_VH.index_add_(0, rows_T, grad_TH.to(ctx.main_grad_VH.dtype))
             return None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import time
@@ -128,6 +129,12 @@ class Stopwatch:
         return seconds
 
 
+@functools.cache
+def _copy_streams(gpu: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One up and one down, the same for every swap: memory is kept apart for each stream that was ever used."""
+    return torch.cuda.Stream(gpu), torch.cuda.Stream(gpu)
+
+
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
     """Swap the contents of tensors on the device with those of tensors on the host, pair by pair.
 
@@ -140,7 +147,7 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
             here.copy_(there)
             there.copy_(kept)
         return
-    now, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    now, (up, down) = torch.cuda.current_stream(), _copy_streams(torch.cuda.current_device())
     up.wait_stream(now)
     in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     for here, there in zip(on_device, on_host, strict=True):

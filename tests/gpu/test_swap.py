@@ -26,6 +26,17 @@ def test_a_swap_there_and_back_is_exact() -> None:
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
 
+def test_the_next_swaps_take_no_more_memory() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2**20, device=device.current_device())) for _ in range(4)]
+    held = SwappedWeights(parameters=parameters)
+    reserved = []
+    for _ in range(5):
+        with held.active():
+            pass
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved == reserved[:1] * 5
+
+
 def test_a_swap_needs_room_for_two_tensors() -> None:
     size, count = 4 * 2**20, 16  # 16 MiB each
     parameters = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for _ in range(count)]

@@ -230,7 +230,13 @@ def test_processes_end_with_a_program_of_any_kind_and_do_not_run_it(ending: sign
     output = tmp_path / "output"
     with output.open("wb") as file:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        program = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment, stdout=file, stderr=file)
+        program = subprocess.Popen(
+            [sys.executable, tmp_path / "program.py"],
+            env=environment,
+            stdout=file,
+            stderr=file,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in the background
+        )
     assert wait_for(lambda: len(output.read_text().split()) >= 3)
     workers = [int(word) for word in output.read_text().split()[1:3]]
     program.send_signal(ending)
