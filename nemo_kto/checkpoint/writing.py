@@ -53,14 +53,14 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self._writer: Any = None
         self._metadata: Any = None  # of the whole checkpoint, on rank 0
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Plan what this rank writes, collective."""
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *options: Any) -> AsyncRequest:
+        """Plan what this rank writes, collective. ``options``: megatron-core 0.19 has one, and 0.16 none."""
         if self.of_copies:
             for entry in nested_values(sharded_state_dict):
                 if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
                     entry.data = self._copied(entry)
             device.synchronize()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *options)
 
     def take_files(self) -> tuple[dict[str, Write], list[WriteResult]]:
         """What this rank has to write of the state that was planned.
