@@ -24,8 +24,9 @@ N ?= 200
 # Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
-# An installation prints nothing for minutes: this shows that it still runs.
-NOT_SILENT := echo 'installing (the first time this takes minutes)'; (while sleep 4 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
+# An installation prints nothing for minutes, and an environment takes seconds to create: this shows that they still run.
+STILL_RUNS := (while sleep 3 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
+NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUNS)
 # The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute or hangs or waits or rendezvous or run_lock)'
 
@@ -35,7 +36,7 @@ help:
 	@sed -n '1,5s/^# //p' Makefile
 
 $(VENV)/.made:
-	$(PYTHON) -m venv $(VENV)
+	$(STILL_RUNS) $(PYTHON) -m venv $(VENV)
 	touch $@
 
 # The first installation needs the constraints: without them pip would install another torch.
@@ -87,7 +88,7 @@ image-test: $(VENV)/.made
 	PYTHON=$(BIN)/python .ci/image $(BASE_IMAGE)
 
 $(VENV312)/.test: setup.py constraints-py312.txt
-	$(PYTHON312) -m venv $(VENV312)
+	$(STILL_RUNS) $(PYTHON312) -m venv $(VENV312)
 	$(NOT_SILENT) $(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
 	touch $@
 
