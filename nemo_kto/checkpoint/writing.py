@@ -49,16 +49,16 @@ class PlannedSave(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
         self.of_copies = False
-        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # by key and place in the whole tensor
+        self._copies: dict[int, torch.Tensor] = {}  # by the tensor's number in the state
         self._writer: Any = None
         self._metadata: Any = None  # of the whole checkpoint, on rank 0
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *options: Any) -> AsyncRequest:
         """Plan what this rank writes, collective. ``options``: megatron-core 0.19 has one, and 0.16 none."""
         if self.of_copies:
-            for entry in nested_values(sharded_state_dict):
+            for number, entry in enumerate(nested_values(sharded_state_dict)):
                 if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
-                    entry.data = self._copied(entry)
+                    entry.data = self._copied(number, entry.data)
             device.synchronize()
         return super().async_save(sharded_state_dict, checkpoint_dir, *options)
 
@@ -79,12 +79,11 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._writer.checkpoint_dir))
 
-    def _copied(self, entry: ShardedTensor) -> torch.Tensor:
+    def _copied(self, number: int, live: torch.Tensor) -> torch.Tensor:
         """On the host, in the memory of the last save: to get new memory takes longer than to copy into it."""
-        place = (entry.key, entry.global_offset)
-        live, copy = entry.data, self._copies.get(place)
+        copy = self._copies.get(number)
         if copy is None or copy.shape != live.shape or copy.dtype != live.dtype:
-            copy = self._copies[place] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+            copy = self._copies[number] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
         return copy.copy_(live, non_blocking=True)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Sequence[Any], *_: object) -> AsyncRequest:

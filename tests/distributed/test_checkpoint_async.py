@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,12 +10,14 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from nemo_kto.checkpoint import writing
 from nemo_kto.parallel import state
@@ -106,6 +109,46 @@ def test_a_checkpoint_has_the_values_of_its_step(
 
 
 Usage = namedtuple("Usage", "total used free")
+
+
+def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tuple[list[Any], list[str]]:
+    """Steps of the checkpoints that three saves and the end give, and names before the oldest one may be removed."""
+    state.init_distributed(layout=LAYOUT, seed=3)
+    trained = Trained(model, folder, async_save=True)
+    trained.manager.save_top_k = 0
+    trained.step()
+    may_go, remove, oldest = threading.Event(), writing.remove_folder, folder / "step_000001"
+
+    def remove_later(path: Path) -> None:
+        may_go.wait(10)  # a save that waits for this finds it removed
+        time.sleep(0.5)
+        remove(path)
+
+    def usage(path: Path) -> Usage:
+        may_go.set()
+        return Usage(10**12, 0, 0 if oldest.exists() else 10**12)
+
+    with mock.patch.object(writing, "remove_folder", remove_later):
+        given = [trained.manager.save({"step": step}, {}) for step in (1, 2)]
+        with mock.patch.object(shutil, "disk_usage", usage) if short_of_room else contextlib.nullcontext():
+            given.append(trained.manager.save({"step": 3}, {}))
+        torch.distributed.barrier()
+        names = sorted(os.listdir(folder))
+        torch.distributed.barrier()
+        may_go.set()
+        given.append(trained.manager.finish())
+    return [each and each.step for each in given], names
+
+
+@pytest.mark.parametrize("short_of_room", [False, True])
+def test_a_save_waits_for_a_removal_only_where_it_needs_the_room(
+    short_of_room: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    for given, names in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path / "run", short_of_room):
+        assert given == [None, 1, 2, 3], "a save gives the one before it"
+        left = [name for name in names if name != ".writing-step_000003"]
+        assert left == (["step_000002"] if short_of_room else ["step_000001", "step_000002"])
 
 
 def failures(model: Path, folder: Path) -> list[Any]:

@@ -98,7 +98,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
     build.train(cfg)
 
 
-def compare(
+def assert_same_steps(
     ranks: RankPool, policy: Path, reference: Path, folder: Path, *, loss: str, lr: float, tensor_parallel: int = 1
 ) -> None:
     pairs = [
@@ -139,7 +139,7 @@ def test_whole_steps(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
 ) -> None:
     policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
-    compare(ranks, policy, reference, tmp_path, loss=loss, lr=2e-4, tensor_parallel=tensor_parallel)
+    assert_same_steps(ranks, policy, reference, tmp_path, loss=loss, lr=2e-4, tensor_parallel=tensor_parallel)
 
 
 @pytest.mark.slow
@@ -157,4 +157,4 @@ def test_whole_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_path: P
                 parameter += 0.02 * parameter.std() * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "reference")
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "reference")
-    compare(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
+    assert_same_steps(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
