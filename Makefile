@@ -1,7 +1,8 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, test-slurm,
-# image-test, audit, bench, wheel, clean.
+# gpu (tests and benchmarks on a GPU), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of
+# TRL), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -21,6 +22,10 @@ REQUIREMENTS := setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
 N ?= 200
+# The quickstart's.
+MODEL ?= $(HOME)/.cache/nemo_kto/quickstart/SmolLM2-135M-Instruct
+# The newest TRL that `make gpu` compares with.
+TRL ?= 1.16.*
 # Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
@@ -30,10 +35,10 @@ NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUN
 # The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
 TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute or hangs or waits or rendezvous or run_lock)'
 
-.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos test-slurm image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos test-slurm gpu image-test audit lint bench wheel clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 $(VENV)/.made:
 	$(STILL_RUNS) $(PYTHON) -m venv $(VENV)
@@ -104,8 +109,15 @@ endif
 audit: $(VENV)/.made
 	$(BIN)/python .ci/audit constraints.txt constraints-py312.txt
 
+# Against TRL's KTOTrainer, as it is installed here and, where OTHER_TRL names the Python of another environment, as there.
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/kto_vs_trl.py
+	$(BIN)/python benchmarks/kto_vs_trl.py $(MODEL) $(if $(OTHER_TRL),--other-trl $(OTHER_TRL))
+
+# On a machine with a GPU, in less than 25 minutes besides installing; docs/gpu/README.md. In a container: make gpu PYTHON=python3
+gpu:
+	@$(PYTHON) benchmarks/gpu_report.py --check
+	$(NOT_SILENT) .ci/gpu-environment $(PYTHON) $(VENV) $(CONSTRAINTS) '$(TRL)'
+	$(BIN)/python benchmarks/gpu_report.py --trl-python $(VENV)-trl/bin/python
 
 wheel: $(VENV)/.made
 	rm -rf build  # or setuptools would ship the files of an earlier build

@@ -43,6 +43,8 @@ setup(
         "tqdm",
     ],
     extras_require={
+        # After torch, and with --no-build-isolation: where NVIDIA has no wheel for this torch, a part is compiled for it
+        # (docs/gpu/README.md).
         "gpu": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],

@@ -1,12 +1,21 @@
-"""One KTO step compared with TRL 1.5.1's KTOTrainer: seconds, memory, and a check that both computed the same.
+"""One KTO step compared with TRL's KTOTrainer: seconds, memory, and a check that all computed the same.
 
-    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--threads 2] [--only NAME ...]
+    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--rounds 1] [--threads 2] [--only NAME ...]
+                                    [--other-trl PYTHON]
 
-MODEL is a Hugging Face folder. Both train it in fp32 on the CPU with the same number of threads, on the same 8 examples
+MODEL is a Hugging Face folder. All train it in fp32 on the CPU with the same number of threads, on the same 8 examples
 of up to 384 tokens with the same KL examples, constant learning rate, Adam and clipping. Each trainer runs in a
-separate process, one after the other. The first step is not counted. The table shows loss and KL of the last step: if
-they agree, both computed the same steps. nemo_kto runs with three reference modes; with adapters it trains fewer
-weights, so its losses differ.
+separate process, one after the other, and again in each round; the medians are over all rounds. The first step of a
+process is not measured, and one more step is profiled: the share of matrix products is of the time of its operators. The
+table shows loss and KL of the last step: if they agree, all computed the same steps. nemo_kto runs with three reference
+modes; with adapters it trains fewer weights, so its losses differ.
+
+TRL is the one that is installed here. PYTHON is that of an environment with another version, which takes turns with it:
+
+    python3 -m venv OTHER && OTHER/bin/pip install torch==2.13.0 transformers==5.23.0 datasets trl==1.16.0
+    python benchmarks/kto_vs_trl.py MODEL --other-trl OTHER/bin/python
+
+Speeds are compared by CPU seconds, which other work on the machine changes less.
 
 ROWS.jsonl holds {"prompt": str, "completion": str, "label": bool}; without it rows of random words are generated,
 the same every time.
@@ -29,8 +38,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.algorithms.callbacks import Callback, Event
-
 NUM_ROWS, MAX_TOKENS = 8, 384
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
 OPTIMIZER = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
@@ -46,38 +53,61 @@ OURS = {
     "nemo_kto, LoRA": [*LORA, "model.reference.mode=adapter"],
     "nemo_kto, LoRA, reference cached": [*LORA, "model.reference.mode=cached"],
 }
-# Name of a run -> whether TRL uses gradient checkpointing, or the overrides of nemo_kto.
-RUNS: dict[str, Any] = {
-    "TRL, gradient checkpointing (its default)": True,
-    "TRL, no gradient checkpointing": False,
-    **OURS,
-}
+# Name of a run of TRL -> whether it uses gradient checkpointing.
+TRL = {"TRL, gradient checkpointing (its default)": True, "TRL, no gradient checkpointing": False}
+OTHER = "other "
+RUNS = [*TRL, *(OTHER + name for name in TRL), *OURS]
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 
 
 @dataclass
 class Clock:
-    """Wall and CPU seconds of each step, and the metrics of the steps."""
+    """Wall and CPU seconds of the measured steps, and the metrics of all: one comes before, and one is profiled after."""
 
+    measured: int
+    version: str = ""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     kls: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    products: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """How many a trainer must make."""
+        return self.measured + 2
 
     def start(self) -> None:
         """The first step starts."""
+        self._laps = 0
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def lap(self) -> None:
         """A step ends, and the next starts."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        self.seconds.append(wall - self._wall)
-        self.cpu_seconds.append(cpu - self._cpu)
-        self._wall, self._cpu = wall, cpu
+        import torch
 
-    def stop(self) -> None:
-        """The last step has ended; note the process's peak memory."""
-        self.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._laps += 1
+        if self._laps == self.steps:
+            self._profile.stop()
+            times = {event.key: event.self_cpu_time_total for event in self._profile.key_averages()}
+            self.products = sum(times.get(name, 0) for name in PRODUCTS) / sum(times.values())
+        elif self._laps > 1:
+            self.seconds.append(wall - self._wall)
+            self.cpu_seconds.append(cpu - self._cpu)
+        if self._laps == self.steps - 1:
+            self.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profile.start()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def add(self, other: Clock) -> None:
+        """Take the measurements of another round in."""
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+        self.products = max(self.products, other.products)
 
 
 def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -105,13 +135,14 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_checkpointing: bool, folder: str) -> Clock:
+def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_checkpointing: bool, folder: str) -> None:
     """Train with TRL's KTOTrainer; settings that are not given are its defaults."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.experimental.kto import KTOConfig, KTOTrainer
 
-    clock = Clock()
+    clock.version = trl.__version__
 
     class Watch(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -133,7 +164,7 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
             use_cpu=True,
             bf16=False,
             per_device_train_batch_size=NUM_ROWS,
-            max_steps=steps,
+            max_steps=clock.steps,
             max_length=MAX_TOKENS,
             gradient_checkpointing=gradient_checkpointing,
             beta=BETA,
@@ -150,16 +181,15 @@ def run_trl(model: Path, rows: list[dict[str, Any]], *, steps: int, gradient_che
             disable_tqdm=True,
         ),
         processing_class=AutoTokenizer.from_pretrained(model),
-        train_dataset=Dataset.from_list(rows * steps),
+        train_dataset=Dataset.from_list(rows * clock.steps),
         callbacks=[Watch()],
     )
     trainer.train()
-    clock.stop()
-    return clock
 
 
-def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: list[str], folder: str) -> Clock:
+def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides: list[str], folder: str) -> None:
     """Train with nemo_kto's KTOTrainer on one rank; settings that are not given are those of conf/gpt_kto.yaml."""
+    from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.checkpoint.cached_reference import CachedReference
     from nemo_kto.data.records import KTOExample
     from nemo_kto.launch import build, compose
@@ -169,7 +199,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
     cfg, problems = compose.to_config(
-        compose.load([*our_overrides(model, rows_file, steps=steps, folder=folder), *overrides])
+        compose.load([*our_overrides(model, rows_file, steps=clock.steps, folder=folder), *overrides])
     )
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
@@ -180,12 +210,19 @@ def run_ours(model: Path, rows: list[dict[str, Any]], *, steps: int, overrides: 
     in_order = trainer.train_dataloader.collate_fn(dataset)
     if isinstance(trainer.model.reference, CachedReference):  # these neighbours were not in its pass over the data
         trainer.model.reference.precompute([trainer.model.sequences(in_order)], trainer.model.engine)
-    clock = Clock()
-    trainer.train_dataloader = Repeated(in_order, steps)
-    trainer.callbacks = [Laps(clock)]
+
+    class Laps(Callback):
+        def on_fit_start(self, trainer: Any) -> None:
+            clock.start()
+
+        def on_train_step_end(self, trainer: Any, event: Event) -> None:
+            clock.lap()
+            clock.losses.append(event.metrics["loss"])
+            clock.kls.append(event.metrics["kl"])
+
+    trainer.train_dataloader = Repeated(in_order, clock.steps)
+    trainer.callbacks = [Laps()]
     trainer.fit()
-    clock.stop()
-    return clock
 
 
 class Repeated:
@@ -202,21 +239,6 @@ class Repeated:
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.batch] * self.count)
-
-
-class Laps(Callback):
-    """Measures a run."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_fit_start(self, trainer: Any) -> None:
-        self.clock.start()
-
-    def on_train_step_end(self, trainer: Any, event: Event) -> None:
-        self.clock.lap()
-        self.clock.losses.append(event.metrics["loss"])
-        self.clock.kls.append(event.metrics["kl"])
 
 
 def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[str]:
@@ -262,13 +284,13 @@ def work(arguments: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    rows = rows_to_use(arguments)
+    rows, clock = rows_to_use(arguments), Clock(measured=arguments.steps)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"steps": arguments.steps + 1, "folder": folder}
         if arguments.work in OURS:
-            clock = run_ours(arguments.model, rows, overrides=OURS[arguments.work], **options)
+            run_ours(arguments.model, rows, clock, overrides=OURS[arguments.work], folder=folder)
         else:
-            clock = run_trl(arguments.model, rows, gradient_checkpointing=RUNS[arguments.work], **options)
+            checkpointing = TRL[arguments.work.removeprefix(OTHER)]
+            run_trl(arguments.model, rows, clock, gradient_checkpointing=checkpointing, folder=folder)
     arguments.result.write_text(json.dumps(asdict(clock)))
 
 
@@ -276,13 +298,14 @@ def table(results: dict[str, Clock]) -> str:
     """The results as a Markdown table; speed-ups and memory ratios are relative to the first run."""
     first = next(iter(results.values()))
     lines = [
-        "| trainer | s / step | CPU s / step | times TRL's speed | peak memory | of TRL's | loss | KL |",
-        "|---|---|---|---|---|---|---|---|",
+        "| trainer | s / step | CPU s / step | times TRL's speed | matrix products | peak memory | of TRL's | loss | KL |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, clock in results.items():
-        seconds, base = statistics.median(clock.seconds[1:]), statistics.median(first.seconds[1:])
+        label = name.removeprefix(OTHER).replace("TRL", f"TRL {clock.version}")
+        cpu, base = statistics.median(clock.cpu_seconds), statistics.median(first.cpu_seconds)
         lines.append(
-            f"| {name} | {seconds:.2f} | {statistics.median(clock.cpu_seconds[1:]):.2f} | {base / seconds:.2f} "
+            f"| {label} | {statistics.median(clock.seconds):.2f} | {cpu:.2f} | {base / cpu:.2f} | {clock.products:.0%} "
             f"| {clock.peak_bytes / 1e9:.2f} GB | {clock.peak_bytes / first.peak_bytes:.2f} "
             f"| {clock.losses[-1]:.8f} | {clock.kls[-1]:.6f} |"
         )
@@ -294,9 +317,32 @@ def cost_of_the_reference(results: dict[str, Clock]) -> str:
     swapped, cached = (results.get(f"nemo_kto, reference {mode}") for mode in ("swapped", "cached"))
     if swapped is None or cached is None:
         return ""
-    wall = statistics.median(cached.seconds[1:]) / statistics.median(swapped.seconds[1:])
-    cpu = statistics.median(cached.cpu_seconds[1:]) / statistics.median(swapped.cpu_seconds[1:])
+    wall = statistics.median(cached.seconds) / statistics.median(swapped.seconds)
+    cpu = statistics.median(cached.cpu_seconds) / statistics.median(swapped.cpu_seconds)
     return f"\nA step with cached reference log-probs takes {wall:.2f} of a step that swaps ({cpu:.2f} in CPU seconds)."
+
+
+def run_in_turn(arguments: argparse.Namespace, names: list[str]) -> dict[str, Clock]:
+    """Each trainer in a process of its own, round after round."""
+    results: dict[str, Clock] = {}
+    quiet = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    quiet.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits for the other sleeps, and counts no CPU seconds
+    with tempfile.TemporaryDirectory() as folder:
+        rows_file, result = Path(folder) / "rows.jsonl", Path(folder) / "result.json"
+        rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows_to_use(arguments)))
+        options = {"rows": rows_file, "steps": arguments.steps, "threads": arguments.threads, "result": result}
+        flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+        for name in names * arguments.rounds:
+            python = arguments.other_trl if name.startswith(OTHER) else sys.executable
+            command = [python, "-W", "ignore", __file__, str(arguments.model), *flags, "--work", name]
+            subprocess.run(command, check=True, env=quiet, stdout=sys.stderr)
+            clock = Clock(**json.loads(result.read_text()))
+            print(f"{name}: {statistics.median(clock.cpu_seconds):.2f} CPU seconds", file=sys.stderr)
+            if name in results:
+                results[name].add(clock)
+            else:
+                results[name] = clock
+    return results
 
 
 def main() -> None:
@@ -305,37 +351,21 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--steps", type=int, default=3, help="steps that are measured, after one that is not")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each trainer has its turn")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=RUNS, action="append", help="run this one; may be given more than once")
+    parser.add_argument("--other-trl", metavar="PYTHON", help="of an environment with another version of TRL")
     parser.add_argument("--work", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         return work(arguments)
-
-    results = {}
-    quiet = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        rows_file = Path(folder) / "rows.jsonl"
-        rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows_to_use(arguments)))
-        for name in arguments.only or RUNS:
-            result = Path(folder) / "result.json"
-            options = {
-                "rows": rows_file,
-                "steps": arguments.steps,
-                "threads": arguments.threads,
-                "work": name,
-                "result": result,
-            }
-            flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
-            subprocess.run(
-                [sys.executable, "-W", "ignore", __file__, str(arguments.model), *flags],
-                check=True,
-                env=quiet,
-                stdout=sys.stderr,
-            )
-            results[name] = Clock(**json.loads(result.read_text()))
-    print(f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads, {arguments.steps} steps\n")
+    names = arguments.only or [name for name in RUNS if arguments.other_trl or not name.startswith(OTHER)]
+    if not arguments.other_trl and any(name.startswith(OTHER) for name in names):
+        parser.error("other TRL needs --other-trl PYTHON")
+    results = run_in_turn(arguments, names)
+    told = f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads"
+    print(f"{told}, medians of {arguments.steps * arguments.rounds} steps\n")
     print(table(results))
     print(cost_of_the_reference(results))
     return None

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.parallel import device
 from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -35,8 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
-    """Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the device, before a test asks for it: the GPU only where nothing but tests/gpu is to run.
+
+    Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
+    """
+    named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
+    if not all(path.resolve().is_relative_to(REPOSITORY / "tests" / "gpu") for path in named):
+        device.force_cpu()
     gc.disable()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.utils import unwrap_model
@@ -12,9 +12,11 @@ from nemo_kto.checkpoint.safetensors_files import Shapes
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
+from nemo_kto.models.lora import is_adapter
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
+from nemo_kto.parallel.overlap import finish_gathers
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
 _ENGINE_NAMES = {
@@ -78,7 +80,7 @@ def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) ->
     ]
 
 
-def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Iterator[Weight]:
+def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[Weight]:
     """Every parameter of this rank's chunks, with its mapping. Adapters are not weights of the model.
 
     Raises:
@@ -94,7 +96,7 @@ def rank_weights(chunks: Iterable[nn.Module], architecture: Architecture) -> Ite
             raise KeyError(f"the table of {architecture.family.name} has no mapping for the parameter {name}")
 
 
-def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
+def rank_adapters(chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
     """The adapters of this rank's chunks, with their mappings under PEFT's names."""
     mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
     for name, layer, parameter in _parameters(chunks):
@@ -102,8 +104,9 @@ def rank_adapters(chunks: Iterable[nn.Module], architecture: Architecture, setti
             yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
 
 
-def _parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:
+def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:
     """Name, as the tables have it, layer and parameter."""
+    finish_gathers(chunks)
     for chunk in chunks:
         gpt: HiddenStateGPT = unwrap_model(chunk)
         for name, parameter in gpt.named_parameters():

@@ -15,6 +15,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.reference import SwappedWeights
+from nemo_kto.parallel.overlap import finish_gathers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,17 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
 
 
 def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
-    """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on."""
+    """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on.
+
+    Weights and nothing else, so that it is the same whether layers are megatron-core's or Transformer Engine's: what these
+    note of fp8 besides, which is not used here, is left out.
+    """
+    finish_gathers(chunks)
     # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
     metadata = {"non_homogeneous_layers": True} if adapters else None
     states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
     return {
-        f"model{number}": {name: value for name, value in state.items() if is_adapter(name) == adapters}
+        f"model{number}": {name: value for name, value in state.items() if is_adapter(name) == adapters and _is_weight(name)}
         for number, state in enumerate(states)
     }
 
@@ -89,7 +95,7 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
     for number, chunk in enumerate(chunks):
         state = loaded.get(f"model{number}", {})  # a stage without adapters has none
         missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
-        missing = [name for name in missing if is_adapter(name) == adapters]
+        missing = [name for name in missing if is_adapter(name) == adapters and _is_weight(name)]
         if missing or unexpected:
             raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
 
@@ -126,6 +132,11 @@ def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> I
     for chunk in chunks:
         named = unwrap_model(chunk).named_parameters()
         yield {name: values_of[id(parameter)] for name, parameter in named if id(parameter) in values_of}
+
+
+def _is_weight(name: str) -> bool:
+    """False for what layers of Transformer Engine, and megatron-core's for their sake, add to a state_dict (for fp8)."""
+    return not name.endswith("._extra_state")
 
 
 def _described(settings: LoRASettings | None) -> str:

@@ -1,7 +1,9 @@
-"""The optimizer's state in and out of a checkpoint, where megatron-core needs help with torch's Adam.
+"""The optimizer's state in and out of a checkpoint, where megatron-core needs help with the counters of Adam.
 
-Without Transformer Engine and apex the optimizer is torch's AdamW, which counts its steps in a tensor a parameter. Those
-counters are not weights and go their own way here: one number, saved and put back.
+torch's AdamW counts its steps in a tensor of each parameter's state, the fused Adam of Transformer Engine (v2.9,
+pytorch/optimizers/fused_adam.py) and apex's in a number of each group, ``group["step"]``; Transformer Engine's refuses a
+state that has more than moments and main weights. So the counter goes its own way here: one number, saved by any of them
+and put back in the form of the one that loads. The moments have the same names everywhere.
 """
 
 from __future__ import annotations
@@ -37,12 +39,6 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
                 stack.enter_context(_counter_of_nothing(part.optimizer, step))
                 stack.enter_context(_in_slices(part))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
-    for form in [sharded] if len(parts) == 1 else [sharded[number] for number in range(len(parts))]:
-        inner = form.get("optimizer", form)
-        if "state" in inner and step:
-            inner["state"]["common_step"] = torch.tensor(float(step))  # rank 0's is the one that is kept
-        for group in inner["param_groups"] if step else ():
-            group.setdefault("step", step)
     return {"optimizer": sharded, "adam_step": step}
 
 
@@ -56,13 +52,15 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
     for part, its_state in zip(parts, states, strict=True):
         # megatron-core would look for Adam's counters among the saved tensors, so these are loaded without them
         tensors = its_state.pop("param_state", None)
-        _take_over_settings(its_state.get("optimizer", its_state)["param_groups"], part.param_groups)
+        inner = its_state.get("optimizer", its_state)
+        _take_over_settings(inner["param_groups"], part.param_groups)
+        _put_back_counters(inner, loaded["adam_step"], of_torch=_is_torchs(part))
         part.load_state_dict(its_state)
         if tensors is not None:
             for kept in part.optimizer.state.values():
                 kept.pop("step", None)
             load_slices(part, tensors)
-        if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one too
+        if _is_torchs(part):
             for kept in part.optimizer.state.values():
                 # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
                 kept["step"] = torch.tensor(float(loaded["adam_step"]))
@@ -82,6 +80,16 @@ def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mappin
         group.update(settings[kind(group)])
 
 
+def _put_back_counters(state: StateDict, step: int, *, of_torch: bool) -> None:
+    """Give a state that is about to be loaded the number of steps, where the optimizer that loads it looks for it."""
+    for group in state["param_groups"]:
+        group["step"] = step
+    if "state" in state:  # megatron-core spreads this one over the parameters
+        state["state"].pop("common_step", None)
+        if of_torch:
+            state["state"]["common_step"] = torch.tensor(float(step))
+
+
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
     """True if the state is spread over the data-parallel ranks: it is then stored in another form."""
     return any(hasattr(part, "load_parameter_state_from_fully_reshardable") for part in _parts(optimizer))
@@ -91,6 +99,10 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def _is_torchs(part: MegatronOptimizer) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one too
+
+
 def _adam_step(optimizer: MegatronOptimizer) -> int:
     """Steps that Adam has counted: torch's a parameter, others a group.
 
@@ -98,8 +110,7 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
     """
     mine = 0
     for part in _parts(optimizer):
-        is_torchs = isinstance(part.optimizer, torch.optim.Adam)
-        counted = part.optimizer.state.values() if is_torchs else part.optimizer.param_groups
+        counted = part.optimizer.state.values() if _is_torchs(part) else part.optimizer.param_groups
         mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
     box = torch.tensor(mine, device=device.current_device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)

@@ -31,7 +31,6 @@ def build_dataloader(
     size: int,
     take: Callable[..., Share],
     num_workers: int = 0,
-    pin_memory: bool = False,
 ) -> DataLoader[Share]:
     """A loader that yields examples rank, rank + size, ... of each global batch of ``sampler``.
 
@@ -45,7 +44,6 @@ def build_dataloader(
         take: (global batch, kept=numbers of this rank) -> what is yielded: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
         num_workers: processes that read ahead; the batches are the same for any number.
-        pin_memory: put the tensors into page-locked memory.
 
     Raises:
         ValueError: ``rank`` is not one of ``size``.
@@ -58,7 +56,6 @@ def build_dataloader(
         collate_fn=partial(_take, take=take, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        pin_memory=pin_memory,
         worker_init_fn=_ignore_stop_signals,
         # Without one of its own, every iteration draws from torch's global generator, and a resumed run (which
         # iterates less often) would get other random numbers than the run it continues.

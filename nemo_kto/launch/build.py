@@ -6,6 +6,7 @@ Configuration objects stop here and in the recipes; everything below takes plain
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
+from nemo_kto.launch.plan_run import Machines, check_memory, these_machines
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config, redacted
 from nemo_kto.launch.resume import Resumption, look_for_run
@@ -65,6 +67,7 @@ def train(cfg: RunConfig) -> None:
 def _train(cfg: RunConfig) -> None:
     """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
+    state.raise_together(state.attempt(lambda: check_memory(cfg, _machines(cfg))), "{}")
     with watchdog.phase("preparing data"):
         start = prepare(cfg)
     if start.run.finished is not None:
@@ -91,6 +94,13 @@ def _train(cfg: RunConfig) -> None:
         with watchdog.phase("export"):
             finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()
+
+
+def _machines(cfg: RunConfig) -> Machines:
+    """What the ranks have that are there, each asked on its own machine."""
+    count = state.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, count // cfg.trainer.num_nodes)))
+    return these_machines(cfg, ranks=count, local=local, timed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +274,7 @@ def build_callbacks(
     meter = ThroughputMeter(
         world_size=state.world_size(),
         peak_memory=device.peak_memory_bytes,
-        peak_flops=device_peak_flops(device.current_device(), DTYPES[cfg.trainer.precision]),
+        peak_flops=device_peak_flops(device.current_device(), DTYPES[cfg.trainer.precision], name=device.device_name()),
     )
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():

@@ -18,7 +18,7 @@ from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.launch.build_rows import collate_settings, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.parallel import device, state
+from nemo_kto.parallel import state
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,5 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
         size=parallel_state.get_data_parallel_world_size(),
         take=take,
         num_workers=cfg.model.data.num_workers,
-        pin_memory=device.on_gpu(),
     )
     return loader

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.adapter_files import is_our_adapter
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.checkpoint.choose import newest_checkpoint
@@ -22,13 +22,14 @@ from nemo_kto.checkpoint.huggingface import check_weights, export, export_bytes,
 from nemo_kto.checkpoint.safetensors_files import is_our_model
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
-from nemo_kto.launch.schema import GPTConfig, PeftConfig
+from nemo_kto.launch.choices import adapter_settings
+from nemo_kto.launch.schema import GPTConfig, OptimConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
-from nemo_kto.parallel import state
+from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 
 logger = logging.getLogger(__name__)
@@ -87,20 +88,29 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         recompute_granularity=cfg.activations_checkpoint_granularity,
         recompute_method=cfg.activations_checkpoint_method,
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
+        recompute_modules=cfg.recompute_modules,
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
-        adaptable=adapters is not None,
     )
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=cfg.seed)
     policy = Policy(
         source=source,
         architecture=architecture,
-        chunks=wrap_data_parallel([gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer),
+        chunks=wrap_data_parallel(
+            [gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlaps(cfg.optim)
+        ),
         adapters=adapters,
         adapter_folder=cfg.peft.restore_from_path,
     )
     load_policy_weights(policy)
     return policy
+
+
+def overlaps(optim: OptimConfig) -> bool:
+    """Whether data-parallel ranks communicate while they compute."""
+    if optim.overlap is None:
+        return device.on_gpu() and parallel_state.get_data_parallel_world_size() > 1
+    return optim.overlap
 
 
 def load_policy_weights(policy: Policy) -> None:
@@ -114,22 +124,6 @@ def load_policy_weights(policy: Policy) -> None:
         load_adapter(policy.chunks, policy.architecture, policy.adapter_folder)
     elif policy.start.adapters is not None:
         load_weights_only(policy.source, policy.chunks)
-
-
-def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
-    """What is to be adapted; adapters that are there already say it themselves."""
-    if cfg.peft_scheme == "none":
-        return None
-    tuning = cfg.lora_tuning
-    if cfg.restore_from_path is not None:
-        return replace(read_adapter_settings(cfg.restore_from_path), dropout=tuning.adapter_dropout)
-    return LoRASettings(
-        rank=tuning.adapter_dim,
-        alpha=tuning.alpha,
-        dropout=tuning.adapter_dropout,
-        target_modules=tuple(tuning.target_modules),
-        layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
-    )
 
 
 def load_base_weights(policy: Policy, source: Path) -> None:
@@ -197,7 +191,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before anything is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
-    gpt = build_gpt(architecture, params_dtype=dtype, adaptable=adapters is not None)
+    gpt = build_gpt(architecture, params_dtype=dtype)
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
     policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)

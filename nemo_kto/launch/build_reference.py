@@ -19,6 +19,7 @@ from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.checkpoint.sources import ModelSource, find_source
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, load_base_weights, load_policy_weights
+from nemo_kto.launch.choices import choose_mode
 from nemo_kto.launch.leave import leave
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
@@ -27,6 +28,7 @@ from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters_
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, signals, state
+from nemo_kto.parallel.overlap import finish_gathers
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
@@ -36,20 +38,6 @@ class ReferenceSetup(NamedTuple):
 
     policy: ReferencePolicy | None
     synced_weights: SwappedWeights | None = None
-
-
-def choose_mode(cfg: RunConfig) -> tuple[str, str]:
-    """How the reference is held (swap, adapter, cached or none), and why."""
-    settings = cfg.model.reference
-    if not cfg.loss.record.needs_reference:
-        return "none", f"{cfg.loss.preference_loss} needs no reference"
-    if settings.mode != "auto":
-        return settings.mode, "set by the user"
-    if settings.sync_interval:
-        return "swap", "it is synced with the policy, so that its log-probs change"
-    if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
-        return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
-    return "cached", "it does not change: one pass over the data serves this run, its validations and later runs"
 
 
 def build_reference(
@@ -109,7 +97,6 @@ def load_model(policy: Policy, other: ModelSource) -> None:
             pipeline_parallel=gpt.config.pipeline_model_parallel_size,
             pre_process=False,  # nothing outside of the layers is adapted
             post_process=False,
-            adaptable=True,
             empty=True,
         )
         add_adapters(carrier, settings, architecture=policy.architecture, seed=0)
@@ -138,7 +125,8 @@ def _hold(
     weights_of = [weight for chunk in policy.chunks for weight in chunk.parameters()]
     parameters = [weight for weight in weights_of if other is not None or weight.requires_grad]
     moves = cfg.model.reference.sync_interval > 0
-    weights = SwappedWeights(parameters=parameters, moves=moves, phase=timers.phase)
+    gathers = partial(finish_gathers, policy.chunks)
+    weights = SwappedWeights(parameters=parameters, finish_gathers=gathers, moves=moves, phase=timers.phase)
     return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
 
 

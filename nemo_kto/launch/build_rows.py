@@ -13,7 +13,9 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.parallel import device
 
-_GPU_TOKENS = 8192  # of a micro-batch; with few, time goes into launches and the accumulation of gradients
+# Tokens of a micro-batch: with few, time goes into launches and the accumulation of gradients. A CPU launches nothing, and
+# with more, sequences of unlike length share a micro-batch: padding then costs what is won.
+_GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
@@ -50,13 +52,15 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict
     }
 
 
-def micro_batch_limits(cfg: RunConfig) -> MicroBatchLimits:
-    """What is asked for, or what suits the device."""
-    model = cfg.model
-    multiple = width_multiple(tensor_parallel=model.tensor_model_parallel_size, sequence_parallel=model.sequence_parallel)
+def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBatchLimits:
+    """What is asked for, or what suits the device: that of this rank, or what a plan is made for."""
+    model, on_gpu = cfg.model, device.on_gpu() if on_gpu is None else on_gpu
+    multiple = width_multiple(
+        tensor_parallel=model.tensor_model_parallel_size, sequence_parallel=model.sequence_parallel, on_gpu=on_gpu
+    )
     prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
     if prompts is None and tokens is None:
-        prompts, tokens = (None, _GPU_TOKENS) if device.on_gpu() else (1, None)
+        tokens = _GPU_TOKENS if on_gpu else _CPU_TOKENS
     return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple)
 
 

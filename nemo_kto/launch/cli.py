@@ -1,4 +1,4 @@
-"""The commands: `nemo-kto kto`, `dpo`, `export`, `checkpoint`, `data preview` and `data check`, and what examples/ calls.
+"""The commands: `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint` and `data preview|check`, and what examples/ calls.
 
 A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
 starts its own, or runs here as the one rank there is.
@@ -24,7 +24,8 @@ from nemo_kto.launch.entry import look_at_checkpoints
 from nemo_kto.launch.job import Job, refuse_mistakes
 from nemo_kto.launch.keys import as_text
 from nemo_kto.launch.migration import forced
-from nemo_kto.parallel import ranks, signals
+from nemo_kto.launch.redaction import redacted
+from nemo_kto.parallel import device, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
@@ -40,6 +41,9 @@ nemo-kto: aligns large language models on feedback, on one processor or many GPU
 {commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto plan {names} [KEY=VALUE ...] [--gpus N] [--memory GB]
+      Say what a run needs, which layouts fit, and how fast it may be; nothing is loaded.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a jsonl file as the model sees them.
@@ -95,6 +99,8 @@ def _run(arguments: Sequence[str]) -> None:
         train(RECIPES[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
+    elif command == "plan":
+        _plan(arguments[1:])
     elif command == "checkpoint":
         look_at_checkpoints(list(arguments[1:]))
     elif arguments[:1] == ["data"] and arguments[1:2] in (["preview"], ["check"]):
@@ -104,7 +110,7 @@ def _run(arguments: Sequence[str]) -> None:
     elif command in ("--help", "-h", "help"):
         print(_usage(), end="")
     else:
-        known = f"{', '.join(RECIPES)}, export, checkpoint, data preview or data check"
+        known = f"{', '.join(RECIPES)}, plan, export, checkpoint, data preview or data check"
         command = " ".join(arguments[: 1 + (command == "data")])
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
@@ -125,10 +131,11 @@ def _export(argv: Sequence[str]) -> None:
     if not os.path.isdir(arguments.checkpoint):
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     set_up_logging(rank=0)
-    from nemo_kto.launch.build_policy import export_checkpoint
-
-    take_over()
+    device.force_cpu()  # it computes nothing, and a model may be larger than a GPU
     try:
+        from nemo_kto.launch.build_policy import export_checkpoint
+
+        take_over()
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
     except UserError as error:
         ranks.fail(error, world=None)
@@ -143,6 +150,18 @@ def _data(name: str, argv: Sequence[str]) -> None:
         sys.exit(ranks.USAGE_ERROR)
     finally:
         gc.enable()
+
+
+def _plan(argv: Sequence[str]) -> None:
+    gc.disable()  # as above
+    set_up_logging(rank=0)
+    from nemo_kto.launch.plan import main as plan
+
+    try:
+        sys.exit(plan(argv))
+    except UserError as error:
+        print(f"nemo-kto plan: {redacted(str(error))}", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:

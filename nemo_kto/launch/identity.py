@@ -20,7 +20,7 @@ from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_fil
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.sources import find_source
 from nemo_kto.launch.build_data import RunData
-from nemo_kto.launch.build_policy import adapter_settings
+from nemo_kto.launch.choices import adapter_settings
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.recipes.words import echo
@@ -64,6 +64,7 @@ MAY_CHANGE = (
             *("model.micro_batch_size", "model.micro_batch_tokens", "model.NAME.log_prob_forward_micro_batch_size"),
             "model.logprob_chunk_size",
             *(f"model.activations_checkpoint_{part}" for part in ("granularity", "method", "num_layers")),
+            *("model.recompute_modules", "model.optim.overlap"),
             *("model.fp8", "model.data.num_workers", "model.data.preprocess_workers", "trainer.timeout_minutes"),
         ),
         "speed and memory",

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
+from nemo_kto.launch.packages import check_transformer_engine
 from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
@@ -87,7 +88,7 @@ class Job:
         for mistake in unused if self.world is None or self.world.rank == 0 else ():
             print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
         if cfg.trainer.accelerator == "cpu":
-            os.environ["NEMO_KTO_FORCE_CPU"] = "1"
+            device.force_cpu()
         count = local_ranks(cfg.trainer, _gpus(cfg))
         if self.world is None and count > 1:
             own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
@@ -127,6 +128,7 @@ class Job:
     def _import_and_train(self, cfg: RunConfig) -> None:
         # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
         gc.disable()
+        check_transformer_engine()
         from nemo_kto.launch import build
 
         gc.freeze()

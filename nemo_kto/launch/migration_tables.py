@@ -102,12 +102,8 @@ ALIGNER = (
     AlignerKey("model.peft.lora_tuning.weight_tying", "every layer has adapters of its own", agrees=(False,)),
     AlignerKey("model.peft.lora_tuning.position_embedding_strategy", "it is for weight_tying", agrees=(None,)),
     AlignerKey("model.optim.bucket_cap_mb", "megatron-core chooses the size of its buckets", agrees=(200,), ignored=True),
-    AlignerKey(
-        "model.optim.overlap_grad_sync", "gradients are summed after the backward pass", agrees=(False,), ignored=True
-    ),
-    AlignerKey(
-        "model.optim.overlap_param_sync", "weights are gathered after the optimizer's step", agrees=(False,), ignored=True
-    ),
+    AlignerKey("model.optim.overlap_grad_sync", "model.optim.overlap says it", agrees=(False,), ignored=True),
+    AlignerKey("model.optim.overlap_param_sync", "model.optim.overlap says it", agrees=(False,), ignored=True),
     AlignerKey(
         "model.optim.contiguous_grad_buffer", "gradients always lie in one buffer", agrees=(True,), ignored=True
     ),
@@ -245,6 +241,7 @@ _MEGATRON = {
     "clip_grad": f"{_LOOP}.gradient_clip_val",
     "recompute_granularity": "model.activations_checkpoint_granularity",
     "recompute_method": "model.activations_checkpoint_method",
+    "recompute_modules": "model.recompute_modules",
     "recompute_num_layers": "model.activations_checkpoint_num_layers",
     "data_path": "model.data.data_prefix",
     "split": "model.data.splits_string",
@@ -305,7 +302,6 @@ WITHOUT = {
     "f_alpha_divergence_coef": "the losses have the reverse KL divergence",
     "use_weighting": "no loss weighs pairs by their probability",
     "loss_weights": "one loss is trained with at a time, and an SFT loss beside it",
-    "discopop_tau": "DiscoPOP is not among the losses",
     "disable_dropout": "only adapters have dropout",
     "padding_free": "sequences are sorted by length, so that there is little padding",
     "pad_to_multiple_of": "rows are padded to what the layout needs",

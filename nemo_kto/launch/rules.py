@@ -66,10 +66,12 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
     if trainer.accelerator == "gpu" and not gpus:
         yield ConfigError("trainer.accelerator", "must be cpu or auto on a machine without GPUs that torch can use, got gpu")
     # Under srun --gpus-per-task=1 a rank sees its own GPU and not those of the machine's other ranks.
-    sees_its_own = world is not None and gpus == 1
-    if isinstance(devices, int) and gpus and devices > gpus and not sees_its_own:
+    sees_its_own = world is not None and gpus == 1 and not world.sees_same
+    here = devices if isinstance(devices, int) else world.local_size if world is not None else None
+    if gpus and here is not None and here > gpus and not sees_its_own:  # NCCL refuses two ranks on one GPU, much later
+        number = "one GPU" if gpus == 1 else f"{gpus} GPUs"
         remedy = "use fewer ranks, or trainer.accelerator=cpu"
-        yield ConfigError("trainer.devices", f"must be at most the {gpus} GPUs of this machine, got {devices}; {remedy}")
+        yield ConfigError("trainer.devices", f"must be at most the {number} of this machine, got {here}; {remedy}")
 
 
 def _callbacks(cfg: RunConfig) -> Errors:
@@ -160,6 +162,9 @@ def _recompute(cfg: RunConfig) -> Errors:
         if granularity != "full" and value is not None:
             text = f"must be null unless {prefix}_granularity=full, got {value}; set one or the other"
             yield ConfigError(f"{prefix}_{name}", text, reads)
+    if model.recompute_modules is not None and granularity != "selective":
+        text = f"must be null unless {prefix}_granularity=selective, got {', '.join(model.recompute_modules)}"
+        yield ConfigError("model.recompute_modules", f"{text}; set one or the other", reads)
 
 
 def _learning_rate(cfg: RunConfig) -> Errors:

@@ -48,6 +48,9 @@ Splits = Annotated[
     Name,
     check(reads(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
 ]
+RecomputeModules = Annotated[
+    list[Annotated[str, one_of(("mlp", "core_attn"))]], check(bool, "not be empty", "null recomputes the MLP")
+]
 LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
@@ -182,6 +185,7 @@ class OptimConfig(Section):
     betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]")]
     eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
     use_distributed_optimizer: bool
+    overlap: bool | None
     sched: ScheduleConfig
 
 
@@ -231,6 +235,7 @@ class GPTConfig(Section):
     activations_checkpoint_granularity: Literal["selective", "full"] | None
     activations_checkpoint_method: Literal["uniform", "block"] | None
     activations_checkpoint_num_layers: Count | None
+    recompute_modules: RecomputeModules | None
     logprob_chunk_size: Count
     reference: ReferenceConfig
     peft: PeftConfig

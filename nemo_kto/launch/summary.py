@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -15,10 +16,13 @@ from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy
-from nemo_kto.launch.build_reference import choose_mode, find_other
+from nemo_kto.launch.build_reference import find_other
 from nemo_kto.launch.build_rows import micro_batch_limits
+from nemo_kto.launch.choices import choose_mode
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device, state
+from nemo_kto.parallel.kernels import MAX_CONNECTIONS, slow_paths
+from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
 
@@ -55,6 +59,7 @@ def say_start(
         precision=f"{cfg.trainer.precision} ({why_precision})",
         reference=f"{mode} ({why})" + ("" if other is None or mode == "none" else f", {other}"),
         folder=cfg.exp_manager.explicit_log_dir,
+        slow_paths=slow_paths(DTYPES[cfg.trainer.precision], tensor_parallel=cfg.model.tensor_model_parallel_size),
     )
     print(start, flush=True)
 
@@ -118,7 +123,8 @@ def _rows(unit: str, counts: SplitCounts) -> SplitRows:
 
 def _device() -> str:
     if device.on_gpu():
-        return device.device_name()
+        connections = os.environ.get(MAX_CONNECTIONS)
+        return f"{device.device_name()}, {MAX_CONNECTIONS}={connections}"
     threads = torch.get_num_threads()
     return f"CPU, {device.device_name()}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
 

@@ -22,10 +22,13 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
+from nemo_kto.losses.anchored import apo_down_losses, apo_zero_losses, bco_pair_losses, nca_pair_losses, sppo_hard_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
 
 LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
+SmallProbability = Annotated[float, Gt(0), Lt(0.5)]
+Temperature = Annotated[float, Gt(0)]
 RewardScale = Annotated[float, Gt(0)]
 
 
@@ -118,6 +121,52 @@ def rpo_fwd_kl_losses(
     return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
 
 
+def robust_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+) -> Tensor:
+    """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased where e of the pairs have the wrong order.
+
+        (- (1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+
+    Its mean over flipped pairs is the DPO loss of the pairs in their right order. A single loss may be below 0.
+
+    Args:
+        label_smoothing: e, in [0, 0.5).
+    """
+    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    unbiased_P = label_smoothing * F.logsigmoid(-logits_P) - (1 - label_smoothing) * F.logsigmoid(logits_P)
+    return unbiased_P / (1 - 2 * label_smoothing)
+
+
+def exo_pair_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, exo_label_smoothing: SmallProbability = 1e-3
+) -> Tensor:
+    """EXO for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16): KL(Bernoulli(sigmoid(beta h)) || Bernoulli(1 - e)).
+
+    Args:
+        exo_label_smoothing: e, the probability that the rejected answer is the better one; in (0, 0.5).
+    """
+    preference = torch.logit(torch.tensor(1 - exo_label_smoothing, dtype=torch.float64)).to(chosen_logratios_P)
+    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), preference)
+
+
+def discopop_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, discopop_tau: Temperature = 0.05
+) -> Tensor:
+    """DiscoPOP, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
+
+        (1 - m) (- log sigmoid(beta h)) + m exp(-beta h),    m = sigmoid(beta h / tau)
+
+    Args:
+        discopop_tau: tau, the temperature of the blend.
+    """
+    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    modulation_P = logits_P / discopop_tau
+    logistic_P = -F.logsigmoid(logits_P) * torch.sigmoid(-modulation_P)
+    # one exponential: for large negative logits the two factors are infinity and 0
+    return logistic_P + torch.exp(F.logsigmoid(modulation_P) - logits_P)
+
+
 def simpo_losses(
     chosen_logratios_P: Tensor,
     rejected_logratios_P: Tensor,
@@ -169,6 +218,14 @@ LOSSES = {
     "dpo": Loss(function=dpo_losses),
     "ipo": Loss(function=ipo_losses),
     "hinge": Loss(function=hinge_losses),
+    "robust": Loss(function=robust_losses),
+    "exo_pair": Loss(function=exo_pair_losses),
+    "nca_pair": Loss(function=nca_pair_losses),
+    "bco_pair": Loss(function=bco_pair_losses),
+    "sppo_hard": Loss(function=sppo_hard_losses),
+    "apo_zero": Loss(function=apo_zero_losses),
+    "apo_down": Loss(function=apo_down_losses),
+    "discopop": Loss(function=discopop_losses),
     "rpo_sq": Loss(function=rpo_sq_losses, needs_rewards=True),
     "rpo_bwd_kl": Loss(function=rpo_bwd_kl_losses, needs_rewards=True),
     "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses, needs_rewards=True),

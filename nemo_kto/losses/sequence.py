@@ -70,5 +70,7 @@ def sequence_sums(token_logps_T: Tensor, sequence_T: Tensor, num_sequences: int,
     """
     sums_N = token_logps_T.new_zeros(num_sequences, dtype=torch.float64).index_add(0, sequence_T, token_logps_T.double())
     if average:
-        sums_N = sums_N / sequence_T.bincount(minlength=num_sequences).clamp(min=1)
+        # not bincount, which asks the device for the largest value
+        counts_N = torch.zeros_like(sums_N).index_add(0, sequence_T, torch.ones_like(token_logps_T, dtype=torch.float64))
+        sums_N = sums_N / counts_N.clamp(min=1)
     return sums_N.to(token_logps_T.dtype)

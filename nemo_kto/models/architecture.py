@@ -30,6 +30,7 @@ class Architecture:
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection.
         windows: tokens each layer sees, itself included; None for all.
+        rotates: whether each layer has rotary embeddings.
         tied: the output layer's weight is the embedding.
         qkv_bias: query, key and value have a bias.
         output_bias: the attention's output projection has a bias.
@@ -50,6 +51,7 @@ class Architecture:
     norm_epsilon: float
     rope: Rope
     windows: Windows
+    rotates: tuple[bool, ...]
     tied: bool
     qkv_bias: bool = False
     output_bias: bool = False
@@ -148,6 +150,7 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         norm_epsilon=config.rms_norm_eps,
         rope=read_rope(config.to_dict()),
         windows=family.windows(config),
+        rotates=family.rotates(config),
         tied=bool(config.tie_word_embeddings),
         **flags,
     )

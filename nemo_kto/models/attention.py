@@ -1,5 +1,7 @@
 """Core attention on torch's scaled_dot_product_attention, for megatron-core's layers without Transformer Engine.
 
+It rotates queries and keys itself, so that the layers need no rotary embedding of megatron-core's.
+
 megatron-core's own torch attention keeps every score of every head, [batch, heads, sequence, sequence]; torch's fused
 kernels (on GPU and on CPU) never hold more than a block of them.
 """
@@ -19,6 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from nemo_kto.models.rope import RotaryTable
+
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,6 +41,8 @@ class TorchAttention(MegatronModule):
         softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
         cp_comm_type: how context-parallel ranks would talk; without meaning at context parallel size 1.
         pg_collection: process groups; each rank has whole heads, so none is needed.
+        rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
+            come rotated.
 
     Raises:
         ValueError: the configuration asks for something that this attention would silently leave out.
@@ -52,6 +58,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        rotary: RotaryTable | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size != 1:
@@ -65,6 +72,7 @@ class TorchAttention(MegatronModule):
         if getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
+        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.window: int | None = None
@@ -107,6 +115,8 @@ class TorchAttention(MegatronModule):
         if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
             raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
         seen = self._seen(query.size(0), attention_mask if kind == AttnMaskType.arbitrary else None, query.device)
+        if self.rotary is not None:
+            query, key = self.rotary.rotate(query), self.rotary.rotate(key)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
             context = F.scaled_dot_product_attention(

@@ -41,9 +41,11 @@ _POSITIVE = _Form(lambda value: _is_number(value) and 0 < value < math.inf, "a p
 _FLAG = _Form(lambda value: isinstance(value, bool), "true or false")
 _STRING = _Form(lambda value: isinstance(value, str), "a string")
 _STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value), "a list of strings")
+_FLAGS = _Form(lambda value: isinstance(value, list) and all(part in (0, 1) for part in value), "a list of 0 and 1")
 _MAPPING = _Form(lambda value: isinstance(value, dict), "an object")
 _FIELDS = {
     "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "layer_types": _STRINGS,
+    "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "head_dim": _count(), "sliding_window": _count(),
@@ -56,7 +58,7 @@ _ROPE_NUMBERS = (
     "partial_rotary_factor",
 )  # fmt: skip
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
-_MAY_BE_NULL = {"architectures", "layer_types", "num_key_value_heads", "head_dim", "sliding_window"} | {
+_MAY_BE_NULL = {"architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window"} | {
     name for name, form in _FIELDS.items() if form is _MAPPING
 }
 
@@ -117,6 +119,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if types is not None and layers is not None and len(types) != layers:
         raise ValueError(f"layer_types must name one type for each of the {layers} layers, got {len(types)}; {_REMEDY}")
+    rotating = config.get("no_rope_layers")
+    if rotating is not None and layers is not None and len(rotating) < layers:
+        raise ValueError(f"no_rope_layers must have a 0 or 1 for each of {layers} layers, got {len(rotating)}; {_REMEDY}")
     _check_heads(config, family)
 
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from nemo_kto.parallel.main_grad import main_grad_of
+from nemo_kto.parallel.main_grad import added_to_main_grad, main_grad_of
 
 
 class RowEmbedding(VocabParallelEmbedding):
@@ -40,10 +40,10 @@ class _Rows(torch.autograd.Function):
         return weight_VH[rows_bs].masked_fill_(~is_here_bs.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight_VH, rows_bs, is_here_bs = ctx.saved_tensors
         rows_T, grad_TH = rows_bs.flatten(), grads[0].masked_fill(~is_here_bs.unsqueeze(-1), 0.0).flatten(0, 1)
         if ctx.main_grad_VH is not None:
             ctx.main_grad_VH.index_add_(0, rows_T, grad_TH.to(ctx.main_grad_VH.dtype))
-            return None, None, None
+            return added_to_main_grad(weight_VH), None, None
         return torch.zeros_like(weight_VH).index_add_(0, rows_T, grad_TH), None, None

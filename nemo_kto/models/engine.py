@@ -21,12 +21,13 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from nemo_kto.losses.sequence import sequence_sums
-from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.losses.sequence import IGNORED, sequence_sums
+from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
-from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
+from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.parallel.overlap import bucket_groups, finish_gathers
 from nemo_kto.parallel.reduce import from_last_stage
 
 
@@ -50,7 +51,11 @@ class MicroBatchLoss(NamedTuple):
 
 
 SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
-"""(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage."""
+"""(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
+
+Both are on the device. To ask for one of their values, or to fetch what lies on the host, would wait for the device at each
+micro-batch.
+"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,8 +85,9 @@ class LogProbEngine:
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
-        self._config.finalize_model_grads_func = self._finalize_gradients
+        self._config.finalize_model_grads_func = finalize_model_grads
         self._local_norms: list[Tensor] = []
+        self._look_at_local_gradients()
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
 
     @torch.no_grad()
@@ -99,7 +105,7 @@ class LogProbEngine:
             limits = replace(limits, prompts=prompts, tokens=None)
 
         def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
-            logps_B[sequence_index_b.to(logps_B.device)] = logps_b
+            logps_B[sequence_index_b] = logps_b
 
         schedule = self._schedule(sequences, limits, collect, forward_only=True)
         with self._evaluation_mode():
@@ -123,6 +129,7 @@ class LogProbEngine:
         if forward_only:
             with torch.no_grad(), self._evaluation_mode():
                 return schedule()
+        self._local_norms = []
         for chunk in self.chunks:
             chunk.train()
         return schedule()
@@ -134,25 +141,32 @@ class LogProbEngine:
             for parameter in chunk.parameters():
                 parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
 
-    def _finalize_gradients(self, chunks: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
-        """Sum the gradients over all ranks, as megatron-core does, after a look at those of this rank."""
-        self._local_norms = [buffer.grad_data.norm() for chunk in self.chunks for buffer in chunk.buffers]
-        finalize_model_grads(chunks, *arguments, **options)
+    def _look_at_local_gradients(self) -> None:
+        """Take the place of megatron-core's check, which looks at this rank's gradients just before they are summed."""
+
+        def look(group: Any, **_: bool) -> None:
+            self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
+
+        for chunk in self.chunks:
+            chunk.ddp_config.check_for_nan_in_grad = True
+            for group in bucket_groups(chunk):
+                group.check_grads = partial(look, group)
 
     def local_gradients_are_finite(self) -> bool:
         """Whether the gradients that this rank added to those of the last backward pass are finite."""
         return all(bool(norm.isfinite()) for norm in self._local_norms)
 
     def local_weights_are_finite(self) -> bool:
-        """Whether the weights that are trained on this rank are finite."""
+        """Whether the weights that are trained on this rank are finite; collective."""
+        finish_gathers(self.chunks)
         trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
         largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # needs no memory
         return not largest or bool(torch.stack(largest).isfinite().all())
 
     @property
     def training_passes(self) -> int:
-        """Forward and backward in units of a forward pass; frozen weights get no gradient, which is a third of the work."""
-        return 2 if unwrap_model(self.chunks[0]).adapters is not None else 3
+        """Forward and backward in units of a forward pass."""
+        return training_passes(frozen=unwrap_model(self.chunks[0]).adapters is not None)
 
     def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, Tensor]:
         """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry) and ``flops`` of so many forward passes."""
@@ -167,6 +181,7 @@ class LogProbEngine:
         self, sequences: SequenceBatch, limits: MicroBatchLimits, loss: Callable[..., object], *, forward_only: bool
     ) -> Callable[..., list[Mapping[str, Tensor]]]:
         """megatron-core's schedule with its arguments bound: micro-batches within the limits, each given to ``loss``."""
+        check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
         micro_batches = sequences.micro_batches(limits)
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:

@@ -36,9 +36,19 @@ class ForwardFlops:
             per_response_token=2 * hidden * architecture.vocab_size,
         )
 
+    def of_rows(self, rows: int, width: int) -> int:
+        """Of one forward pass over so many rows of ``width`` tokens, all but the first of them an answer."""
+        pairs = width * (width + 1) // 2
+        return rows * (self.per_token * width + self.per_token_pair * pairs + self.per_response_token * (width - 1))
+
     def of(self, sequences: SequenceBatch) -> Tensor:
         """Of one forward pass over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
         lengths_B = sequences.lengths_B.double()
         pairs = (lengths_B * (lengths_B + 1) / 2).sum()
         responses = sequences.response_counts_B.sum()
         return self.per_token * lengths_B.sum() + self.per_token_pair * pairs + self.per_response_token * responses
+
+
+def training_passes(*, frozen: bool) -> int:
+    """Forward and backward in units of a forward pass; frozen weights get no gradient, which is a third of the work."""
+    return 2 if frozen else 3

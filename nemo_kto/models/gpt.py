@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -21,12 +22,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_kto.models.activation import SwiGLU
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.embedding import RowEmbedding
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
+from nemo_kto.models.rope import RotaryTable
 from nemo_kto.parallel import device
+from nemo_kto.parallel.kernels import compiles, fused_rope, uses_transformer_engine
 
 # Parameters whose size depends on how many zero heads the tensor-parallel size needs.
 _PADDED_WITH_HEADS = (
@@ -90,11 +94,6 @@ class HiddenStateGPT(GPTModel):
         return state
 
 
-def uses_transformer_engine() -> bool:
-    """True where the layers are Transformer Engine's: it is installed and there is a GPU."""
-    return bool(HAVE_TE) and device.on_gpu()
-
-
 def build_gpt(
     architecture: Architecture,
     *,
@@ -106,8 +105,8 @@ def build_gpt(
     recompute_granularity: str | None = None,
     recompute_method: str | None = None,
     recompute_num_layers: int | None = None,
+    recompute_modules: Sequence[str] | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
-    adaptable: bool = False,
     empty: bool = False,
 ) -> HiddenStateGPT:
     """Build this rank's part of the model, with random weights.
@@ -118,17 +117,18 @@ def build_gpt(
         pipeline_parallel: number of pipeline stages.
         pre_process, post_process: this part begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
-        recompute_granularity: None keeps all activations, "selective" forgets those of the core attention, "full" those of
-            whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
+        recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
+            of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
+        recompute_modules: mlp, core_attn or both; None for the MLP, whose activations are the largest.
+            megatron-core's default is the core attention, which is fused here and keeps little: that would only be slower.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
-        adaptable: the model is to get adapters: its linear layers are megatron-core's own even where Transformer Engine is
-            installed, whose linear layers have the norm before them inside and keep to themselves what an adapter must see.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
-            put on and added to the weights of another model.
+            put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
 
     Raises:
         ValueError: the layers cannot be shared out evenly over the pipeline.
     """
+    engine = uses_transformer_engine(params_dtype) and not empty
     config = _transformer_config(
         architecture,
         params_dtype=params_dtype,
@@ -138,9 +138,12 @@ def build_gpt(
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
+        recompute_modules=list(recompute_modules or ("mlp",)),
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below
+        # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it
+        use_te_activation_func=not engine and not compiles(),
+        apply_rope_fusion=engine and fused_rope(),
     )
-    engine = uses_transformer_engine() and not adaptable
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = HiddenStateGPT(
             config=config,
@@ -148,11 +151,18 @@ def build_gpt(
             vocab_size=architecture.padded_vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
             share_embeddings_and_output_weights=architecture.tied,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
             pre_process=pre_process,
             post_process=post_process,
         )
-    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(device.current_device())
+    return _with_frequencies(model, architecture)
+
+
+def _with_frequencies(model: HiddenStateGPT, architecture: Architecture) -> HiddenStateGPT:
+    """The model with the frequencies of the architecture, where megatron-core's rotary embedding is used."""
+    if model.position_embedding_type == "rope":
+        frequencies = architecture.rope.inverse_frequencies(architecture.head_dim)
+        model.rotary_pos_emb.inv_freq = frequencies.to(device.current_device())
     return model
 
 
@@ -180,10 +190,12 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
         activation_func=F.silu,
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,
+        no_rope_freq=None if all(architecture.rotates) else [int(not rotates) for rotates in architecture.rotates],
         # No dropout: it would add noise to the ratio of policy and reference, which is the signal.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=settings["params_dtype"] == torch.bfloat16,
+        bias_activation_fusion=compiles(),
         masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
         variable_seq_lengths=True,
@@ -213,7 +225,11 @@ def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    parts.self_attention.submodules.core_attention = TorchAttention
+    rotary = RotaryTable(rope=architecture.rope, head_dim=architecture.head_dim)
+    parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention, params={"rotary": rotary})
+    # a ModuleSpec, and from megatron-core 0.18 on a partial
+    mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)
+    mlp["submodules"].activation_func = SwiGLU
     if architecture.qk_norm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = TorchNorm
     return layer

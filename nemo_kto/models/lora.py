@@ -15,51 +15,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import ParamMapping, Split
+from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora_layers import LORA_A, LORA_B, Adapter, adapt_linear
+from nemo_kto.models.lora_layers import ADAPTED_CLASSES, Adapter, adapt_linear
+from nemo_kto.models.lora_mappings import LORA_A, LORA_B, adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
+from nemo_kto.parallel.overlap import finish_gathers
+
+if HAVE_TE:
+    from nemo_kto.models.lora_engine import ENGINE_CLASSES
+
+    ADAPTED_CLASSES.update(ENGINE_CLASSES)
 
 
 def is_adapter(name: str) -> bool:
     """True for the name of a parameter that belongs to an adapter."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
-
-
-def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
-    """The parameters of the family whose weights are adapted, in whole or in part."""
-    mappings = architecture.family.mappings
-    return [mapping for mapping in mappings if any(_module(name) in settings.modules for name in mapping.hf_names)]
-
-
-def adapter_mappings(mapping: ParamMapping, rank: int) -> tuple[ParamMapping, ParamMapping]:
-    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
-    is_column = split_dimension(mapping) == 0
-    inner = "base_model.model.{}.{}.weight"
-    prefix = mapping.mcore_name.removesuffix("weight")
-    names = {name: name.removesuffix(".weight") for name in mapping.hf_names}
-    return (
-        ParamMapping(
-            mcore_name=prefix + LORA_A,
-            hf_names={inner.format(name, "lora_A"): (rank, mapping.hf_names[weight][1]) for weight, name in names.items()},
-            split=Split.STACKED if is_column else mapping.split,
-        ),
-        ParamMapping(
-            mcore_name=prefix + LORA_B,
-            hf_names={inner.format(name, "lora_B"): (mapping.hf_names[weight][0], rank) for weight, name in names.items()},
-            split=mapping.split if is_column else Split.REPLICATED,
-        ),
-    )
 
 
 def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
@@ -69,7 +51,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero.
 
     Args:
-        chunk: built with ``adaptable=True``.
+        chunk: built by ``models.gpt.build_gpt``.
         settings: what is adapted and how.
         architecture: what the chunk was built from.
         seed: of the values of A.
@@ -123,12 +105,13 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_adapters(chunks: Iterable[nn.Module]) -> None:
+def merge_adapters(chunks: Sequence[nn.Module]) -> None:
     """Add every adapter to its weight: the model stays what it is, and its weights now are those of a plain model.
 
     Raises:
         RuntimeError: that has been done.
     """
+    finish_gathers(chunks)
     adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("the adapters are already merged into the weights")
@@ -155,11 +138,6 @@ def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
-def _module(name: str) -> str:
-    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight``; empty where the name is not that of a matrix."""
-    return name.split(".")[-2] if name.endswith(".weight") else ""
-
-
 def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architecture) -> Tensor | None:
     """Which weight of the Hugging Face model each row belongs to, padding to the first: [out of this rank]."""
     if split_dimension(mapping) != 0:
@@ -180,7 +158,7 @@ def _draw_a(
     mapping_a, _ = adapter_mappings(mapping, settings.rank)
     for piece in pieces(lora_a, mapping_a, architecture, rank=parallel_state.get_tensor_model_parallel_rank()):
         name, width = names[piece.source], widths[piece.source]
-        if _module(name) in settings.modules:
+        if hf_module(name) in settings.modules:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             whole = torch.empty(settings.rank, width).uniform_(-1, 1, generator=generator) / math.sqrt(width)

@@ -12,23 +12,33 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.parallel.main_grad import add_products_to_main_grads
+from nemo_kto.parallel.overlap import expect_whole_weights, schedule_reductions
 
 # Names of the schedules, as NeMo's configurations spell them, and what megatron-core calls them.
 SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealing": "linear", "constant": "constant"}
 
 
-def wrap_data_parallel(chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool) -> list[MegatronModule]:
+def wrap_data_parallel(
+    chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool, overlap: bool = False
+) -> list[MegatronModule]:
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
     Gradients are summed in fp32 over the data-parallel group; dividing by the number of examples of the global batch is left
     to ``finalize_model_grads``, which knows that number. Whether gradients are finite is looked at by the engine and by the
     optimizer, which skips the step on all ranks; megatron-core's own check would stop the one rank that has them.
+
+    Args:
+        use_distributed_optimizer: the optimizer's state is sharded over the data-parallel group.
+        overlap: sum gradients during the backward pass, and gather sharded weights during the forward pass. The model must
+            be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
         check_for_nan_in_grad=False,
         average_in_collective=False,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and use_distributed_optimizer,
     )
     wrapped = [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
@@ -36,6 +46,9 @@ def wrap_data_parallel(chunks: Sequence[MegatronModule], *, use_distributed_opti
     ]
     for chunk in wrapped:
         add_products_to_main_grads(chunk)
+    if overlap:
+        schedule_reductions(wrapped)
+        expect_whole_weights(wrapped)
     return wrapped
 
 

@@ -56,19 +56,25 @@ class SwappedWeights:
     """
 
     def __init__(
-        self, *, parameters: Iterable[torch.nn.Parameter], moves: bool = False, phase: Phase = contextlib.nullcontext
+        self,
+        *,
+        parameters: Iterable[torch.nn.Parameter],
+        finish_gathers: Callable[[], None] = lambda: None,
+        moves: bool = False,
+        phase: Phase = contextlib.nullcontext,
     ) -> None:
         """Keep the present values as the reference; call before the policy moves.
 
         Args:
             parameters: what the policy and the reference do not share.
+            finish_gathers: makes them whole on this rank, where that may not be done.
             moves: :meth:`mix` will be called.
             phase: names the swap to a timer.
         """
         self.parameters = list(parameters)
         self.host = [_host_copy(parameter) for parameter in self.parameters]
         self.values = [host.float() for host in self.host] if moves else self.host
-        self._phase = phase
+        self._finish_gathers, self._phase = finish_gathers, phase
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -81,6 +87,7 @@ class SwappedWeights:
 
     def _swap(self) -> None:
         with self._phase("reference_swap"), torch.no_grad():
+            self._finish_gathers()
             device.swap_(self.parameters, self.host)
 
     @torch.no_grad()
@@ -92,6 +99,7 @@ class SwappedWeights:
         Args:
             mixup_alpha: share of the policy, in (0, 1].
         """
+        self._finish_gathers()
         for parameter, value in zip(self.parameters, self.values, strict=True):
             value.lerp_(parameter.detach().to("cpu", torch.float32), mixup_alpha)
         self.round_values()

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as Hugging Face configurations describe them."""
+"""Rotary position embeddings: as Hugging Face configurations describe them, and applied to queries and keys."""
 
 from __future__ import annotations
 
@@ -49,6 +49,54 @@ class Rope:
         turns = self.original_max_positions / wavelengths  # full turns over the original context
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
         return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+class RotaryTable:
+    """Cosines and sines of all positions so far; one for all layers of a model.
+
+    megatron-core computes them again in each layer, of queries and of keys.
+    """
+
+    def __init__(self, *, rope: Rope, head_dim: int) -> None:
+        self._rope, self._head_dim = rope, head_dim
+        self._cos_and_sin: tuple[Tensor, Tensor] | None = None
+
+    def rotate(self, heads_sbhd: Tensor) -> Tensor:
+        """Queries or keys [sequence, batch, heads, head size], each rotated by its place in the sequence."""
+        positions, kept = len(heads_sbhd), self._cos_and_sin
+        if kept is None or len(kept[0]) < positions or kept[0].dtype != heads_sbhd.dtype:
+            kept = self._cos_and_sin = self._tables_like(heads_sbhd)
+        rotated: Tensor = _Rotation.apply(heads_sbhd, *(table[:positions] for table in kept))  # type: ignore[no-untyped-call]
+        return rotated
+
+    def _tables_like(self, heads_sbhd: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines [sequence, 1, 1, head size] and sines [.., half of it] in the dtype of the heads, computed in fp32."""
+        frequency_c = self._rope.inverse_frequencies(self._head_dim).to(heads_sbhd.device)
+        position_s = torch.arange(len(heads_sbhd), dtype=torch.float32, device=heads_sbhd.device)
+        angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
+        cos_s11d, sin_s11c = angle_s11c.cos().repeat(1, 1, 1, 2), angle_s11c.sin()
+        return cos_s11d.to(heads_sbhd.dtype), sin_s11c.to(heads_sbhd.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """Channel c and channel c + half of the head are a pair. The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_s11d, sin_s11c)
+        return _rotated(heads_sbhd, cos_s11d, sin_s11c, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(grads[0], *ctx.saved_tensors, direction=-1), None, None
+
+
+def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, direction: int) -> Tensor:
+    rotated_sbhd = heads_sbhd * cos_s11d
+    (low, high), (rotated_low, rotated_high) = heads_sbhd.chunk(2, dim=-1), rotated_sbhd.chunk(2, dim=-1)
+    rotated_low.addcmul_(high, sin_s11c, value=-direction)
+    rotated_high.addcmul_(low, sin_s11c, value=direction)
+    return rotated_sbhd
 
 
 def check_rope_type(config: Mapping[str, Any]) -> str:

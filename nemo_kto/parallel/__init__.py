@@ -1,5 +1,9 @@
-from nemo_kto.parallel.cpu import leave_fusions_uncompiled, silence_warnings
+import os
 
+from nemo_kto.parallel.cpu import prepare_imports, silence_warnings
+
+# before CUDA starts, which reads it then; a value of the user's own stays
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels run in the order in which they were started
 # before megatron-core is imported by any module of this package
 silence_warnings()
-leave_fusions_uncompiled()
+prepare_imports()

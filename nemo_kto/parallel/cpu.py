@@ -4,6 +4,9 @@ megatron-core names CUDA in places that have a CPU meaning (which device am I on
 :func:`install_cpu_backend` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so
 that the GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run
 on a laptop are the ones that run on a cluster.
+
+A machine with GPUs may be asked for the CPU (``device.force_cpu``). The packages for GPUs that are installed there are then
+kept from megatron-core, which would take Transformer Engine's optimizer because it can be imported.
 """
 
 from __future__ import annotations
@@ -18,21 +21,28 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
 import torch
 
 from nemo_kto.parallel.device import on_gpu
 
-# What megatron-core and torch say of every run without Transformer Engine, apex or CUDA; none of it is news to a user here.
-_EXPECTED_WARNINGS = (
+# What megatron-core says of every run without a GPU: there it is no news.
+_EXPECTED_ON_CPU = (
     ".*Apex (is|are) not installed.*",
-    ".*full scope is deprecated.*",
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
+)
+# What megatron-core and torch say of every run.
+_EXPECTED_WARNINGS = (
+    ".*full scope is deprecated.*",
     ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
     ".*`load_state_dict` is deprecated and will be removed.*",
     ".*we are deprecating ShardedTensor.*",
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
+
+# Of what megatron-core takes where it can be imported, that which computes on GPUs only. amp_C is a part of apex.
+_GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
@@ -43,38 +53,45 @@ _FACTORIES = (
 
 def silence_warnings() -> None:
     """Keep expected warnings off the terminal. Takes effect for imports of megatron-core that come after."""
-    for message in _EXPECTED_WARNINGS:
+    for message in (*_EXPECTED_WARNINGS, *(() if on_gpu() else _EXPECTED_ON_CPU)):
         warnings.filterwarnings("ignore", message=message)
-    # on the CPU megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.getMessage())
+    if not on_gpu():  # there megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
+        random = logging.getLogger("megatron.core.tensor_parallel.random")
+        random.addFilter(lambda record: "CPU RNG" not in record.getMessage())
     for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class _UncompiledFusions(MetaPathFinder):
-    """Turns megatron-core's own switch, as soon as the module that has it is imported."""
+class _MegatronOnCPU(MetaPathFinder):
+    """Prepares the import of megatron-core where there is no GPU to use: which is known for sure only then."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == "megatron.core.jit" else None
+        if name not in ("megatron.core", "megatron.core.jit") or on_gpu():
+            return None
+        if name == "megatron.core":
+            for package in _GPU_PACKAGES:
+                sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark of what cannot be imported
+            return None
+        spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_switch(module: types.ModuleType) -> None:
             execute(module)
-            module.disable_jit_fuser()
+            module.disable_jit_fuser()  # megatron-core's own switch
 
         spec.loader.exec_module = execute_and_switch  # type: ignore[method-assign]
         return spec
 
 
-def leave_fusions_uncompiled() -> None:
-    """Keep megatron-core from compiling its small fusions where there is no GPU. For before it is imported.
+def prepare_imports() -> None:
+    """Have megatron-core imported, where there is no GPU to use, as it is where it has none of the packages for GPUs.
 
-    On the CPU that would cost a C++ compiler, and seconds in every process, for nothing. Its import decorates them.
+    For before it is imported. Its small fusions, which its import decorates, are not compiled then: on the CPU that would
+    cost a C++ compiler, and seconds in every process, for nothing.
     """
-    if not on_gpu():
-        sys.meta_path.insert(0, _UncompiledFusions())
+    sys.meta_path.insert(0, _MegatronOnCPU())
 
 
 @functools.cache
@@ -82,6 +99,11 @@ def install_cpu_backend() -> None:
     """Prepare this process for megatron-core on the CPU; nothing where there is a GPU. May be called any number of times."""
     if on_gpu():
         return
+    if not getattr(sys.modules.get("megatron.core.optimizer"), "USING_PYTORCH_OPTIMIZER", True):
+        raise RuntimeError(
+            "the CPU must be chosen before megatron-core is imported, got one with an optimizer for GPUs; set "
+            "NEMO_KTO_FORCE_CPU=1 before Python starts, and import nemo_kto before megatron-core"
+        )
     _leave_compiler_out()
     _answer_device_calls()
     _answer_rng_calls()
@@ -142,7 +164,8 @@ def _answer_device_calls() -> None:
         return lambda *args, **kwargs: answer  # a new function each time: torch.compile tells them apart by identity
 
     answers: dict[str, object] = {
-        "current_device": cpu, "get_device_properties": properties, "get_device_capability": (0, 0),
+        "is_available": False, "device_count": 0, "current_device": cpu,
+        "get_device_properties": properties, "get_device_capability": (0, 0),
         "set_device": None, "synchronize": None, "empty_cache": None, "is_current_stream_capturing": False,
         "current_stream": stream, "default_stream": stream,
         "stream": contextlib.nullcontext(), "device": contextlib.nullcontext(),
@@ -215,8 +238,24 @@ def _answer_tensor_types() -> None:
 
 
 def _patch_megatron() -> None:
-    """Names that megatron-core uses without having imported them where Transformer Engine is absent."""
+    """Names that megatron-core uses without having imported them where Transformer Engine is absent, and needless copies."""
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(param_and_grad_buffer, name, _skipped_by_one_rank(getattr(param_and_grad_buffer, name)))
+
+
+def _skipped_by_one_rank(collective: Callable[..., object]) -> Callable[..., object]:
+    """A rank by itself has what it would get. gloo copies all gradients for it, and copies them back; weights too."""
+
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> object:
+        is_there = output.data_ptr() == input_.data_ptr() and torch.distributed.get_world_size(options["group"]) == 1
+        if is_there and not options.get("async_op"):
+            return None
+        return collective(output, input_, **options)
+
+    return call

@@ -21,6 +21,15 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("NEMO_KTO_FORCE_CPU") != "1"
 
 
+def force_cpu() -> None:
+    """Have this process, and those that it starts, compute on the CPU, GPUs or not.
+
+    Before torch has looked for GPUs and megatron-core is imported. Libraries that look for GPUs themselves find none.
+    """
+    os.environ["NEMO_KTO_FORCE_CPU"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def current_device() -> torch.device:
     """The device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
     if not on_gpu():
@@ -53,6 +62,25 @@ def select() -> None:
 def gpu_has_bf16() -> bool:
     """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def compute_capability() -> tuple[int, int]:
+    """NVIDIA's version of the instructions that the GPU of this rank has: (9, 0) is Hopper's."""
+    return torch.cuda.get_device_capability(current_device())
+
+
+def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of one dtype from the host to this rank's device, in one transfer that the host does not wait for.
+
+    They go through page-locked memory: a copy from elsewhere makes the host wait for the device.
+    """
+    if not on_gpu() or not tensors:
+        return list(tensors)
+    sizes = [tensor.numel() for tensor in tensors]
+    packed = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat([tensor.flatten() for tensor in tensors], out=packed)
+    parts = packed.to(current_device(), non_blocking=True).split(sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def synchronize() -> None:
@@ -169,6 +197,34 @@ def peak_memory_bytes() -> int:
     if on_gpu():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def total_memory_bytes() -> int:
+    """Memory of the device of this rank; on the CPU that of the machine, which all its ranks share."""
+    if on_gpu():
+        return int(torch.cuda.get_device_properties(current_device()).total_memory)
+    return host_memory_bytes()
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or what its control group lets this process have, where that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):  # "max", where there is no limit
+            limits.append(int(file.read_text(encoding="ascii")))
+    return min(limits)
+
+
+def _memory_limits() -> Iterator[Path]:
+    """The files that may hold a limit: of this process's control group and all above it, of version 2 and of version 1."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers in ("", "memory"):
+                top, file = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+                group = top / name.lstrip("/")
+                yield from (folder / file for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
 def get_rng_state() -> torch.Tensor:

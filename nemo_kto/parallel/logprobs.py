@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_kto.parallel.main_grad import main_grad_of
+from nemo_kto.parallel.main_grad import added_to_main_grad, main_grad_of
 
 # torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -40,7 +40,8 @@ def vocab_parallel_logprobs(
         hidden_TH: hidden states, the same on every rank of ``group``.
         weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has a
             ``main_grad``, in fp32, its gradient is added there.
-        target_T: token to give the log-prob of, in [0, vocab_size); the same on every rank.
+        target_T: token to give the log-prob of; the same on every rank. It must be in [0, vocab_size), see
+            :func:`check_targets`, for which a tensor on the device would have to be waited for.
         vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
         group: tensor-parallel group; None for a single rank.
         chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
@@ -51,15 +52,10 @@ def vocab_parallel_logprobs(
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
 
     Raises:
-        ValueError: ``chunk_size`` is not positive, or a target is not in the vocabulary.
+        ValueError: ``chunk_size`` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
-        raise ValueError(
-            f"targets must be in [0, vocab_size = {vocab_size}), got {int(target_T.min())} to "
-            f"{int(target_T.max())}; tokenise the data with the tokenizer of this model"
-        )
     first = weight_VH.shape[0] * (dist.get_rank(group) if group is not None else 0)
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
     is_here_T = (target_T >= first) & (target_T < first + columns)
@@ -68,6 +64,19 @@ def vocab_parallel_logprobs(
         hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, reduce_hidden_grad
     )
     return logps_T
+
+
+def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
+    """Compare targets, on the host, with the vocabulary.
+
+    Raises:
+        ValueError: one is not in [0, vocab_size).
+    """
+    if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
+        raise ValueError(
+            f"targets must be in [0, vocab_size = {vocab_size}), got {int(target_T.min())} to "
+            f"{int(target_T.max())}; tokenise the data with the tokenizer of this model"
+        )
 
 
 class _Logprobs(torch.autograd.Function):
@@ -117,13 +126,12 @@ class _Logprobs(torch.autograd.Function):
         weight_grad_VH = ctx.main_grad_VH if is_summed else None
         if wants_weight and not is_summed:
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
-        grad_T1 = grads[0].unsqueeze(1)
+        grad_T1 = -grads[0].unsqueeze(1)
         for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
-            # d log-prob / d logits = one-hot(target) - softmax, made in place of the logits
+            # d log-prob / d logits = one-hot(target) - softmax; its negative is made in place of the logits
             slope_cv = _mm(hidden_TH[chunk], weight_VH[:columns].t())
-            slope_cv.sub_(normaliser_T[chunk].unsqueeze(1)).exp_().neg_()
-            row_c = torch.arange(len(slope_cv), device=slope_cv.device)
-            slope_cv[row_c, column_T[chunk]] += is_here_T[chunk].to(wide)
+            slope_cv.sub_(normaliser_T[chunk].unsqueeze(1)).exp_()
+            slope_cv.scatter_add_(1, column_T[chunk].unsqueeze(1), -is_here_T[chunk].to(wide).unsqueeze(1))
             slope_cv = slope_cv.to(dtype)
             # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
             if hidden_grad_TH is not None:
@@ -135,7 +143,8 @@ class _Logprobs(torch.autograd.Function):
             if ctx.reduce_group is not None:
                 dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
             hidden_grad_TH = hidden_grad_TH.to(dtype)
-        weight_grad_VH = None if weight_grad_VH is None or is_summed else weight_grad_VH.to(weight_VH.dtype)
+        if weight_grad_VH is not None:
+            weight_grad_VH = added_to_main_grad(weight_VH) if is_summed else weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None
 
 

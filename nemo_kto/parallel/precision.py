@@ -64,6 +64,16 @@ def bf16_slowdown() -> float:
         torch.set_num_threads(threads)
 
 
+def product_flops(dtype: torch.dtype, *, threads: int) -> float:
+    """Operations a second of a matrix product on so many threads of this CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return 2 * _ROWS * _WIDTH * _WIDTH / _shortest(dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _shortest(dtype: torch.dtype) -> float:
     """Seconds of a matrix product at best."""
     left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)

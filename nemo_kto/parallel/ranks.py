@@ -45,12 +45,14 @@ class World:
         size: number of ranks.
         local_rank: of this process among those of its machine.
         local_size: ranks on this machine; None where not known.
+        sees_same: the ranks of a machine see the same GPUs, as torchrun's do; those of srun may see one each.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int | None
+    sees_same: bool = False
 
 
 def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
@@ -78,6 +80,7 @@ def detect_world(environ: MutableMapping[str, str] | None = None) -> World | Non
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0, (local_size or size) - 1) if "LOCAL_RANK" in environ else 0,
         local_size=local_size,
+        sees_same="TORCHELASTIC_RUN_ID" in environ,
     )
     if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
         raise UserError(f"the environment has RANK and WORLD_SIZE, so {' and '.join(absent)} must be set too; {_UNSET}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class RunStart:
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
         folder: of the run.
+        slow_paths: what the device could do faster, and what that needs.
     """
 
     command: str
@@ -87,6 +88,7 @@ class RunStart:
     precision: str
     reference: str
     folder: str
+    slow_paths: Sequence[str] = ()
 
     def __str__(self) -> str:
         """A table with a line for each fact."""
@@ -104,6 +106,7 @@ class RunStart:
             "reference": self.reference,
             "run folder": self.folder,
         }
+        lines |= {f"slow path {number}": path for number, path in enumerate(self.slow_paths, start=1)}
         return table(self.command, lines)
 
     def _layout(self) -> str:

@@ -7,6 +7,27 @@ from dataclasses import dataclass
 
 import torch
 
+# Dense bf16 with sums in fp32, of cards that Lightning's table lacks, or has with sparsity, of two cards or without tensor
+# cores. By NVIDIA's datasheets; those that state sparsity only are halved, as their footnotes say.
+_BF16_PEAKS = {
+    "NVIDIA B200": 2250e12,  # Blackwell architecture technical brief, HGX B200
+    "NVIDIA GB200": 2500e12,  # GB200 NVL72 datasheet, for each of the 72
+    "NVIDIA GH200 480GB": 989.5e12,  # GH200 Grace Hopper Superchip datasheet; the three differ in memory
+    "NVIDIA GH200 120GB": 989.5e12,
+    "NVIDIA GH200 144G HBM3e": 989.5e12,
+    "NVIDIA H200": 989.5e12,  # H200 Tensor Core GPU datasheet
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 NVL": 835.5e12,  # H100 Tensor Core GPU datasheet
+    "NVIDIA L40S": 362.05e12,  # L40S datasheet
+    "NVIDIA L40": 181.05e12,  # L40 datasheet
+    "NVIDIA A40": 149.7e12,  # A40 datasheet
+    "NVIDIA A10": 125e12,  # A10 datasheet
+    "NVIDIA RTX A6000": 154.8e12,  # GA102 architecture whitepaper, appendix
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,  # RTX 6000 Ada datasheet
+    "NVIDIA GeForce RTX 4090": 165.2e12,  # Ada architecture whitepaper, appendix
+    "NVIDIA GeForce RTX 3090": 71e12,  # GA102 architecture whitepaper
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputMeter:
@@ -46,10 +67,18 @@ class ThroughputMeter:
         return report
 
 
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Floating-point operations a second of ``device`` at best (Lightning's table); None for devices not in it."""
+def device_peak_flops(device: torch.device, dtype: torch.dtype, *, name: str) -> float | None:
+    """Floating-point operations a second of ``device`` at best, without sparsity; None for devices that no table has.
+
+    Args:
+        device: what computes.
+        dtype: of the operands.
+        name: what the device is sold as, in torch's words.
+    """
     if device.type == "cpu":
         return None
+    if dtype == torch.bfloat16 and name in _BF16_PEAKS:
+        return _BF16_PEAKS[name]
     from lightning_fabric.utilities.throughput import get_available_flops
 
     try:

@@ -21,7 +21,7 @@ from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
-from nemo_kto.parallel import state
+from nemo_kto.parallel import device, state
 from tests.parity.hf_jobs import message_of
 
 ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
@@ -45,6 +45,7 @@ def build(
     *,
     recompute: bool = False,
     distributed: bool = True,
+    overlap: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Any], Architecture]:
     """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None."""
@@ -59,17 +60,18 @@ def build(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        adaptable=settings is not None,
     )
     if settings is not None:
         add_adapters(gpt, settings, architecture=architecture, seed=3)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=distributed)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=distributed, overlap=overlap)
     gpt.config.finalize_model_grads_func = finalize_model_grads
     load_weights(chunks, architecture, folder)
     return chunks, architecture
 
 
-def optimizer_of(chunks: list[Any], *, distributed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+def optimizer_of(
+    chunks: list[Any], *, distributed: bool = True, dtype: torch.dtype = torch.float32, clip_grad: float = CLIP
+) -> Any:
     return build_optimizer(
         chunks=chunks,
         lr=LR,
@@ -77,7 +79,7 @@ def optimizer_of(chunks: list[Any], *, distributed: bool = True, dtype: torch.dt
         weight_decay=WEIGHT_DECAY,
         betas=BETAS,
         eps=EPS,
-        clip_grad=CLIP,
+        clip_grad=clip_grad,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
@@ -103,10 +105,11 @@ def backward(chunks: list[Any]) -> None:
                 hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
             weight = gpt.output_weight()
             first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-            part = cotangent(row)[..., first : first + weight.size(0)]
+            part = cotangent(row).to(weight.device)[..., first : first + weight.size(0)]
             return (hidden @ weight[: part.size(-1)].T * part).sum(), torch.tensor(1, dtype=torch.int), {}
 
-        return chunk(tokens(row), torch.arange(SEQUENCE)[None], None), loss
+        here = device.current_device()
+        return chunk(tokens(row).to(here), torch.arange(SEQUENCE, device=here)[None], None), loss
 
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -298,5 +301,7 @@ def _perturb_b(chunks: list[Any]) -> None:
     for name, module in unwrap_model(chunks[0]).named_modules():
         if hasattr(module, "lora_b"):
             used = module.weight.abs().sum(1, keepdim=True) != 0
-            pattern = torch.linspace(-0.1, 0.1, module.lora_b.size(1)) * (2 if name.endswith("linear_qkv") else 1)
+            pattern = torch.linspace(-0.1, 0.1, module.lora_b.size(1), device=used.device) * (
+                2 if name.endswith("linear_qkv") else 1
+            )
             module.lora_b.data.copy_(pattern * used)

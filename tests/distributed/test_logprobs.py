@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
+from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
 from tests.distributed.ranks import RankPool
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 16, 101
@@ -182,10 +182,11 @@ def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
 
 @pytest.mark.parametrize("token", [-100, -1, VOCAB])
 def test_a_target_outside_the_vocabulary_is_refused(token: int) -> None:
-    hidden, weight, target, _ = problem(torch.float32)
+    target = torch.arange(6)
+    check_targets(target, vocab_size=VOCAB)
     target[3] = token
     with pytest.raises(ValueError, match=rf"\[0, vocab_size = 101\), got .*{token}"):
-        vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5)
+        check_targets(target, vocab_size=VOCAB)
 
 
 def test_a_chunk_has_a_token() -> None:

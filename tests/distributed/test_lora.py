@@ -205,7 +205,7 @@ def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
         "",
         "RuntimeError: the adapters are already merged into the weights",
         "RuntimeError: adapters must be disabled before they are merged into the weights, not after",
-        "TypeError: a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got "
-        "LoRAColumnParallelLinear; build the model with adaptable=True, and adapt a layer once",
+        "TypeError: a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, and not be adapted yet, got "
+        "LoRAColumnParallelLinear",
         "UserError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",
     ]

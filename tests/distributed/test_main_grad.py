@@ -31,15 +31,16 @@ class NewTensors(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not function.is_view and isinstance(result, torch.Tensor) and result.shape in self.shapes:
-            self.found[str(function)] += result.untyped_storage().data_ptr() not in self.there
+            is_new = result._nnz() > 0 if result.is_sparse else result.untyped_storage().data_ptr() not in self.there
+            self.found[str(function)] += is_new
         return result
 
 
-def new_tensors(model: Path, distributed: bool) -> tuple[dict[str, int], list[bool]]:
+def new_tensors(model: Path, overlap: bool) -> tuple[dict[str, int], list[bool]]:
     """Of the size of a weight, in a backward pass of two micro-batches; and whether each weight got a gradient."""
     layout = state.Layout()
     state.init_distributed(layout=layout, seed=3)
-    chunks, architecture = lora_jobs.build(model, layout, None, distributed=distributed)
+    chunks, architecture = lora_jobs.build(model, layout, None, overlap=overlap)
     runs = engine(chunks, architecture)
     tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
     sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
@@ -56,10 +57,32 @@ def new_tensors(model: Path, distributed: bool) -> tuple[dict[str, int], list[bo
     return {name: count for name, count in made.found.items() if count}, [bool(weight.main_grad.any()) for weight in weights]
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["reduced_after", "reduced_during"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_no_gradient_of_the_size_of_a_weight_is_made(tied: bool, ranks: RankPool, tmp_path: Path) -> None:
+def test_no_gradient_of_the_size_of_a_weight_is_made(tied: bool, overlap: bool, ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied)
-    ((made, got),) = ranks.run(1, new_tensors, tmp_path / "model", True)
+    ((made, got),) = ranks.run(1, new_tensors, tmp_path / "model", overlap)
     # megatron-core's linear layers hand over a tensor that nobody fills
     assert set(made) <= {"aten.empty.memory_format"}, made
     assert all(got)
+
+
+def copies() -> tuple[int, float]:
+    """Copies in a reduce-scatter of a tensor into its own part, as megatron-core calls it, and a value of the result."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    state.init_distributed(layout=state.Layout(), seed=3)
+    group = torch.distributed.group.WORLD
+    gradients = torch.ones(12)
+    part = gradients.tensor_split(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        param_and_grad_buffer.dist_reduce_scatter_func(part, gradients, op=torch.distributed.ReduceOp.SUM, group=group)
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_"), float(part.sum())
+
+
+def test_one_rank_copies_no_gradients_to_reduce_them(ranks: RankPool) -> None:
+    ((count, total),) = ranks.run(1, copies)
+    assert (count, total) == (0, 12.0)
+    for count, total in ranks.run(2, copies):
+        assert count > 0
+        assert total == 6 * 2.0

@@ -18,7 +18,7 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 def with_a_known_peak(*arguments: Any) -> None:
     """On a rank: a job on a device whose peak is in the table."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_kto.launch.build.device_peak_flops", lambda device, dtype: PEAK)
+        patch.setattr("nemo_kto.launch.build.device_peak_flops", lambda device, dtype, name: PEAK)
         train(*arguments)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_kto.checkpoint.checkpoint_files import hash_file, info_text
 from tests.integration.commands import CLI, TRAINING, environment, run
@@ -80,23 +80,16 @@ def evil_file(name: str) -> Callable[[Path], None]:
     return lambda checkpoint: torch.save({"a": Evil()}, checkpoint / name)
 
 
-def evil_entries(*, objects: bool) -> Callable[[Path], None]:
-    """All objects, or all tensors, that the metadata names lie in a file that is a pickle."""
-
-    def apply(checkpoint: Path) -> None:
-        state = checkpoint / "state"
-        metadata = FileSystemReader(state).read_metadata()
-        torch.save([Evil()], state / "evil.distcp")
-        size = (state / "evil.distcp").stat().st_size
-        changed = 0
-        for index, info in metadata.storage_data.items():
-            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata) == objects:
-                metadata.storage_data[index] = replace(info, relative_path="evil.distcp", offset=0, length=size)
-                changed += 1
-        assert changed
-        (state / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return apply
+def evil_tensors(checkpoint: Path) -> None:
+    """All tensors that the metadata names lie in a file that is a pickle; there is nothing else."""
+    state = checkpoint / "state"
+    metadata = FileSystemReader(state).read_metadata()
+    torch.save([Evil()], state / "evil.distcp")
+    size = (state / "evil.distcp").stat().st_size
+    for index, info in metadata.storage_data.items():
+        assert isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
+        metadata.storage_data[index] = replace(info, relative_path="evil.distcp", offset=0, length=size)
+    (state / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def leads_out(checkpoint: Path) -> None:
@@ -121,8 +114,8 @@ CASES: dict[str, tuple[Command, Callable[[Path], None], str]] = {
     "metadata at a start": (restored, evil_metadata, METADATA),
     "common state at export": (exported, evil_file("state/common.pt"), f"state/common.pt {PLAIN}posix.system; take"),
     "generators at a resume": (resumed, evil_file("rng/00000.pt"), f"rng/00000.pt {PLAIN}posix.system; take"),
-    "objects in shards at a resume": (resumed, evil_entries(objects=True), SHARDS),
-    "tensors in shards at a start": (restored, evil_entries(objects=False), SHARDS),
+    "tensors in shards at a resume": (resumed, evil_tensors, SHARDS),
+    "tensors in shards at a start": (restored, evil_tensors, SHARDS),
     "shards elsewhere at export": (exported, leads_out, "state/.metadata must name files of its own folder, got ../state/"),
     "another format at export": (exported, other_backend, "metadata.json must name the formats torch_dist and torch, got"),
 }

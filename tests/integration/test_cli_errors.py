@@ -44,7 +44,8 @@ use a multiple of 2 ranks (trainer.devices) or smaller sizes
 
 LOSSES = {
     "kto": "kto or apo_zero_unpaired",
-    "dpo": "dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
+    "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
+    "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
 }
 
 
@@ -212,7 +213,7 @@ def test_an_unknown_command(tmp_path: Path) -> None:
     done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "nemo-kto: the command must be kto, dpo, export, checkpoint, data preview or data check, got ktoo\n"
+        "nemo-kto: the command must be kto, dpo, plan, export, checkpoint, data preview or data check, got ktoo\n"
     )
 
 

@@ -64,7 +64,11 @@ def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
 FOREIGN = Loss(function=with_z0, needs_z0=True)
 """,
 }
-NAMES = {"kto": "kto or apo_zero_unpaired", "dpo": "dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo"}
+NAMES = {
+    "kto": "kto or apo_zero_unpaired",
+    "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
+    "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
+}
 CONSTRAINTS = {"kto": "above 0 and at most 1", "dpo": "at least 0.25"}
 
 

@@ -37,5 +37,6 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
     assert (
-        errors[0] == "nemo-kto: the command must be kto, dpo, export, checkpoint, data preview or data check, got data show"
+        errors[0]
+        == "nemo-kto: the command must be kto, dpo, plan, export, checkpoint, data preview or data check, got data show"
     )

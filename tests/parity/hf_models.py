@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
     set_seed,
 )
 
@@ -28,6 +29,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,  # large, so that every part of the model shows in the logits
 }
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # the defaults are past the vocabulary
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -60,6 +62,22 @@ CONFIGS = {
     ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "smollm3": lambda: SmolLM3Config(
+        **_SIZES,
+        rope_parameters=_rope(2e6),
+        no_rope_layers=[1, 0, 1, 0],
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "smollm3-window": lambda: SmolLM3Config(
+        **_SIZES,
+        rope_parameters=_rope(1e5),
+        use_sliding_window=True,
+        sliding_window=7,
+        tie_word_embeddings=True,
+        **_NO_TOKENS,
+    ),
     "qwen2": lambda: Qwen2Config(**_SIZES, rope_parameters=_rope(1e6)),
     "qwen2-tied-window": lambda: Qwen2Config(
         **_SIZES,

@@ -52,7 +52,6 @@ def build(folder: Path, layout: Layout, settings: LoRASettings | None) -> tuple[
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=layout.sequence_parallel,
-        adaptable=settings is not None,
     )
     if settings is not None:
         add_adapters(model, settings, architecture=architecture, seed=SEED)

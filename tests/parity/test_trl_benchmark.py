@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -33,20 +34,32 @@ def test_the_table(tiny_checkpoint: Callable[..., Path]) -> None:
     assert printed.returncode == 0, printed.stderr
     rows = [line.strip("| ").split(" | ") for line in printed.stdout.splitlines() if line.startswith("| ")]
     header, *trainers = rows
-    assert header == "trainer | s / step | CPU s / step | times TRL's speed | peak memory | of TRL's | loss | KL".split(
-        " | "
-    )
+    columns = "trainer | s / step | CPU s / step | times TRL's speed | matrix products | peak memory | of TRL's | loss | KL"
+    assert header == columns.split(" | ")
     names = [trainer[0] for trainer in trainers]
-    assert names[2:] == [
+    trl = f"TRL {importlib.metadata.version('trl')}"
+    assert names == [
+        f"{trl}, gradient checkpointing (its default)",
+        f"{trl}, no gradient checkpointing",
         "nemo_kto, reference swapped",
         "nemo_kto, reference cached",
         "nemo_kto, LoRA",
         "nemo_kto, LoRA, reference cached",
     ]
+    assert "fp32, 1 threads, medians of 2 steps" in printed.stdout
     assert re.search(r"A step with cached reference log-probs takes \d\.\d\d of a step that swaps", printed.stdout)
     for trainer in trainers[:4]:
-        seconds, loss, kl = float(trainer[1]), float(trainer[6]), float(trainer[7])
+        seconds, products, loss, kl = float(trainer[1]), float(trainer[4].rstrip("%")), float(trainer[7]), float(trainer[8])
         assert seconds > 0
-        assert loss == pytest.approx(float(trainers[0][6]), abs=2e-6)
-        assert kl == pytest.approx(float(trainers[0][7]), abs=2e-5)
+        assert 0 < products < 100
+        assert loss == pytest.approx(float(trainers[0][7]), abs=2e-6)
+        assert kl == pytest.approx(float(trainers[0][8]), abs=2e-5)
         assert loss != 0.5, "nothing was learnt, so nothing was compared"
+
+
+def test_another_version_of_trl_needs_its_python() -> None:
+    command = [sys.executable, "benchmarks/kto_vs_trl.py", "MODEL", "--only", "other TRL, no gradient checkpointing"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    printed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=100)
+    assert printed.returncode == 2
+    assert printed.stderr.splitlines()[-1] == "kto_vs_trl.py: error: other TRL needs --other-trl PYTHON"

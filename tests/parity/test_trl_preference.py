@@ -25,6 +25,11 @@ pytestmark = pytest.mark.parity
 
 ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value)
 TRL_NAMES = {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge", "simpo": "simpo"}
+OPTIONS = {  # of TRL's trainer, and ours
+    "robust": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
+    "exo_pair": ({"label_smoothing": 0.1}, {"exo_label_smoothing": 0.1}),
+    "discopop": ({"discopop_tau": 0.5}, {"discopop_tau": 0.5}),
+}
 PAIRS, WIDTH, VOCABULARY = 6, 12, 17
 
 
@@ -127,18 +132,23 @@ def answer_logps(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
-@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge"])
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"],
+)
 def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> None:
     policy, reference, tokens, mask = logits_and_tokens()
+    trl_options, options = OPTIONS.get(name, ({}, {}))
     trainer = SimpleNamespace(
         model=KnownLogits(policy).eval(),
         ref_model=KnownLogits(reference).eval(),
         accelerator=ACCELERATOR,
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False, **trl_options),
         beta=beta,
+        label_smoothing=trl_options.get("label_smoothing", 0.0),
         f_divergence_type="reverse_kl",
         ld_alpha=None,
-        loss_types=[TRL_NAMES[name]],
+        loss_types=[TRL_NAMES.get(name, name)],
         loss_weights=[1.0],
         precompute_ref_logps=False,
         use_weighting=False,
@@ -152,7 +162,7 @@ def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> Non
     average = name == "ipo"  # TRL always takes means for it
     logps, reference_logps = (answer_logps(logits, tokens, mask, average=average) for logits in (policy, reference))
     chosen, rejected = (logps - reference_logps).chunk(2)
-    ours = LOSSES[name].function(chosen, rejected, beta=beta)
+    ours = LOSSES[name].function(chosen, rejected, beta=beta, **options)
     assert_same(ours.mean(), theirs, policy)
 
     summed = answer_logps(policy, tokens, mask, average=False)

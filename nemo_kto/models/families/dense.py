@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.table import Family, ParamMapping, Split, window_by_layer_type, window_everywhere
+from nemo_kto.models.families.table import (
+    Family,
+    ParamMapping,
+    Split,
+    no_rope_layers,
+    window_by_layer_type,
+    window_everywhere,
+)
 
 _MCORE = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
@@ -57,6 +64,15 @@ LLAMA = Family(
 )
 # Llama with a window of attention in every layer where ``sliding_window`` is set.
 MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=_DENSE_MAPPINGS, windows=window_everywhere)
+# SmolLM 3: Llama of which every fourth layer has no rotary embeddings.
+SMOLLM3 = Family(
+    name="smollm3",
+    hf_architecture="SmolLM3ForCausalLM",
+    mappings=_DENSE_MAPPINGS,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    windows=window_by_layer_type,
+    rotates=no_rope_layers,
+)
 # Qwen 2 and 2.5: biases on query, key and value, and on nothing else.
 QWEN2 = Family(
     name="qwen2",

@@ -65,6 +65,16 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     return tuple(known[kind] for kind in config.layer_types)
 
 
+def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
+    """Every layer has rotary embeddings."""
+    return (True,) * config.num_hidden_layers
+
+
+def no_rope_layers(config: PretrainedConfig) -> tuple[bool, ...]:
+    """``no_rope_layers`` has, in spite of its name, a 1 for each layer that has rotary embeddings."""
+    return tuple(bool(entry) for entry in config.no_rope_layers[: config.num_hidden_layers])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything the project knows about a model family.
@@ -76,6 +86,7 @@ class Family:
         flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
             decides it, or the constant it is.
         windows: tokens each layer sees, itself included; None for all.
+        rotates: whether each layer has rotary embeddings.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
     """
 
@@ -84,4 +95,5 @@ class Family:
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     windows: Callable[[PretrainedConfig], Windows] = no_window
+    rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     own_head_dim: bool = False

@@ -33,6 +33,7 @@ def architecture(
         norm_epsilon=1e-6,
         rope=Rope(theta=1e4),
         windows=(None, None),
+        rotates=(True, True),
         tied=False,
         qkv_bias=True,
         output_bias=True,

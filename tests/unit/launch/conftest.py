@@ -28,7 +28,9 @@ class Load(Protocol):
 class Said(Protocol):
     """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
 
-    def __call__(self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False) -> list[str]: ...
+    def __call__(
+        self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
+    ) -> list[str]: ...
 
 
 def source_of(recipe: Recipe) -> compose.Source:
@@ -51,8 +53,8 @@ def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
     return config
 
 
-def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False) -> list[str]:
-    world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks)
+def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+    world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
     return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
 
@@ -114,7 +116,7 @@ def load(good: list[str]) -> Load:
 def said(good: list[str]) -> Said:
     """What judges overrides."""
 
-    def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False) -> list[str]:
-        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep)
+    def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
 
     return get

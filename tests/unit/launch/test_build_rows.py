@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.data.records import DataError
 from nemo_kto.launch import build, compose
-from nemo_kto.launch.build_rows import source_settings, too_few_rows
+from nemo_kto.launch.build_rows import micro_batch_limits, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.recipes import RECIPES
 from tests.tiny import make_tokenizer
@@ -44,6 +44,20 @@ def test_the_largest_batch_that_fits_is_named(
         cfg = config(f"model.micro_batch_size={micro}", name=name)
         start = f"model.global_batch_size must be at most the number of training rows, {rows}, got 64; "
         assert too_few_rows(cfg, rows, data_parallel=data_parallel) == (None if remedy is None else start + remedy + MORE)
+
+
+@pytest.mark.parametrize(
+    ("keys", "prompts", "tokens"),
+    [
+        ([], None, 512),
+        (["model.micro_batch_tokens=4096"], None, 4096),
+        (["model.micro_batch_size=2"], 2, None),
+        (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], 2, 256),
+    ],
+)
+def test_micro_batches_hold_some_tokens_unless_told(keys: list[str], prompts: int | None, tokens: int | None) -> None:
+    limits = micro_batch_limits(config(*keys))
+    assert (limits.prompts, limits.tokens) == (prompts, tokens)
 
 
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:

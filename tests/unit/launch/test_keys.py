@@ -123,6 +123,8 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
                 "model.global_batch_size": "64",
                 "model.dpo.preference_loss": "dpo",
                 "model.dpo.label_smoothing": "null",
+                "model.dpo.exo_label_smoothing": "null",
+                "model.dpo.discopop_tau": "null",
                 "model.dpo.gt_reward_scale": "null",
                 "model.dpo.simpo_gamma": "null",
                 "model.data.default_chosen_reward": "null",
@@ -141,7 +143,7 @@ def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(recipe: Recip
 def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
     """The shared file says rows; all_keys must give the comment of the algorithm's file."""
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
-    null = "null: as many as micro_batch_tokens allows, or 1 on the CPU"
+    null = "null: as many as micro_batch_tokens allows"
     assert comments["model.micro_batch_size"] == f"pairs of one forward and backward pass; {null}"
     assert comments["model.global_batch_size"] == "pairs of one optimizer step, over all ranks"
     assert comments["model.dpo.log_prob_forward_micro_batch_size"] == (

@@ -72,7 +72,7 @@ def test_what_is_set_on_top_of_such_a_file(good: list[str]) -> None:
         "exp_manager.checkpoint_callback_params.model_parallel_size is not needed here: "
         "checkpoints can be loaded at any parallel size",
         "model.megatron_amp_O2 is not needed here: in bf16 the weights are in bf16 and the optimizer keeps fp32 copies",
-        "model.optim.overlap_param_sync is not needed here: weights are gathered after the optimizer's step",
+        "model.optim.overlap_param_sync is not needed here: model.optim.overlap says it",
     }
 
 

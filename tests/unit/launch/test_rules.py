@@ -328,7 +328,20 @@ def test_ranks_that_see_one_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch
     assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
     started_here = said("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
     remedy = "use fewer ranks, or trainer.accelerator=cpu"
-    assert started_here == [f"trainer.devices must be at most the 1 GPUs of this machine, got 8; {remedy}"]
+    assert started_here == [f"trainer.devices must be at most the one GPU of this machine, got 8; {remedy}"]
+
+
+@pytest.mark.parametrize("devices", ["trainer.devices=2", "trainer.devices=auto"])
+@pytest.mark.parametrize("accelerator", ["gpu", "auto"])
+def test_ranks_of_torchrun_on_one_gpu(devices: str, accelerator: str, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.device, "device_count", lambda: 1)
+    given = (devices, f"trainer.accelerator={accelerator}", "model.global_batch_size=8")
+    remedy = "use fewer ranks, or trainer.accelerator=cpu"
+    assert said(*given, ranks=2, torchrun=True) == [
+        f"trainer.devices must be at most the one GPU of this machine, got 2; {remedy}"
+    ]
+    monkeypatch.setattr(job.device, "device_count", lambda: 2)
+    assert said(*given, ranks=2, torchrun=True) == []
 
 
 def test_the_form_of_a_blend(said: Said, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ BROKEN = [
         DPO,
         ["model.dpo.preference_loss=kto"],
         [
-            "model.dpo.preference_loss must be dpo, ipo, hinge, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
+            "model.dpo.preference_loss must be dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
+            "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
         ],
     ),
     (
@@ -56,7 +57,8 @@ BROKEN = [
         DPO,
         ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
         [
-            "model.dpo.label_smoothing must be left out with hinge, which does not take it, got 0.1; it is for dpo or simpo",
+            "model.dpo.label_smoothing must be left out with hinge, which does not take it, got 0.1; "
+            "it is for dpo, robust or simpo",
         ],
     ),
     (
@@ -134,7 +136,13 @@ def test_the_losses_without_a_reference_are_these() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(said: Said, name: str) -> None:
-    values = {"label_smoothing": 0.1, "gt_reward_scale": 2.0, "simpo_gamma": 1.0}
+    values = {
+        "label_smoothing": 0.1,
+        "exo_label_smoothing": 0.1,
+        "discopop_tau": 0.1,
+        "gt_reward_scale": 2.0,
+        "simpo_gamma": 1.0,
+    }
     assert said(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():
         wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]

@@ -76,6 +76,17 @@ BROKEN = [
         ],
     ),
     (
+        ["model.recompute_modules=[mlp,core_attn]"],
+        [
+            "model.recompute_modules must be null unless model.activations_checkpoint_granularity=selective, "
+            "got mlp, core_attn; set one or the other"
+        ],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=selective", "model.recompute_modules=[attention]"],
+        ["model.recompute_modules must be mlp or core_attn, got attention"],
+    ),
+    (
         ["model.activations_checkpoint_method=block"],
         [
             "model.activations_checkpoint_method must be null unless "
@@ -345,4 +356,18 @@ def test_every_target_that_is_offered_is_taken(said: Said) -> None:
 def test_names_are_those_of_the_modules_that_use_them() -> None:
     assert set(get_args(ScheduleConfig.model_fields["name"].annotation)) == set(SCHEDULES)
     assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired"}
-    assert set(pair_losses.LOSSES) == {"dpo", "ipo", "hinge", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo"}
+    difference = {
+        "dpo",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo_pair",
+        "discopop",
+        "rpo_sq",
+        "rpo_bwd_kl",
+        "rpo_fwd_kl",
+        "simpo",
+        "orpo",
+    }
+    anchored = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
+    assert set(pair_losses.LOSSES) == difference | anchored

@@ -18,7 +18,13 @@ from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
 
 BETA = 0.3
-OPTIONS = {"label_smoothing": 0.2, "simpo_gamma": 0.7, "gt_reward_scale": 1.5}
+OPTIONS = {
+    "label_smoothing": 0.2,
+    "simpo_gamma": 0.7,
+    "gt_reward_scale": 1.5,
+    "exo_label_smoothing": 0.1,
+    "discopop_tau": 0.5,
+}
 CHOSEN = [-0.4, -2.0, -0.1, -3.0, -1.0]  # log-probs, so that every loss can take them; log-ratios may be such too
 REJECTED = [-1.9, -0.3, -4.0, -3.0, -0.9]
 DELTAS = [2.0, -1.0, 0.5, 0.0, 3.0]  # reward of the chosen answer minus that of the rejected one
@@ -36,6 +42,10 @@ def bernoulli_kl(a: float, b: float) -> float:
     return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
 
+def blend(x: float, share: float) -> float:
+    return (1 - share) * logistic(x) + share * math.exp(-x)
+
+
 def odds(logp: float) -> float:
     return math.exp(logp) / (1 - math.exp(logp))
 
@@ -45,6 +55,14 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "dpo": lambda c, r, d: logistic(BETA * (c - r), 0.2),
     "ipo": lambda c, r, d: (c - r - 1 / (2 * BETA)) ** 2,
     "hinge": lambda c, r, d: max(0.0, 1 - BETA * (c - r)),
+    "robust": lambda c, r, d: (0.8 * logistic(BETA * (c - r)) - 0.2 * logistic(-BETA * (c - r))) / 0.6,
+    "exo_pair": lambda c, r, d: bernoulli_kl(sigmoid(BETA * (c - r)), 0.9),
+    "nca_pair": lambda c, r, d: logistic(BETA * c) + (logistic(-BETA * c) + logistic(-BETA * r)) / 2,
+    "bco_pair": lambda c, r, d: logistic(BETA * c) + logistic(-BETA * r),
+    "sppo_hard": lambda c, r, d: (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2,
+    "apo_zero": lambda c, r, d: 1 - sigmoid(BETA * c) + sigmoid(BETA * r),
+    "apo_down": lambda c, r, d: sigmoid(BETA * c) + 1 - sigmoid(BETA * (c - r)),
+    "discopop": lambda c, r, d: blend(BETA * (c - r), sigmoid(BETA * (c - r) / 0.5)),
     "rpo_sq": lambda c, r, d: (BETA * (c - r) - 1.5 * d) ** 2,
     "rpo_bwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(1.5 * d), sigmoid(BETA * (c - r))),
     "rpo_fwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(BETA * (c - r)), sigmoid(1.5 * d)),
@@ -79,6 +97,9 @@ def test_the_name_table() -> None:
     }
     assert options == {
         "dpo": [smoothing],
+        "robust": [smoothing],
+        "exo_pair": [("exo_label_smoothing", 1e-3, (Gt(0), Lt(0.5)))],
+        "discopop": [("discopop_tau", 0.05, (Gt(0),))],
         "rpo_sq": [scale],
         "rpo_bwd_kl": [scale],
         "rpo_fwd_kl": [scale],
@@ -103,6 +124,14 @@ def test_each_loss_is_its_closed_form(name: str) -> None:
         ("dpo", math.log(2)),
         ("ipo", 1 / (2 * BETA) ** 2),
         ("hinge", 1.0),
+        ("robust", math.log(2)),
+        ("exo_pair", bernoulli_kl(0.5, 0.9)),
+        ("nca_pair", 2 * math.log(2)),
+        ("bco_pair", 2 * math.log(2)),
+        ("sppo_hard", 2 / (2 * BETA) ** 2),
+        ("apo_zero", 1.0),
+        ("apo_down", 1.0),
+        ("discopop", (math.log(2) + 1) / 2),
         ("rpo_sq", 9.0),
         ("rpo_bwd_kl", bernoulli_kl(sigmoid(3.0), 0.5)),
         ("rpo_fwd_kl", bernoulli_kl(0.5, sigmoid(3.0))),
@@ -131,7 +160,11 @@ def test_gradient_in_float64(name: str) -> None:
     assert torch.autograd.gradcheck(loss_of(name, deltas), (chosen, rejected))
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "orpo"])
+# whose chosen and rejected answers have a place of their own to go to
+ANCHORED = ["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "orpo"]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ANCHORED])
 def test_only_the_difference_counts(name: str) -> None:
     chosen, rejected = torch.tensor(CHOSEN, requires_grad=True), torch.tensor(REJECTED, requires_grad=True)
     loss = loss_of(name, torch.tensor(DELTAS))
@@ -154,6 +187,7 @@ def test_gradient_of_dpo_is_the_closed_form() -> None:
 MINIMA = {
     "dpo": ({}, math.log(4) / BETA, logistic(math.log(4), 0.2)),  # sigmoid(beta h) = 1 - e
     "ipo": ({}, 1 / (2 * BETA), 0.0),
+    "exo_pair": ({}, math.log(9) / BETA, 0.0),
     "rpo_sq": ({}, 1.5 * 2.0 / BETA, 0.0),
     "rpo_bwd_kl": ({}, 1.5 * 2.0 / BETA, 0.0),
     "rpo_fwd_kl": ({}, 1.5 * 2.0 / BETA, 0.0),
@@ -175,12 +209,47 @@ def test_where_a_loss_is_least(name: str) -> None:
     assert chosen.grad[1:].sign().tolist() == [-1, 1, -1, 1]
 
 
-@pytest.mark.parametrize("name", ["dpo", "hinge", "simpo", "orpo"])
+@pytest.mark.parametrize("name", ["dpo", "hinge", "robust", "bco_pair", "apo_zero", "discopop", "simpo", "orpo"])
 def test_a_better_answer_lowers_the_loss(name: str) -> None:
     options = {"label_smoothing": 0.0} if "label_smoothing" in LOSSES[name].options else {}
     better, middle = torch.linspace(-4, -0.5, 8), torch.full((8,), -2.0)
     assert (loss_of(name, **options)(better, middle).diff() < 0).all()
     assert (loss_of(name, **options)(middle, better).diff() > 0).all()
+
+
+def test_robust_dpo_is_unbiased() -> None:
+    """Over pairs of which a fifth is flipped its mean is DPO's loss without label smoothing (arXiv 2403.00409)."""
+    chosen, rejected = torch.tensor(CHOSEN, dtype=torch.float64), torch.tensor(REJECTED, dtype=torch.float64)
+    robust = loss_of("robust", label_smoothing=0.2)
+    mean = 0.8 * robust(chosen, rejected) + 0.2 * robust(rejected, chosen)
+    torch.testing.assert_close(mean, loss_of("dpo", label_smoothing=0.0)(chosen, rejected), rtol=1e-12, atol=0)
+    assert (robust(torch.tensor([30.0]), torch.zeros(1)) < 0).all()
+
+
+def test_where_an_anchored_loss_is_least() -> None:
+    """NCA holds sigmoid of the chosen reward at 2/3, SPPO both log-ratios at 1 / (2 beta) from the reference."""
+    for name, chosen_at, rejected_at in [
+        ("nca_pair", math.log(2) / BETA, None),
+        ("sppo_hard", 1 / (2 * BETA), -1 / (2 * BETA)),
+    ]:
+        chosen = torch.tensor([chosen_at], dtype=torch.float64, requires_grad=True)
+        rejected = torch.tensor([rejected_at or 0.0], dtype=torch.float64, requires_grad=True)
+        loss_of(name)(chosen, rejected).sum().backward()
+        assert chosen.grad is not None
+        assert rejected.grad is not None
+        assert chosen.grad.item() == pytest.approx(0, abs=1e-12)
+        assert rejected.grad.item() == pytest.approx(0 if rejected_at is not None else BETA / 4, abs=1e-12)
+
+
+def test_apo_down_makes_both_answers_less_likely_and_apo_zero_only_the_rejected_one() -> None:
+    signs = {}
+    for name in ("apo_zero", "apo_down"):
+        chosen, rejected = torch.tensor([3.0], requires_grad=True), torch.tensor([-3.0], requires_grad=True)
+        loss_of(name)(chosen, rejected).sum().backward()
+        assert chosen.grad is not None
+        assert rejected.grad is not None
+        signs[name] = chosen.grad.sign().item(), rejected.grad.sign().item()
+    assert signs == {"apo_zero": (-1.0, 1.0), "apo_down": (1.0, 1.0)}
 
 
 def test_the_hinge_lets_go_of_pairs_that_are_far_enough_apart() -> None:
@@ -205,7 +274,10 @@ def test_the_two_divergences_weigh_their_own_side() -> None:
     assert backward.item() != pytest.approx(loss_of("rpo_fwd_kl", one, **unscaled)(other, torch.zeros(1)).item(), rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["dpo", "hinge", "rpo_bwd_kl", "rpo_fwd_kl", "simpo"])
+FINITE = ["dpo", "hinge", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "apo_down", "discopop"]
+
+
+@pytest.mark.parametrize("name", [*FINITE, "rpo_bwd_kl", "rpo_fwd_kl", "simpo"])
 @pytest.mark.parametrize("size", [1e3, 1e30])
 def test_extreme_log_ratios_stay_finite(name: str, size: float) -> None:
     chosen = torch.tensor([size, -size, size, -size], requires_grad=True)

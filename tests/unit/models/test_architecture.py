@@ -27,6 +27,7 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 
 
@@ -85,6 +86,25 @@ def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], win
 
 
 @pytest.mark.parametrize(
+    ("changes", "rotates"),
+    [
+        ({}, (True, True, True)),  # of twelve layers the fourth, eighth and last have no rope
+        ({"no_rope_layer_interval": 2}, (True, False, True)),
+        ({"no_rope_layers": [0, 1, 1]}, (False, True, True)),
+        ({"no_rope_layers": [0, 1, 1, 0, 0]}, (False, True, True)),
+    ],
+)
+def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any], rotates: tuple[bool, ...]) -> None:
+    smollm3 = folder(tmp_path, **of("SmolLM3ForCausalLM"), **changes)
+    assert read_architecture(smollm3, tensor_parallel=1).rotates == rotates
+
+
+def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, no_rope_layers=[0, 0, 0]), tensor_parallel=1)
+    assert read.rotates == (True, True, True)
+
+
+@pytest.mark.parametrize(
     ("heads", "groups", "tensor_parallel", "padded"),
     [
         (8, 8, 2, (8, 8)),
@@ -115,7 +135,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, "
+            "got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear, llama3, got 'yarn'"),
@@ -127,6 +148,14 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         (
             {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
             "got chunked_attention",
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0]},
+            "no_rope_layers must have a 0 or 1 for each of 3 layers, got 2",
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0, 2]},
+            r"no_rope_layers must be a list of 0 and 1, got \[1, 0, 2\]",
         ),
     ],
 )

@@ -9,8 +9,9 @@ import torch
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import FAMILIES, Split
-from nemo_kto.models.lora import adapted_mappings, adapter_mappings, is_adapter
+from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_layers import adapt_linear
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
@@ -30,6 +31,7 @@ ARCHITECTURE = Architecture(
     norm_epsilon=1e-6,
     rope=Rope(theta=1e4),
     windows=(None, None),
+    rotates=(True, True),
     tied=True,
 )
 INNER = "base_model.model.model.layers.{layer}."
@@ -119,6 +121,5 @@ def test_only_megatron_layers_are_adapted() -> None:
     with pytest.raises(TypeError) as error:
         adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
     assert str(error.value) == (
-        "a layer to adapt must be megatron-core's ColumnParallelLinear or RowParallelLinear, got Linear; "
-        "build the model with adaptable=True, and adapt a layer once"
+        "a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, and not be adapted yet, got Linear"
     )

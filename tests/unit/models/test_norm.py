@@ -24,6 +24,45 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
+def norm_with_weight() -> torch.nn.Module:
+    norm = TorchNorm(config(), hidden_size=8, eps=1e-2)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, 8))
+    return norm
+
+
+def test_gradients_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    norm, values, grad = norm_with_weight(), torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
+    exact_weight, exact_values = (each.detach().double().requires_grad_() for each in (norm.weight, values))
+    exact = torch.nn.functional.rms_norm(exact_values, (8,), exact_weight, 1e-2)
+    found = torch.autograd.grad(norm(values), (values, norm.weight), grad)
+    expected = torch.autograd.grad(exact, (exact_values, exact_weight), grad.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=2e-6, atol=2e-6)
+
+
+def test_the_weights_gradient_is_added_where_it_is_summed() -> None:
+    torch.manual_seed(0)
+    norm, values = norm_with_weight(), torch.randn(3, 2, 8)
+    norm(values).square().sum().backward()
+    once, norm.weight.grad = norm.weight.grad, None
+    norm.weight.main_grad = torch.ones(8)
+    for _ in range(2):
+        norm(values).square().sum().backward()
+    assert norm.weight.grad is None
+    torch.testing.assert_close(norm.weight.main_grad, 1 + 2 * once)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    norm, values = norm_with_weight(), torch.randn(3, 2, 8, requires_grad=True)
+    norm.weight.requires_grad_(False)
+    norm.weight.main_grad = torch.zeros(8)
+    norm(values).square().sum().backward()
+    assert values.grad is not None
+    assert not norm.weight.main_grad.any()
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> None:
     settings = config(

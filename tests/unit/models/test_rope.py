@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nemo_kto.models.rope import Rope, read_rope
+from nemo_kto.models.rope import Rope, RotaryTable, read_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -33,6 +34,36 @@ def test_frequencies_are_those_of_transformers(settings: dict[str, Any]) -> None
     expected, attention_factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu")
     assert attention_factor == 1.0
     torch.testing.assert_close(read_rope(config.to_dict()).inverse_frequencies(128), expected, rtol=1e-6, atol=0)
+
+
+def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
+    config = LlamaConfig(
+        hidden_size=24, num_attention_heads=3, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    heads_bhsd = heads_sbhd.permute(1, 2, 0, 3)
+    cos, sin = LlamaRotaryEmbedding(config)(heads_bhsd, torch.arange(len(heads_sbhd))[None])
+    return apply_rotary_pos_emb(heads_bhsd, heads_bhsd, cos, sin)[0].permute(2, 0, 1, 3)
+
+
+def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    table = RotaryTable(rope=Rope(theta=1e4), head_dim=8)
+    for length in (5, 9, 7):  # the table grows, and serves what is shorter
+        wide = torch.randn(length, 2, 3, 12, requires_grad=True)
+        heads_sbhd, grad = wide[..., 2:10], torch.randn(length, 2, 3, 8)  # keys are a part of a wider tensor
+        expected, found = rotated_by_transformers(heads_sbhd), table.rotate(heads_sbhd)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        (expected_grad,), (found_grad,) = (torch.autograd.grad(out, wide, grad) for out in (expected, found))
+        torch.testing.assert_close(found_grad, expected_grad, rtol=1e-6, atol=1e-6)
+
+
+def test_rotated_heads_keep_their_dtype() -> None:
+    table, heads_sbhd = RotaryTable(rope=Rope(theta=1e4), head_dim=8), torch.randn(4, 1, 2, 8)
+    rotated = table.rotate(heads_sbhd)
+    half = table.rotate(heads_sbhd.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), rotated, rtol=2e-2, atol=2e-2)
+    assert torch.equal(table.rotate(heads_sbhd), rotated), "the table is fp32 again"
 
 
 def test_default_frequencies() -> None:

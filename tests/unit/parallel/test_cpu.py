@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 # In a process of its own: the backend is entered once and for all, and here before anything else has used torch.
 CODE = """
@@ -22,3 +25,28 @@ def test_a_default_device_is_heeded() -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "['meta', 'meta', 'meta', 'meta'] ['cpu', 'cpu', 'cpu']"
+
+
+WARNED = """
+import os, sys, warnings, torch
+torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
+import nemo_kto.parallel
+with warnings.catch_warnings(record=True) as seen:
+    warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
+    warnings.warn("torch.distributed.all_gather_into_tensor` is deprecated")
+print(len(seen), os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+"""
+
+
+@pytest.mark.parametrize(("machine", "seen"), [("gpu", "1"), ("cpu", "0")])
+def test_what_a_gpu_goes_without_is_not_silenced(machine: str, seen: str) -> None:
+    for given, connections in (({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32")):
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+        run = subprocess.run(
+            [sys.executable, "-c", WARNED, machine],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**environment, **given},
+        )
+        assert run.stdout.split() == [seen, connections]

@@ -35,6 +35,8 @@ def test_alone() -> None:
 
 def test_torchrun() -> None:
     assert detect_world(dict(TORCHRUN)) == World(rank=5, size=8, local_rank=1, local_size=4)
+    elastic = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}  # as torchrun sets it, and nobody else
+    assert detect_world(elastic) == World(rank=5, size=8, local_rank=1, local_size=4, sees_same=True)
 
 
 def test_srun_sets_what_torch_distributed_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,15 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
     assert lines[7] == "  layout      8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel"
 
 
+def test_the_start_on_a_machine_that_lacks_something() -> None:
+    lines = str(replace(START, slow_paths=["no apex; install it", "no gcc"])).splitlines()
+    assert lines[-3:] == [
+        "  run folder   results/gpt_kto",
+        "  slow path 1  no apex; install it",
+        "  slow path 2  no gcc",
+    ]
+
+
 def test_the_end() -> None:
     assert str(END).splitlines() == [
         "nemo-kto kto finished after step 375 of 375 (1 epoch of 375 steps) in 12 min",

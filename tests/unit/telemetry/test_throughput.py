@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning_fabric.utilities.throughput import get_available_flops
 
-from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
+from nemo_kto.telemetry.throughput import _BF16_PEAKS, ThroughputMeter, device_peak_flops
 
 
 def test_figures_of_a_step() -> None:
@@ -22,6 +23,37 @@ def test_figures_of_a_step() -> None:
 
 
 def test_no_utilisation_where_the_peak_is_not_known() -> None:
-    peak = device_peak_flops(torch.device("cpu"), torch.float32)
+    peak = device_peak_flops(torch.device("cpu"), torch.float32, name="CPU")
     meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0, peak_flops=peak)
     assert "mfu" not in meter.figures(seconds=1.0, tokens=1, padded_tokens=1, flops=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        # of Lightning's table
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L4", 121.0),
+    ],
+)
+def test_the_peak_is_dense_bf16(monkeypatch: pytest.MonkeyPatch, name: str, tflops: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert device_peak_flops(torch.device("cuda"), torch.bfloat16, name=name) == pytest.approx(tflops * 1e12)
+
+
+def test_lightnings_table_is_still_wrong_about_those_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has right some day need not be kept here."""
+    for name, peak in _BF16_PEAKS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert get_available_flops(torch.device("cuda"), torch.bfloat16) != pytest.approx(peak, rel=0.01), name

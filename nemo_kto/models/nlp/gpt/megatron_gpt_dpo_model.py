@@ -59,6 +59,27 @@ class PairTensors:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerValues:
+    """What the loss knows of each answer, or pair, besides the log-probs: [B] and [P], on the device."""
+
+    valid_B: Tensor
+    response_counts_B: Tensor
+    reference_logps_B: Tensor | None
+    reward_delta_P: Tensor
+
+    @classmethod
+    def of(cls, pairs: PairTensors) -> AnswerValues:
+        """Moved once for a batch, so that no micro-batch waits for them."""
+        there, reference_logps_B = device.current_device(), pairs.reference_logps_B
+        return cls(
+            valid_B=pairs.answers.valid_B.to(there),
+            response_counts_B=pairs.answers.response_counts_B.to(there),
+            reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
+            reward_delta_P=pairs.reward_delta_P.to(there),
+        )
+
+
 class MegatronGPTDPOModel(MegatronGPTModel):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
 
@@ -86,35 +107,31 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             The loss and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
         pairs = PairTensors.unpack(batch)
-        loss = partial(self._micro_batch_loss, pairs)
+        loss = partial(self._micro_batch_loss, AnswerValues.of(pairs))
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
         work = self.engine.work_sums(pairs.answers, passes=self.passes(forward_only=forward_only))
         return self.global_metrics(
             parts,
-            zeros=loss(torch.zeros(0, dtype=torch.int64), nothing).sums,
+            zeros=loss(nothing.long(), nothing).sums,
             batch_sums={name: float(value) for name, value in sum_over_data_parallel(work).items()},
             derive=preference_metrics,
         )
 
-    def _micro_batch_loss(self, pairs: PairTensors, sequence_index_b: Tensor, logps_b: Tensor) -> MicroBatchLoss:
+    def _micro_batch_loss(self, answers: AnswerValues, sequence_index_b: Tensor, logps_b: Tensor) -> MicroBatchLoss:
         """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers."""
         objective = self.objective
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
-
-        def pick(values_N: Tensor, index_n: Tensor) -> Tensor:
-            return values_N[index_n].to(logps_b.device)
-
         values_b = logps_b  # what the loss compares: log-ratios, or log-probs where there is no reference
         if self.uses_reference:
-            assert pairs.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            values_b = logps_b - pick(pairs.reference_logps_B, sequence_index_b)
+            assert answers.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+            values_b = logps_b - answers.reference_logps_B[sequence_index_b]
         (chosen_p, rejected_p), (chosen_logps_p, rejected_logps_p) = values_b.tensor_split(2), logps_b.tensor_split(2)
-        rewards = {"reward_delta_P": pick(pairs.reward_delta_P, pair_index_p)} if objective.loss.needs_rewards else {}
+        rewards = {"reward_delta_P": answers.reward_delta_P[pair_index_p]} if objective.loss.needs_rewards else {}
         preference_p = objective.loss.function(chosen_p, rejected_p, beta=objective.beta, **rewards, **objective.options)
-        sft_p = self.sft_losses(chosen_logps_p, pairs.answers.response_counts_B[pair_index_p])
-        chosen_valid_p, rejected_valid_p = pick(pairs.answers.valid_B, sequence_index_b).tensor_split(2)
+        sft_p = self.sft_losses(chosen_logps_p, answers.response_counts_B[pair_index_p])
+        chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)
         return MicroBatchLoss.of(
             preference_metric_sums(
                 objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p,

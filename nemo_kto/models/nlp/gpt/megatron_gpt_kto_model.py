@@ -67,6 +67,27 @@ class UnpairedTensors:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleValues:
+    """What the loss knows of each sample besides its log-prob: [B], on the device."""
+
+    desirable_B: Tensor
+    valid_B: Tensor
+    response_counts_B: Tensor
+    reference_logps_B: Tensor | None
+
+    @classmethod
+    def of(cls, unpaired: UnpairedTensors) -> SampleValues:
+        """Moved once for a batch, so that no micro-batch waits for them."""
+        there, reference_logps_B = device.current_device(), unpaired.reference_logps_B
+        return cls(
+            desirable_B=unpaired.desirable_B.to(there),
+            valid_B=unpaired.samples.valid_B.to(there),
+            response_counts_B=unpaired.samples.response_counts_B.to(there),
+            reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
+        )
+
+
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTKTOModel(MegatronGPTModel):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
@@ -109,11 +130,11 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         z0, batch_sums = self._reference_point(unpaired, forward_only=forward_only)
         # the SFT loss is a mean over desirable examples, the loss as a whole one over all examples
         sft_weight = self.objective.sft_loss_weight * batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
-        loss = partial(self._micro_batch_loss, unpaired, z0, sft_weight)
+        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), z0, sft_weight)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
-        zeros = loss(torch.zeros(0, dtype=torch.int64), nothing).sums
+        zeros = loss(nothing.long(), nothing).sums
         return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
     def _reference_point(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[Tensor, dict[str, float]]:
@@ -142,19 +163,15 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
 
     def _micro_batch_loss(
-        self, unpaired: UnpairedTensors, z0: Tensor, sft_weight: float, sequence_index_b: Tensor, logps_b: Tensor
+        self, samples: SampleValues, z0: Tensor, sft_weight: float, sequence_index_b: Tensor, logps_b: Tensor
     ) -> MicroBatchLoss:
         """Loss of a micro-batch: the log-probs [b] of its sequences."""
         objective = self.objective
-
-        def pick(values_B: Tensor) -> Tensor:
-            return values_B[sequence_index_b].to(logps_b.device)
-
         log_ratios_b = logps_b  # of a loss without a reference: the log-probs themselves
         if self.uses_reference:
-            assert unpaired.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            log_ratios_b = logps_b - pick(unpaired.reference_logps_B)
-        desirable_b = pick(unpaired.desirable_B)
+            assert samples.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+            log_ratios_b = logps_b - samples.reference_logps_B[sequence_index_b]
+        desirable_b = samples.desirable_B[sequence_index_b]
         anchor = {"z0": z0} if objective.loss.needs_z0 else {}
         kto_b = objective.loss.function(
             log_ratios_b,
@@ -165,7 +182,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **anchor,
             **objective.options,
         )
-        sft_b = self.sft_losses(logps_b, unpaired.samples.response_counts_B[sequence_index_b])
+        sft_b = self.sft_losses(logps_b, samples.response_counts_B[sequence_index_b])
         return MicroBatchLoss.of(
             kto_metric_sums(
                 objective.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0),
@@ -174,7 +191,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
                 log_ratios_N=log_ratios_b,
                 logps_N=logps_b,
                 desirable_N=desirable_b,
-                valid_N=pick(unpaired.samples.valid_B),
+                valid_N=samples.valid_B[sequence_index_b],
                 beta=objective.beta,
             )
         )

@@ -98,7 +98,7 @@ class MegatronGPTModel:
         average = self.objective.sft_average_log_probs
         if average == self.engine.average_log_probs:
             return -logps_b
-        counts_b = response_counts_b.clamp(min=1).to(logps_b.device)
+        counts_b = response_counts_b.clamp(min=1)
         return -logps_b / counts_b if average else -logps_b * counts_b
 
     def global_metrics(
@@ -117,7 +117,7 @@ class MegatronGPTModel:
             batch_sums: sums over the global batch that are known already.
             derive: sums -> metrics, with ``loss`` among them.
         """
-        sums = {name: sum((part[name].cpu() for part in parts), start=zero.cpu()) for name, zero in zeros.items()}
+        sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = float(sums["loss_sum"])
         metrics = Metrics(global_sums(sums) | dict(batch_sums), derive)
         return metrics["loss"], metrics

@@ -1,0 +1,39 @@
+"""What a configuration leaves to the program: what is adapted, and how the reference is held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_kto.checkpoint.adapter_files import read_adapter_settings
+from nemo_kto.launch.schema import PeftConfig, RunConfig
+from nemo_kto.models.lora_settings import LoRASettings
+
+
+def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
+    """What is to be adapted; adapters that are there already say it themselves."""
+    if cfg.peft_scheme == "none":
+        return None
+    tuning = cfg.lora_tuning
+    if cfg.restore_from_path is not None:
+        return replace(read_adapter_settings(cfg.restore_from_path), dropout=tuning.adapter_dropout)
+    return LoRASettings(
+        rank=tuning.adapter_dim,
+        alpha=tuning.alpha,
+        dropout=tuning.adapter_dropout,
+        target_modules=tuple(tuning.target_modules),
+        layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+    )
+
+
+def choose_mode(cfg: RunConfig) -> tuple[str, str]:
+    """How the reference is held (swap, adapter, cached or none), and why."""
+    settings = cfg.model.reference
+    if not cfg.loss.record.needs_reference:
+        return "none", f"{cfg.loss.preference_loss} needs no reference"
+    if settings.mode != "auto":
+        return settings.mode, "set by the user"
+    if settings.sync_interval:
+        return "swap", "it is synced with the policy, so that its log-probs change"
+    if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
+        return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
+    return "cached", "it does not change: one pass over the data serves this run, its validations and later runs"

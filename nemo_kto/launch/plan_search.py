@@ -1,0 +1,106 @@
+"""Other layouts for a run: which fit, which are fast, and which single change would make one fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from nemo_kto.launch.plan_run import Plan, make_plan, with_model
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.hardware import GPUS_PER_MACHINE
+
+Values = dict[str, object]  # of model
+_FULL: Values = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}
+_NONE: Values = dict.fromkeys(_FULL)
+_RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
+_ROWS = (1, 2, 4)  # of a micro-batch
+
+
+def layouts(plan: Plan) -> Iterator[Values]:
+    """Values of model that make a layout of the same ranks: all that the model and the batch allow.
+
+    Tensor-parallel ranks share a machine, and sequence parallelism goes with them: it costs nothing more.
+    """
+    ranks, model, architecture = plan.machines.ranks, plan.cfg.model, plan.training.architecture
+    answers = plan.step.rows // model.global_batch_size
+    for tensor, pipeline in product(_divisors(ranks), _divisors(ranks)):
+        data, rest = divmod(ranks, tensor * pipeline)
+        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or architecture.num_layers % pipeline:
+            continue
+        if model.global_batch_size % data:
+            continue
+        degrees = {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "sequence_parallel": tensor > 1,
+        }
+        for recompute, rows in product(_RECOMPUTE, _ROWS):
+            tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
+            yield {**degrees, **recompute, **tokens}
+
+
+def best_layouts(plan: Plan, count: int) -> list[Plan]:
+    """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
+    fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
+    best: dict[tuple[int, int], Plan] = {}
+    for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
+        model = found.cfg.model
+        best.setdefault((model.tensor_model_parallel_size, model.pipeline_model_parallel_size), found)
+    return list(best.values())[:count]
+
+
+def remedies(plan: Plan) -> list[str]:
+    """Overrides that each make a run fit on the same ranks: of each kind the mildest, of several together if no one does."""
+    model = plan.cfg.model
+    one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
+    tensor: list[Values] = [
+        {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
+    ]
+    pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
+    together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
+    lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
+    for kinds in ([[one_row], [_FULL], tensor, pipeline], [together], [[lora, {**lora, **_FULL, **one_row}]]):
+        if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
+            return [overrides(change) for change in found]
+    return []
+
+
+def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
+    for change in changes:
+        cfg = with_model(plan.cfg, **change)
+        if _is_possible(plan, cfg) and make_plan(cfg, plan.machines).fits:
+            return change
+    return None
+
+
+def values_of(plan: Plan) -> Values:
+    """The values of model that make the layout of a plan, but for those that are null anyway."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", *_FULL, "micro_batch_tokens")
+    values = {name: getattr(plan.cfg.model, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def overrides(values: Values) -> str:
+    """The same on a command line."""
+    words = {"None": "null", "True": "true", "False": "false"}
+    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name != "peft"}
+    if "peft" in values:
+        texts["model.peft.peft_scheme"] = "lora"
+    return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+
+
+def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
+    model, architecture = cfg.model, plan.training.architecture
+    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    data, rest = divmod(plan.machines.ranks, tensor * pipeline)
+    fits_model = architecture.ffn_hidden_size % tensor == 0 and architecture.num_layers % pipeline == 0
+    fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
+    return fits_model and fits_batch and tensor <= GPUS_PER_MACHINE
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,124 @@
+"""Bytes that a forward pass keeps for its backward pass, from the shapes of the layers.
+
+What is counted is what autograd really saves (tests/distributed/test_plan_activations.py compares). The terms are those
+of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for RMS norms, gated MLPs, grouped heads and fused attention, and
+without dropout. Nothing here depends on values or on the length of a sequence: a token costs the same everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.lora_settings import LoRASettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What is kept by one rank.
+
+    Attributes:
+        architecture: the model; also says the tensor-parallel size.
+        element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
+        sequence_parallel: norms and what surrounds them are sharded over the tensor-parallel ranks.
+        adapters: what is adapted; None where all weights are trained.
+        fused_norm: the norm is one kernel (on a GPU), which saves its input as it is. torch's on the CPU saves its input and
+            its normalised input, both in fp32.
+    """
+
+    architecture: Architecture
+    element_bytes: int
+    sequence_parallel: bool = False
+    adapters: LoRASettings | None = None
+    fused_norm: bool = False
+
+    def layer(self, *, core: bool = True) -> float:
+        """Of one transformer layer, bytes a token; without ``core`` the attention's own sums are forgotten."""
+        return self._norms() + self._attention(core=core) + self._mlp() + self._adapter_inputs()
+
+    def layer_input(self) -> float:
+        """The hidden state before a layer, bytes a token: all that is kept of a layer that is recomputed."""
+        return self.element_bytes * self._hidden()
+
+    def rotations(self) -> int:
+        """Sines and cosines of one layer, bytes for each position of a micro-batch, whatever its number of sequences."""
+        return 4 * self.element_bytes * self.architecture.head_dim  # for queries and for keys
+
+    def adapter_matrices(self) -> int:
+        """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
+        if self.adapters is None:
+            return 0
+        fused = [(self._query() + 2 * self._key_value(), 3)] * self._adapts("q_proj", "k_proj", "v_proj")
+        gated = 2 * self.architecture.ffn_hidden_size // self.architecture.tensor_parallel
+        fused += [(gated, 2)] * self._adapts("gate_proj", "up_proj")
+        return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
+
+    def gradients_of_layer(self) -> float:
+        """Gradients that exist at the same time while a layer goes backward, bytes a token: of all that its MLP saved."""
+        return self.element_bytes * (5 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+
+    def embedding(self) -> int:
+        """Of the first stage, bytes a token: its row of the table, and whether that is here."""
+        return 8 + 1
+
+    def head(self) -> float:
+        """Of the last stage, bytes a token whose log-prob is wanted: final norm, hidden states, their gradient in fp32."""
+        whole = self.architecture.hidden_size * self.element_bytes
+        return self._norm(self._hidden(), trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
+
+    def _norms(self) -> float:
+        return 2 * self._norm(self._hidden(), trained=self.adapters is None)
+
+    def _norm(self, width: float, *, trained: bool) -> float:
+        if self.fused_norm:
+            return self.element_bytes * width + 4 * width / self.architecture.hidden_size
+        return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
+
+    def _attention(self, *, core: bool) -> float:
+        architecture, query, key_value = self.architecture, self._query(), self._key_value()
+        heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
+        # rotated queries and keys, the fused queries, keys and values that the values are a view of, and the output
+        saved: float = self.element_bytes * (query + key_value + query + 2 * key_value + query)
+        if core:
+            saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
+        if architecture.qk_norm:
+            saved += self._norm(query + key_value, trained=self.adapters is None) + 4 * heads
+        return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")
+
+    def _mlp(self) -> float:
+        ffn = self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
+        # gate and up projection, the activated gate, the up projection once more, and what the down projection gets
+        saved = 4 * ffn + ffn * self._keeps_input("down_proj")
+        return self.element_bytes * (saved + self._hidden() * self._keeps_input("gate_proj", "up_proj"))
+
+    def _adapter_inputs(self) -> float:
+        """The rank-wide products A x, a token; with dropout the inputs that it made and where it dropped."""
+        if self.adapters is None:
+            return 0.0
+        tensor, hidden = self.architecture.tensor_parallel, self._hidden()
+        inputs = {  # what its layer gets, and the parts that a layer holds
+            ("q_proj", "k_proj", "v_proj"): (hidden, 3),
+            ("o_proj",): (self._query(), 1),
+            ("gate_proj", "up_proj"): (hidden, 2),
+            ("down_proj",): (self.architecture.ffn_hidden_size / tensor, 1),
+        }
+        adapted = [sizes for names, sizes in inputs.items() if self._adapts(*names)]
+        dropped = (self.element_bytes + 1 if self.adapters.dropout else 0) * sum(width for width, _ in adapted)
+        return dropped + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
+
+    def _keeps_input(self, *names: str) -> bool:
+        """Whether the input of a layer is kept for a gradient of its weight or of its adapter."""
+        return self.adapters is None or self._adapts(*names)
+
+    def _adapts(self, *names: str) -> bool:
+        return self.adapters is not None and not set(names).isdisjoint(self.adapters.modules)
+
+    def _hidden(self) -> float:
+        return self.architecture.hidden_size / (self.architecture.tensor_parallel if self.sequence_parallel else 1)
+
+    def _query(self) -> int:
+        return self.architecture.padded_attention_heads * self.architecture.head_dim // self.architecture.tensor_parallel
+
+    def _key_value(self) -> int:
+        groups = max(1, self.architecture.padded_query_groups // self.architecture.tensor_parallel)
+        return groups * self.architecture.head_dim

@@ -1,0 +1,41 @@
+"""Which parameters are adapted, and what the matrices of their adapters hold; without megatron-core, for plans."""
+
+from __future__ import annotations
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import ParamMapping, Split
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.segments import split_dimension
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+
+def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
+    """The parameters of the family whose weights are adapted, in whole or in part."""
+    mappings = architecture.family.mappings
+    return [mapping for mapping in mappings if any(hf_module(name) in settings.modules for name in mapping.hf_names)]
+
+
+def adapter_mappings(mapping: ParamMapping, rank: int) -> tuple[ParamMapping, ParamMapping]:
+    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
+    is_column = split_dimension(mapping) == 0
+    inner = "base_model.model.{}.{}.weight"
+    prefix = mapping.mcore_name.removesuffix("weight")
+    names = {name: name.removesuffix(".weight") for name in mapping.hf_names}
+    return (
+        ParamMapping(
+            mcore_name=prefix + LORA_A,
+            hf_names={inner.format(name, "lora_A"): (rank, mapping.hf_names[weight][1]) for weight, name in names.items()},
+            split=Split.STACKED if is_column else mapping.split,
+        ),
+        ParamMapping(
+            mcore_name=prefix + LORA_B,
+            hf_names={inner.format(name, "lora_B"): (mapping.hf_names[weight][0], rank) for weight, name in names.items()},
+            split=mapping.split if is_column else Split.REPLICATED,
+        ),
+    )
+
+
+def hf_module(name: str) -> str:
+    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight``; empty where the name is not that of a matrix."""
+    return name.split(".")[-2] if name.endswith(".weight") else ""

@@ -1,0 +1,240 @@
+"""Memory of a rank, part by part, from plain numbers: nothing is built and nothing is measured.
+
+Every term has a name and a reason; there is no factor that makes the sum fit. What is certain (weights, gradients, optimizer
+state, a reference on the host) does not depend on the data. What a pass needs depends on its longest rows, and is counted
+for micro-batches that are full of answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_kto.models.activations import Activations
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.hardware import CONTEXT
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.parameters import RankParameter, rank_parameters
+
+_FP32 = 4
+_MOMENTS = 2 * _FP32  # of Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What decides how much memory a rank needs.
+
+    Attributes:
+        architecture: the model; also says the tensor-parallel size.
+        element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
+        pipeline_parallel, data_parallel: degrees.
+        sequence_parallel: activations are sharded over the sequence too.
+        adapters: what is adapted; None where all weights are trained.
+        distributed_optimizer: its state is sharded over the data-parallel ranks.
+        swapped: the reference is a copy on the host: of all weights, of those that are trained, or None.
+        reference_moves: it is synced with the policy, and has fp32 values besides.
+        async_save: checkpoints are written from a copy on the host, whose memory is kept.
+        recompute: None, "selective" or "full".
+        recompute_method, recompute_layers: with "full": "uniform" keeps the input of each group of so many layers, "block"
+            recomputes so many layers of a stage and keeps the others.
+        micro_batch_tokens: the most that a micro-batch holds.
+        micro_batch_width: tokens of its longest row.
+        micro_batches: of a step, for each data-parallel rank.
+        logprob_chunk: tokens whose logits exist at the same time.
+        largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 where there is none yet.
+        on_gpu: ranks compute on GPUs.
+    """
+
+    architecture: Architecture
+    element_bytes: int
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    sequence_parallel: bool = False
+    adapters: LoRASettings | None = None
+    distributed_optimizer: bool = True
+    swapped: str | None = None
+    reference_moves: bool = False
+    async_save: bool = True
+    recompute: str | None = None
+    recompute_method: str | None = None
+    recompute_layers: int | None = None
+    micro_batch_tokens: int
+    micro_batch_width: int
+    micro_batches: int
+    logprob_chunk: int
+    largest_file: int = 0
+    on_gpu: bool
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share every layer."""
+        return self.architecture.tensor_parallel
+
+    def parameters(self, stage: int) -> list[RankParameter]:
+        """What a rank of a pipeline stage holds."""
+        return rank_parameters(
+            self.architecture, pipeline_parallel=self.pipeline_parallel, stage=stage, adapters=self.adapters
+        )
+
+    def state_bytes(self) -> float:
+        """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded."""
+        main = 0 if self.element_bytes == _FP32 else _FP32
+        return (_MOMENTS + main) / self._state_shards
+
+    def saved_bytes(self) -> float:
+        """What a rank writes into a checkpoint, for each trained parameter: data-parallel ranks share it out.
+
+        The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
+        """
+        main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
+        return (self.element_bytes + main + _MOMENTS) / self.data_parallel
+
+    @property
+    def _state_shards(self) -> int:
+        return self.data_parallel if self.distributed_optimizer else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of a rank.
+
+    Attributes:
+        stage: its pipeline stage.
+        parameters, trained: their numbers.
+        weights, gradients, optimizer: held all the time; gradients are summed in fp32.
+        activations: kept for the backward passes of all micro-batches that are on their way at the same time.
+        logprobs: hidden states and logits of the last stage.
+        working: the largest of what exists only for a moment while gradients are reduced and weights updated.
+        heap: what the C library keeps of freed activations, and cannot use again: see :attr:`device`.
+        reference, checkpoint: copies on the host.
+        file: of weights, mapped while the model is loaded.
+        on_gpu: the host is another memory than the device.
+    """
+
+    stage: int
+    parameters: int
+    trained: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logprobs: float
+    working: float
+    heap: float
+    reference: float
+    checkpoint: float
+    file: float
+    on_gpu: bool
+
+    @property
+    def certain(self) -> float:
+        """What the device must hold whatever the data are."""
+        held = self.weights + self.gradients + self.optimizer
+        return held if self.on_gpu else held + self.reference
+
+    @property
+    def host(self) -> float:
+        """On the host of a GPU."""
+        return self.reference + self.checkpoint if self.on_gpu else 0.0
+
+    @property
+    def device(self) -> float:
+        """The most at one time.
+
+        torch's allocator on a GPU uses the memory of activations again for the update. The C library gives freed memory back
+        only from the end of its heap. On the CPU the memory of the first pass stays with the process; moments and copies,
+        which then come to lie there and stay, leave holes in which the tensors of the next pass find no room, so that the
+        heap grows by a second pass. Where large blocks are always mapped (MALLOC_MMAP_THRESHOLD_=131072) neither is so.
+        """
+        passes = self.activations + self.logprobs
+        if self.on_gpu:
+            return CONTEXT + self.certain + max(passes, self.working)
+        loading = self.weights + self.gradients + self.file
+        return max(loading, self.certain + passes + self.heap + self.working + self.checkpoint)
+
+
+def rank_memory(training: Training, *, stage: int) -> RankMemory:
+    """Memory of a rank of a pipeline stage."""
+    parameters = training.parameters(stage)
+    count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
+    swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
+    moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
+    activations = _activations(training, stage, parameters)
+    logprobs = _logprobs(training) if stage == training.pipeline_parallel - 1 else 0.0
+    return RankMemory(
+        stage=stage,
+        parameters=count,
+        trained=trained,
+        weights=count * training.element_bytes,
+        gradients=trained * _FP32,
+        optimizer=trained * training.state_bytes(),
+        activations=activations,
+        logprobs=logprobs,
+        working=_working(training, parameters),
+        heap=0.0 if training.on_gpu else activations + logprobs,
+        reference=swapped * (training.element_bytes + moving),
+        checkpoint=trained * training.saved_bytes() if training.async_save else 0.0,
+        file=0.0 if training.on_gpu else training.largest_file,
+        on_gpu=training.on_gpu,
+    )
+
+
+def stages_memory(training: Training) -> list[RankMemory]:
+    """Of a rank of each pipeline stage; those between the first and the last differ only in what is on its way."""
+    return [rank_memory(training, stage=stage) for stage in range(training.pipeline_parallel)]
+
+
+def saved_by_layers(training: Training) -> Activations:
+    """The layers' formula."""
+    return Activations(
+        architecture=training.architecture,
+        element_bytes=training.element_bytes,
+        sequence_parallel=training.sequence_parallel,
+        adapters=training.adapters,
+        fused_norm=training.on_gpu,
+    )
+
+
+def _activations(training: Training, stage: int, parameters: list[RankParameter]) -> float:
+    """Of 1F1B: a stage has begun as many micro-batches as there are stages from it to the last, before one comes back."""
+    saved, tokens = saved_by_layers(training), training.micro_batch_tokens
+    layers = training.architecture.num_layers // training.pipeline_parallel
+    on_their_way = min(training.pipeline_parallel - stage, training.micro_batches)
+    each = saved.layer(core=training.recompute != "selective") * tokens
+    each += saved.rotations() * training.micro_batch_width + saved.adapter_matrices()
+    inputs, kept, again = 0, layers, 0  # inputs of recomputed layers; layers that are kept; layers of one recomputation
+    if training.recompute == "full":
+        count = min(training.recompute_layers or 1, layers)
+        uniform = training.recompute_method != "block"
+        inputs, kept, again = (-(-layers // count), 0, count) if uniform else (count, layers - count, 1)
+    held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
+    return on_their_way * held + again * each + saved.gradients_of_layer() * tokens + _weight_gradient(training, parameters)
+
+
+def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:
+    """The largest gradient of a matrix in a layer, before it is added to the sum: in fp32 on the CPU it is added at once."""
+    in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
+    added_at_once = training.element_bytes == _FP32 and not training.on_gpu
+    return 0.0 if added_at_once else max(in_layers, default=0) * training.element_bytes
+
+
+def _logprobs(training: Training) -> float:
+    """Hidden states that meet the vocabulary, and a chunk of logits; in bf16 the chunk once more, as a factor."""
+    saved, tokens = saved_by_layers(training), training.micro_batch_tokens
+    rows = training.architecture.padded_vocab_size // training.tensor_parallel
+    narrow = training.element_bytes if training.element_bytes < _FP32 else 0
+    total = saved.head() * tokens + min(training.logprob_chunk, tokens) * rows * (_FP32 + narrow)
+    if narrow and not training.on_gpu and training.adapters is None:  # the product is made in bf16 and widened
+        total += rows * training.architecture.hidden_size * (_FP32 + narrow)
+    return total
+
+
+def _working(training: Training, parameters: list[RankParameter]) -> float:
+    """An update on the CPU goes from weight to weight, with two tensors in fp32; torch's on a GPU makes one of each.
+
+    gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
+    """
+    trained = [each.numel for each in parameters if each.trained]
+    share = sum(trained) / (training.data_parallel if training.distributed_optimizer else 1)
+    if training.on_gpu:
+        return share * _FP32
+    return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)

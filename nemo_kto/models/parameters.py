@@ -1,0 +1,73 @@
+"""The parameters that a rank will hold, from the table of the model's family: nothing is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import ParamMapping, Split
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.segments import is_cut, segments, source_shapes, split_dimension
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParameter:
+    """A parameter of a rank; ``trained`` is False where adapters are trained instead."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+def rank_parameters(
+    architecture: Architecture, *, pipeline_parallel: int = 1, stage: int = 0, adapters: LoRASettings | None = None
+) -> list[RankParameter]:
+    """What a rank of a pipeline stage holds; padded heads and rows are counted. All ranks of a stage hold the same shapes.
+
+    Args:
+        architecture: the model; also says the tensor-parallel size.
+        pipeline_parallel: number of stages, which divides the number of layers.
+        stage: from 0.
+        adapters: what is adapted; None where all weights are trained.
+    """
+    is_first, is_last = stage == 0, stage == pipeline_parallel - 1
+    of_stage = architecture.num_layers // pipeline_parallel
+    layers = range(stage * of_stage, (stage + 1) * of_stage)
+    held = []
+    for mapping in architecture.family.mappings:
+        name, shape = mapping.mcore_name, rank_shape(mapping, architecture)
+        if mapping.required_flag and not getattr(architecture, mapping.required_flag):
+            continue
+        if "{layer}" in name:
+            held += [RankParameter(name=name.format(layer=layer), shape=shape, trained=adapters is None) for layer in layers]
+        elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
+            held.append(RankParameter(name=name, shape=shape, trained=adapters is None))
+        elif is_last and architecture.tied:  # the last stage has a copy of the embedding
+            held.append(RankParameter(name="output_layer.weight", shape=shape, trained=adapters is None))
+    return held if adapters is None else [*held, *_adapters(architecture, adapters, layers)]
+
+
+def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
+    """Shape of a rank's part of a parameter."""
+    shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
+    if dimension is not None:
+        whole = sum(segment.length for segment in segments(mapping, architecture))
+        shape[dimension] = whole // architecture.tensor_parallel if is_cut(mapping) else whole
+    return tuple(shape)
+
+
+def _adapters(architecture: Architecture, settings: LoRASettings, layers: range) -> Iterator[RankParameter]:
+    for mapping in adapted_mappings(architecture, settings):
+        for part in adapter_mappings(mapping, settings.rank):
+            for layer in layers:
+                if settings.layers is None or layer + 1 in settings.layers:
+                    name = part.mcore_name.format(layer=layer)
+                    yield RankParameter(name=name, shape=rank_shape(part, architecture), trained=True)

@@ -1,0 +1,64 @@
+"""Which fast kernels this rank's GPU can use, and what is slow without them. The CPU has none, and misses none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+
+import torch
+from megatron.core import optimizer
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import layers
+
+from nemo_kto.parallel import device
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """True where layers of this type are Transformer Engine's: it is installed and there is a GPU.
+
+    Never in fp32: its products would be those of TF32, with 10 bits of the 23.
+    """
+    return bool(gpt_layer_specs.HAVE_TE) and device.on_gpu() and dtype != torch.float32
+
+
+def fused_rope() -> bool:
+    """Whether Transformer Engine's rotary embedding is there, for whatever layers."""
+    return device.on_gpu() and rope_utils.fused_apply_rotary_pos_emb is not None
+
+
+def compiles() -> bool:
+    """Whether torch can compile small fusions: it writes Triton, whose launcher is compiled by a C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return device.on_gpu() and importlib.util.find_spec("triton") is not None and compiler is not None
+
+
+def adds_products() -> bool:
+    """Whether apex's kernel is there, by which megatron-core's own linear layers add a gradient in the product itself."""
+    return device.on_gpu() and bool(layers._grad_accum_fusion_available)
+
+
+def slow_paths(dtype: torch.dtype, *, tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What a run on this GPU goes without, and what would change that; a line each, none on the CPU."""
+    if not device.on_gpu():
+        return []
+    found = []
+    if dtype == torch.float32:
+        found.append("fp32: no tensor cores; trainer.precision=bf16 is many times faster")
+    elif not uses_transformer_engine(dtype):
+        found.append("layers without Transformer Engine's kernels; install transformer-engine[pytorch]")
+    if not uses_transformer_engine(dtype) and not adds_products():
+        found.append("gradients of linear layers are made before they are added; install apex with its CUDA extensions")
+    if not fused_rope():
+        found.append("rotary embeddings in several kernels; install transformer-engine[pytorch]")
+    if not compiles():
+        found.append("activations in several kernels; torch needs triton and a C compiler (gcc) to fuse them")
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        found.append("the optimizer in several kernels; install transformer-engine[pytorch] or apex")
+    if tensor_parallel > 1 and environment.get(MAX_CONNECTIONS) != "1" and device.compute_capability() < (10, 0):
+        found.append(f"tensor-parallel communication does not overlap; unset {MAX_CONNECTIONS} or set it to 1")
+    return found

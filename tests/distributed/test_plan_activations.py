@@ -1,0 +1,115 @@
+"""The formula for what layers keep for their backward passes, compared with what autograd saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.models.lora_settings import LoRASettings
+from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint
+
+SEQUENCES, LENGTH, LAYER = 2, 64, 1  # not the first layer, whose input needs no gradient where only adapters are trained
+
+
+def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
+    """Bytes that one layer saves; a storage that several tensors share counts once, weights do not count."""
+    import torch
+
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.lora import add_adapters
+    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.parallel import state
+
+    tensor, recompute = options.get("tensor", 1), options.get("recompute")
+    layout = state.Layout(tensor=tensor, sequence_parallel=options.get("sequence_parallel", False))
+    state.init_distributed(layout=layout, seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor)
+    gpt = build_gpt(
+        architecture,
+        params_dtype=getattr(torch, dtype),
+        sequence_parallel=layout.sequence_parallel,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+    if adapters is not None:
+        add_adapters(gpt, adapters, architecture=architecture, seed=1)
+    chunk = wrap_data_parallel([gpt], use_distributed_optimizer=False)[0]
+    of_weights = {each.untyped_storage().data_ptr() for each in [*gpt.parameters(), *gpt.buffers()]}
+    # Of a layer that is recomputed only its input is saved, before its own forward pass begins.
+    inside, kept = [False], dict[int, Any]()
+    layers = gpt.decoder.layers
+    layers[LAYER].register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    layers[LAYER].register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if inside[0] and storage.data_ptr() not in of_weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(0, 200, (SEQUENCES, LENGTH))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        chunk(tokens, torch.arange(LENGTH).expand_as(tokens), None)
+    return float(sum(storage.nbytes() for storage in kept.values()))
+
+
+def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
+    from nemo_kto.models.activations import Activations
+    from nemo_kto.models.architecture import read_architecture
+
+    saved = Activations(
+        architecture=read_architecture(model, tensor_parallel=options.get("tensor", 1)),
+        element_bytes={"float32": 4, "bfloat16": 2}[dtype],
+        sequence_parallel=options.get("sequence_parallel", False),
+        adapters=adapters,
+    )
+    tokens = SEQUENCES * LENGTH
+    if options.get("recompute") == "full":
+        return 0.0
+    each = saved.layer(core=options.get("recompute") != "selective")
+    return each * tokens + saved.rotations() * LENGTH + saved.adapter_matrices()
+
+
+ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
+DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
+
+
+@pytest.fixture(scope="module")
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 256, "intermediate_size": 640}
+    return {family: make_checkpoint(folder / family, family, **sizes) for family in ("llama", "qwen3")}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "dtype", "adapters"),
+    [
+        ("llama", {}, "float32", None),
+        ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", None),
+        ("llama", {}, "bfloat16", ALL),
+        ("qwen3", {}, "bfloat16", None),
+        ("llama", {"recompute": "full"}, "float32", None),
+        pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),
+        pytest.param("llama", {}, "float32", DROPPED, marks=pytest.mark.full),
+        pytest.param("llama", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
+        pytest.param("qwen3", {"tensor": 2, "sequence_parallel": True}, "float32", ALL, marks=pytest.mark.full),
+    ],
+)
+def test_a_layer_saves_what_the_formula_says(
+    ranks: RankPool,
+    wide_models: dict[str, Path],
+    family: str,
+    options: dict[str, Any],
+    dtype: str,
+    adapters: LoRASettings | None,
+) -> None:
+    found = ranks.run(options.get("tensor", 1), saved_by_layer, wide_models[family], options, dtype, adapters)
+    wanted = expected(wide_models[family], options, dtype, adapters)
+    assert found == [pytest.approx(wanted, rel=0.015)] * len(found)

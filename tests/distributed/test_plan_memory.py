@@ -1,0 +1,106 @@
+"""The plan's memory of a rank, compared with the most that a real run of it holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint, make_rows, write_rows
+
+TOLERANCE = 0.15
+LENGTH = 256  # tokens of every row
+# Weights and what belongs to them are most of what a rank holds; what the libraries allocate for themselves is little.
+SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 16384}
+FULL = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.reference.mode=adapter"]
+TENSOR, PIPELINE = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
+CACHED, UNSHARDED = "model.reference.mode=cached", "model.optim.use_distributed_optimizer=false"
+
+
+def warm_up(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]) -> None:
+    """A run of a tiny model: afterwards all is imported, and what libraries allocate once is there."""
+    train(model, rows, folder, world_size, overrides)
+
+
+def measured_and_planned(
+    model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]
+) -> tuple[float, dict[str, float]]:
+    """Bytes that this rank's memory grew by, at most, and what the plan says of its stage, part by part."""
+    from nemo_kto.launch import build, plan_run
+    from nemo_kto.parallel import state
+
+    plans = []
+
+    def planned(cfg: object, machines: object) -> plan_run.Plan:
+        plans.append((plan_run.make_plan(cfg, machines), state.pipeline_stage()))
+        return plans[0][0]
+
+    original, build.check_memory = build.check_memory, planned
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        before = _resident("VmRSS")
+        train(model, rows, folder, world_size, overrides)
+    finally:
+        build.check_memory = original
+    plan, stage = plans[0]
+    memory = plan.stages[stage]
+    parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__ if name != "on_gpu"}
+    return _resident("VmHWM") - before, {**parts, "in all": memory.device}
+
+
+def _resident(field: str) -> float:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024.0 * int(found.group(1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan_memory")
+    make_checkpoint(folder / "model", "llama", **SIZES)
+    make_checkpoint(folder / "small", "llama")
+    write_rows(folder / "rows.jsonl", [{**row, "response": "a" * 2 * LENGTH} for row in make_rows(8)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, LORA),
+        (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
+        pytest.param(1, ["model.reference.mode=swap"], marks=pytest.mark.full),
+        pytest.param(1, [CACHED, *FULL], marks=pytest.mark.full),
+        pytest.param(1, [CACHED, "trainer.precision=bf16"], marks=pytest.mark.full),
+        pytest.param(2, [CACHED], marks=pytest.mark.full),
+        pytest.param(2, [CACHED, UNSHARDED], marks=pytest.mark.full),
+        pytest.param(2, [CACHED, PIPELINE], marks=pytest.mark.full),
+        pytest.param(2, [*LORA, TENSOR], marks=pytest.mark.full),
+        pytest.param(2, ["model.reference.mode=swap", TENSOR, *FULL], marks=pytest.mark.full),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_run_takes_what_was_planned(place: Path, tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+    common = [
+        f"model.data.seq_length={LENGTH}",
+        "model.global_batch_size=4",
+        "model.micro_batch_size=1",
+        "trainer.kto.max_steps=3",
+        "trainer.kto.val_check_interval=0",
+        "trainer.kto.save_interval=1",
+        f"model.data.cache_dir={tmp_path / 'cache'}",
+        *overrides,
+    ]
+    ranks = RankPool(max_ranks=world_size)  # of its own: what a worker was given once, it keeps
+    try:
+        for job, model in ((warm_up, "small"), (measured_and_planned, "model")):
+            found = ranks.run(world_size, job, place / model, place / "rows.jsonl", tmp_path / model, world_size, common)
+    finally:
+        ranks.close()
+    for peak, planned in found:
+        told = {name: round(value / 1e6) for name, value in planned.items()}
+        print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {told}")
+        assert peak == pytest.approx(planned["in all"], rel=TOLERANCE), told

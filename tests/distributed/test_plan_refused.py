@@ -1,0 +1,37 @@
+"""A run that cannot fit ends on every rank before its rows are read and its model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+
+
+def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
+    """What a run says on a machine of so many bytes; "ran" if it ran."""
+    from nemo_kto.errors import UserError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_kto.parallel.device.host_memory_bytes", lambda: memory)
+        try:
+            train(model, rows, folder, 2, ["trainer.kto.max_steps=1", "model.reference.mode=cached"])
+        except UserError as error:
+            return str(error)
+    return "ran"
+
+
+def test_ranks_share_the_memory_of_their_machine(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    number = 2 * 259 * 64 + 4 * (36_864 + 2 * 64) + 64  # both tables, four layers with two norms, and the last norm
+    # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out
+    need = 12 * number
+    said = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
+    refused = (
+        "weights, gradients, optimizer and reference of this run need 2.2 MB for each rank, got 2.2 MB of this machine, "
+        "shared by 2 ranks; use more ranks, or a smaller model (`nemo-kto plan kto` with the same keys shows all of it)"
+    )
+    assert said == [refused] * 2
+    assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was begun"
+    assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2

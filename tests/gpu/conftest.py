@@ -1,0 +1,38 @@
+"""The model and the data of these tests, and runs that several of them look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.jobs import LORA, Workplace
+from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
+
+EXPECTED = {"kto": ("kto", ()), "lora": ("kto", (*LORA, "model.reference.mode=adapter")), "dpo": ("dpo", ())}
+
+
+@pytest.fixture(scope="package")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    folder = tmp_path_factory.mktemp("gpu")
+    return Workplace(
+        model=make_checkpoint(folder / "model", "llama"),
+        rows=write_rows(folder / "kto.jsonl", make_rows(48)),
+        pairs=write_rows(folder / "dpo.jsonl", make_pairs(48)),
+        folder=folder,
+    )
+
+
+@pytest.fixture(scope="package")
+def expected(place: Workplace) -> Callable[[str], Path]:
+    """``expected(name)``: the folder of the fp32 run on the CPU that others are compared with: kto, lora or dpo."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            algorithm, overrides = EXPECTED[name]
+            made[name] = place.run(f"expected-{name}", "trainer.accelerator=cpu", *overrides, algorithm=algorithm)
+        return made[name]
+
+    return get

@@ -1,0 +1,51 @@
+"""Callbacks of the jobs of these tests: what a run computes with, the same bits each time, and a stop after some step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_kto.algorithms.callbacks import Callback, Event
+from nemo_kto.parallel import state
+
+
+class Noted(Callback):
+    """Writes FILE: the kind of device, the dtype, and the classes of the layers of the model that trains."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if not state.is_rank_zero():
+            return
+        weights = list(trainer.model.engine.chunks[0].parameters())
+        noted = {
+            "devices": sorted({weight.device.type for weight in weights}),
+            "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
+            "backend": torch.distributed.get_backend(),
+            "classes": sorted({type(part).__name__ for part in trainer.model.engine.chunks[0].modules()}),
+        }
+        self.file.write_text(json.dumps(noted))
+
+
+class Deterministic(Callback):
+    """Takes the kernels that give the same bits each time."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class StopAfter(Callback):
+    """Asks the run to stop after STEP, as a scheduler would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        if event.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)

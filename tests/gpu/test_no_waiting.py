@@ -1,0 +1,68 @@
+"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.models import engine as engine_module
+from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import device, state
+from tests.distributed import lora_jobs
+from tests.distributed.engines import engine
+
+pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
+ROWS, WIDTH = 6, 11
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    state.init_distributed(layout=state.Layout(), seed=3)
+    yield
+    state.destroy()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, architecture = lora_jobs.build(tiny_llama, state.Layout(), None)
+    runs = engine(chunks, architecture)
+    tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+
+    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.ones_like(logps_b).sum()})
+
+    def passes() -> None:
+        runs.logprobs(sequences)
+        runs.forward_backward(sequences, loss, forward_only=True)
+
+    passes()  # loads kernels
+    original = engine_module.get_forward_backward_func
+
+    def watched() -> Any:
+        schedule = original()
+
+        def call(**arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return schedule(**arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    monkeypatch.setattr(engine_module, "get_forward_backward_func", watched)
+    passes()
+
+
+def test_an_upload_is_what_was_given() -> None:
+    parts = [torch.arange(7), torch.arange(6).view(2, 3), torch.zeros(0, dtype=torch.int64)]
+    there = device.upload(parts)
+    assert all(each.is_cuda for each in there)
+    assert all(torch.equal(each.cpu(), part) for each, part in zip(there, parts, strict=True))

@@ -1,0 +1,113 @@
+"""What only a GPU with Transformer Engine can show: its layers with adapters, against peft; checkpoints to it and from it.
+
+Everything is in fp32, where Transformer Engine multiplies in TF32: the tolerances are those of such products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+
+from nemo_kto.checkpoint.adapter import load_adapter
+from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.models import gpt, lora
+from nemo_kto.models.lora import disable_adapters, merge_adapters
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.parallel import device, state
+from tests.distributed import lora_jobs
+from tests.distributed.test_lora import peft_model
+
+pytestmark = pytest.mark.skipif(
+    not (device.on_gpu() and gpt.HAVE_TE), reason="needs a GPU that is used, and Transformer Engine"
+)
+SETTINGS = LoRASettings(rank=4, alpha=8, target_modules=("all",))
+CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # logits and gradients of about 1
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    state.init_distributed(layout=state.Layout(), seed=3)
+    yield
+    state.destroy()
+
+
+def logits(chunks: list[Any], tokens: torch.Tensor) -> torch.Tensor:
+    model = unwrap_model(chunks[0]).eval()
+    with torch.no_grad():
+        positions = torch.arange(tokens.size(1), device=tokens.device)[None]
+        return (model(tokens, positions, None) @ model.output_weight().T).float().cpu()
+
+
+def names_of_adapted(chunks: list[Any]) -> set[str]:
+    return {type(module).__name__ for chunk in chunks for module in chunk.modules() if isinstance(module, lora.Adapter)}
+
+
+def test_adapters_are_those_of_peft(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama")
+    theirs = peft_model(folder, SETTINGS)
+    theirs.save_pretrained(tmp_path / "adapter")
+    chunks, architecture = lora_jobs.build(folder, state.Layout(), SETTINGS)
+    assert names_of_adapted(chunks) == {"LoRALayerNormColumnParallelLinear", "LoRAEngineRowParallelLinear"}
+    load_adapter(chunks, architecture, tmp_path / "adapter")
+    tokens = lora_jobs.tokens(0)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        with theirs.disable_adapter():
+            base = theirs(tokens).logits
+    here = tokens.to(device.current_device())
+    width = expected.size(-1)
+    assert float((expected - base).abs().max()) > 0.1
+    torch.testing.assert_close(logits(chunks, here)[..., :width], expected, **CLOSE)
+    with disable_adapters(chunks):
+        torch.testing.assert_close(logits(chunks, here)[..., :width], base, **CLOSE)
+    merge_adapters(chunks)
+    torch.testing.assert_close(logits(chunks, here)[..., :width], expected, **CLOSE)
+
+
+def trained(
+    folder: Path, settings: LoRASettings | None, run: Path, *, resumed: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Two steps, saved after the first, or only the second from there: what is trained, and the last gradient's norm."""
+    chunks, _ = lora_jobs.build(folder, state.Layout(), settings)
+    if settings is not None:
+        lora_jobs._perturb_b(chunks)
+    optimizer = lora_jobs.optimizer_of(chunks)
+    manager = lora_jobs.manager_of(chunks, optimizer, run, folder)
+    if resumed:
+        newest = newest_checkpoint(run)
+        assert newest is not None
+        manager.load(newest)
+    norms = []
+    for number in (2,) if resumed else (1, 2):
+        lora_jobs.backward(chunks)
+        norms.append(float(optimizer.step()[1]))
+        if number == 1:
+            manager.save({"step": 1}, {})
+    named = unwrap_model(chunks[0]).named_parameters()
+    return {name: weight.detach().clone() for name, weight in named if weight.requires_grad}, norms[-1]
+
+
+@pytest.mark.parametrize("settings", [None, SETTINGS], ids=["weights", "adapters"])
+@pytest.mark.parametrize("engine_first", [True, False], ids=["engine_to_local", "local_to_engine"])
+def test_checkpoints_pass_between_both_kinds(
+    engine_first: bool,
+    settings: LoRASettings | None,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_checkpoint("qwen3")  # with norms of query and key
+    monkeypatch.setattr(gpt, "uses_transformer_engine", lambda: engine_first)
+    whole, norm = trained(folder, settings, tmp_path, resumed=False)
+    monkeypatch.setattr(gpt, "uses_transformer_engine", lambda: not engine_first)
+    parts, norm_after = trained(folder, settings, tmp_path, resumed=True)
+    assert norm_after == pytest.approx(norm, rel=1e-2)
+    same = whole.keys() & parts.keys()  # all but the norms before linear layers
+    assert len(same) >= 4 * 4, "four linear layers in each of four layers"
+    for name in same:
+        torch.testing.assert_close(parts[name], whole[name], **CLOSE)

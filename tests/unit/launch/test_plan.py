@@ -1,0 +1,186 @@
+"""`nemo-kto plan`: the exact text, what is said where nothing can be planned, and the run that is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import UserError
+from nemo_kto.launch import plan, plan_run
+from nemo_kto.models.hardware import Hardware
+from nemo_kto.parallel import device
+from tests.unit.launch.conftest import Load
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+# The shape of Llama 3.1 8B.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+}  # fmt: skip
+MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model of which there is only config.json."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, str]]:
+    """The exit status, and label -> text of each line."""
+    status = plan.main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    return status, dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_examples_of_the_page(here: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
+    larger = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    for name, shape in {"Llama-3.1-8B": LLAMA, "Llama-3.1-70B": LLAMA | larger}.items():
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps(shape))
+    page = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8")
+    blocks = [textwrap.dedent(block) for block in re.findall(r"^    \$ nemo-kto plan .*?(?=^\S)", page, re.M | re.S)]
+    command, _, shown = blocks[number].replace("\\\n", "").partition("\n")
+    plan.main(command.split()[3:])
+    assert capsys.readouterr().out.rstrip() == shown.rstrip()
+
+
+def test_what_a_layout_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "8", TENSOR.format(4), "model.sequence_parallel=true")
+    assert status == 0
+    assert told["model"] == "llama (llama), 8.03 B parameters, all trained"
+    assert told["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
+    assert told["micro-batch"] == "8,192 tokens at most, 8 a step"
+    # 8.03 B / 4 parameters: 2 bytes of weights, 4 of gradients, 12 / 2 of optimizer state; of a checkpoint 14 / 2
+    assert told["parameters"] == "2.01 B a rank"
+    assert (told["weights"], told["gradients"], told["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
+    assert told["checkpoint copy"] == "14.1 GB on the host"
+    assert told["verdict"] == "fits"
+    assert told["expected"].endswith("(an estimate from published figures, not measured)")
+
+
+def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
+    assert status == plan.DOES_NOT_FIT
+    assert told["in all"].endswith("of 60.0 GB (60.2 GB whatever the rows are)")
+    assert told["verdict"] == "does not fit: use model.tensor_model_parallel_size=4 model.sequence_parallel=true"
+
+
+def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
+    assert status == 0
+    five = [told[str(number)] for number in range(1, 6)]
+    assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
+    rates = [int(text.split()[-2].replace(",", "")) for text in five]
+    assert rates == sorted(rates, reverse=True)
+    # what is told to be used is what was found
+    words = told["use"].split()
+    status, again = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100", *words)
+    assert (status, again["verdict"]) == (0, "fits")
+    assert five[0].startswith(again["layout"])
+    assert again["expected"].startswith(f"{rates[0]:,} tokens/s")
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
+    assert status == plan.DOES_NOT_FIT
+    assert told["use"] == "nothing fits; use more ranks, or a smaller model"
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
+    assert told["use"] == (
+        "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
+        "model.activations_checkpoint_num_layers=1 model.micro_batch_tokens=2048 model.peft.peft_scheme=lora"
+    )
+
+
+def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
+    status, told = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
+    assert status == plan.DOES_NOT_FIT
+    assert told["weights"] == "32.2 GB"
+    assert "of 32.0 GB" in told["in all"]
+    assert told["expected"].endswith("(an estimate from a matrix product that was timed just now)")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
+            [
+                "nothing can be planned:",
+                "  pretrained_checkpoint.restore_from_path must be a Hugging Face folder (with config.json) or one of our "
+                "checkpoints (with trainer.json), got nowhere; download it or correct the path",
+                "  model.lr is not a key of the configuration, got model.lr=3; did you mean model.optim.lr?",
+            ],
+        ),
+        (
+            ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
+            [
+                "nothing can be planned:",
+                "  model.tensor_model_parallel_size * pipeline_model_parallel_size = 4 * 1 = 4 must divide the number of "
+                "ranks, got 6; use a multiple of 4 ranks (trainer.devices) or smaller sizes",
+            ],
+        ),
+        (
+            ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
+            [
+                "nothing can be planned:",
+                "  model.tensor_model_parallel_size * pipeline_model_parallel_size = 1 * 5 = 5 must divide the number of "
+                "ranks, got 8; use a multiple of 5 ranks (trainer.devices) or smaller sizes",
+                "  model.pipeline_model_parallel_size must divide the 32 layers of llama, got 5; use 4",
+            ],
+        ),
+    ],
+)
+def test_all_that_is_wrong(argv: list[str], said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        plan.main(argv)
+    assert sorted(str(error.value).splitlines()) == sorted(said)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--memory", "0"], "argument --memory: must be a number above 0, in 10^9 bytes, got 0; e.g. --memory 80"),
+        (["--memory", "much"], "argument --memory: must be a number above 0, in 10^9 bytes, got much; e.g. --memory 80"),
+        (["--gpus", "0"], "argument --gpus: must be an integer of at least 1, got 0"),
+    ],
+)
+def test_options_that_are_wrong(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["kto", MODEL, *argv])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
+def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, whatever the rows are."""
+    cfg = plan_run.with_precision(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
+
+    def check(memory: float) -> None:
+        hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
+        plan_run.check_memory(cfg, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+
+    with pytest.raises(UserError) as error:
+        check(128e9)
+    assert str(error.value) == (
+        "weights, gradients, optimizer and reference of this run need 128.5 GB for each rank, got 128.0 GB of this machine; "
+        "use model.peft.peft_scheme=lora (`nemo-kto plan kto` with the same keys shows all of it)"
+    )
+    with caplog.at_level(logging.WARNING):
+        check(129e9)
+    (warned,) = caplog.messages
+    assert warned.startswith("the run may need ")
+    caplog.clear()
+    check(1e12)
+    assert not caplog.messages

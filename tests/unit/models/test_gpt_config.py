@@ -1,0 +1,48 @@
+"""megatron-core's configuration of a model: what a GPU would get. The configuration is built, and not run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.gpt import _transformer_config
+from tests.tiny import make_checkpoint
+from tests.unit.parallel.test_kernels import RICH, gpu
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
+    return read_architecture(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"), tensor_parallel=1)
+
+
+def config_of(architecture: Architecture) -> TransformerConfig:
+    return _transformer_config(
+        architecture, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, pipeline_model_parallel_size=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ({}, {"bias_activation_fusion": True, "apply_rope_fusion": True}),
+        ({"te": False}, {"bias_activation_fusion": True, "apply_rope_fusion": False}),
+        ({"compiler": None}, {"bias_activation_fusion": False, "apply_rope_fusion": True}),
+    ],
+)
+def test_a_gpu_gets_the_fusions_it_can_run(
+    missing: dict[str, object], expected: dict[str, bool], architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, **{**RICH, **missing})  # type: ignore[arg-type]
+    config = config_of(architecture)
+    assert {name: getattr(config, name) for name in expected} == expected
+    # of all layers of whichever kind: wrap_data_parallel switches it on for those whose kernel is there
+    assert not config.gradient_accumulation_fusion
+    assert not config.masked_softmax_fusion
+
+
+def test_the_cpu_gets_none(architecture: Architecture) -> None:
+    config = config_of(architecture)
+    assert not config.bias_activation_fusion
+    assert not config.apply_rope_fusion

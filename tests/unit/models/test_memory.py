@@ -1,0 +1,179 @@
+"""Bytes of a rank and what a step takes, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.models.activations import Activations
+from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.models.hardware import GPUS, known_gpu
+from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.memory import RankMemory, Training, rank_memory, stages_memory
+from nemo_kto.models.parameters import rank_parameters
+from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.models.speed import Step, step_speed, step_traffic
+from tests.tiny import make_checkpoint
+
+TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
+    return read_architecture(make_checkpoint(tmp_path_factory.mktemp("memory"), "llama"), tensor_parallel=1)
+
+
+def training(architecture: Architecture, **changes: Any) -> Training:
+    settings: dict[str, Any] = {
+        "element_bytes": 4,
+        "micro_batch_tokens": TOKENS,
+        "micro_batch_width": WIDTH,
+        "micro_batches": 8,
+        "logprob_chunk": 100,
+        "on_gpu": False,
+    }
+    return Training(architecture=architecture, **settings | changes)
+
+
+def first(architecture: Architecture, **changes: Any) -> RankMemory:
+    return rank_memory(training(architecture, **changes), stage=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "optimizer", "checkpoint"),
+    [
+        ({"element_bytes": 4, "distributed_optimizer": False}, 4, 8, 12),
+        ({"element_bytes": 4, "distributed_optimizer": False, "data_parallel": 4}, 4, 8, 3),
+        ({"element_bytes": 4, "data_parallel": 4}, 4, 2, 4),
+        ({"element_bytes": 2, "data_parallel": 4}, 2, 3, 3.5),
+        ({"element_bytes": 2, "distributed_optimizer": False, "async_save": False}, 2, 12, 0),
+    ],
+)
+def test_bytes_of_a_parameter(
+    architecture: Architecture, changes: dict[str, Any], weights: float, optimizer: float, checkpoint: float
+) -> None:
+    memory, number = first(architecture, **changes), sum(each.numel for each in rank_parameters(architecture))
+    assert (memory.parameters, memory.trained) == (number, number)
+    each = (memory.weights, memory.gradients, memory.optimizer, memory.checkpoint)
+    assert each == (number * weights, number * 4, number * optimizer, number * checkpoint)
+    assert memory.certain == number * (weights + 4 + optimizer)
+
+
+def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture: Architecture) -> None:
+    memory = first(architecture, element_bytes=2, adapters=LoRASettings(rank=4, alpha=4))
+    heads = 8 * 8 + 2 * 4 * 8  # rows of queries, keys and values
+    assert memory.trained == LAYERS * (3 * 4 * HIDDEN + heads * 4)
+    assert memory.parameters == first(architecture).parameters + memory.trained
+    assert (memory.gradients, memory.optimizer) == (4 * memory.trained, 12 * memory.trained)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_each", "of"),
+    [
+        ({"swapped": "all"}, 4, "parameters"),
+        ({"swapped": "all", "element_bytes": 2}, 2, "parameters"),
+        ({"swapped": "all", "element_bytes": 2, "reference_moves": True}, 6, "parameters"),
+        ({"swapped": "trained", "adapters": LoRASettings(rank=4, alpha=4)}, 4, "trained"),
+        ({}, 0, "parameters"),
+    ],
+)
+def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str, Any], bytes_each: int, of: str) -> None:
+    memory = first(architecture, **changes)
+    assert memory.reference == bytes_each * getattr(memory, of)
+    assert memory.certain == memory.weights + memory.gradients + memory.optimizer + memory.reference
+    on_gpu = first(architecture, **changes, on_gpu=True)
+    assert on_gpu.certain == memory.certain - memory.reference
+    assert on_gpu.host == memory.reference + memory.checkpoint
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
+    saved = Activations(architecture=architecture, element_bytes=4)
+    layer = saved.layer() * TOKENS + saved.rotations() * WIDTH
+    moment = saved.gradients_of_layer() * TOKENS
+    stages = stages_memory(training(architecture, pipeline_parallel=4))
+    expected = [count * layer + moment for count in (4, 3, 2, 1)]
+    expected[0] += 4 * saved.embedding() * TOKENS
+    assert [stage.activations for stage in stages] == expected
+    few = stages_memory(training(architecture, pipeline_parallel=4, micro_batches=2))
+    assert few[0].activations == 2 * layer + 2 * saved.embedding() * TOKENS + moment
+    assert [stage.logprobs > 0 for stage in stages] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "inputs", "kept", "again"), [("uniform", 1, 4, 0, 1), ("uniform", 3, 2, 0, 3), ("block", 3, 3, 1, 1)]
+)
+def test_layers_that_are_recomputed_keep_only_inputs(
+    architecture: Architecture, method: str, count: int, inputs: int, kept: int, again: int
+) -> None:
+    memory = first(architecture, recompute="full", recompute_method=method, recompute_layers=count)
+    saved = Activations(architecture=architecture, element_bytes=4)
+    layer = saved.layer() * TOKENS + saved.rotations() * WIDTH
+    of_tokens = inputs * 4 * HIDDEN + saved.embedding() + saved.gradients_of_layer()
+    assert memory.activations == (kept + again) * layer + of_tokens * TOKENS
+
+
+def test_a_chunk_of_logits(architecture: Architecture) -> None:
+    """In fp32 one chunk; in bf16 also as a factor, and on the CPU the product of the output layer's gradient, twice."""
+    rows, head = architecture.padded_vocab_size, HIDDEN * (8 + 3 * 4 + 4) + 4
+    assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
+    narrow = HIDDEN * (8 + 3 * 2 + 4) + 4
+    assert first(architecture, element_bytes=2).logprobs == TOKENS * narrow + 100 * rows * 6 + rows * HIDDEN * 6
+
+
+def test_the_most_at_one_time(architecture: Architecture) -> None:
+    cpu, gpu = first(architecture), first(architecture, on_gpu=True)
+    passes = cpu.activations + cpu.logprobs
+    assert cpu.device == cpu.certain + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
+    assert gpu.device == 2e9 + gpu.certain + max(gpu.activations + gpu.logprobs, gpu.working)
+    assert first(architecture, largest_file=10**9).device == 10**9 + cpu.weights + cpu.gradients
+    assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
+
+
+def test_what_an_update_takes(architecture: Architecture) -> None:
+    """gloo's copy of all gradients, or two tensors like the largest weight; on a GPU one like each that the rank updates."""
+    memory, largest = first(architecture), architecture.padded_vocab_size * HIDDEN
+    assert memory.working == 4 * memory.trained
+    assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
+    assert first(architecture, on_gpu=True, data_parallel=4).working == memory.trained
+
+
+def test_operations_of_full_rows(architecture: Architecture) -> None:
+    flops, labels = ForwardFlops.of_model(architecture), torch.ones(3, 16, dtype=torch.int64)
+    batch = SequenceBatch.of(torch.zeros_like(labels), labels, torch.tensor([16] * 3), None, None)
+    assert batch.response_counts_B.tolist() == [15] * 3
+    assert flops.of_rows(3, 16) == flops.of(batch).item()
+
+
+def test_what_a_rank_sends(architecture: Architecture) -> None:
+    """Two all-reduces a layer and pass, of which the backward pass is one; then the log-probs', in fp32."""
+    step = Step(rows=32, width=WIDTH, forward_only=1)
+    shared = training(replace(architecture, tensor_parallel=2), data_parallel=4)
+    tokens = 32 * WIDTH / 4
+    all_reduce = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4
+    traffic, trained = step_traffic(shared, step), rank_memory(shared, stage=0).trained
+    assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + all_reduce
+    assert traffic.pipeline == 0
+    assert traffic.data == 3 / 4 * 8 * trained
+    staged = step_traffic(training(architecture, pipeline_parallel=2), step)
+    assert (staged.tensor, staged.data) == (0, 0)
+    assert staged.pipeline == 3 * 32 * WIDTH * HIDDEN * 4
+
+
+def test_seconds_of_a_step(architecture: Architecture) -> None:
+    step, gpu = Step(rows=32, width=WIDTH, forward_only=1), GPUS["h100"]
+    alone = step_speed(training(architecture, element_bytes=2, on_gpu=True), step, gpu)
+    forward = ForwardFlops.of_model(architecture).of_rows(32, WIDTH)
+    assert (alone.flops, alone.bubble) == (4 * forward, 0)
+    assert alone.seconds == pytest.approx(4 * forward / (0.5 * 989e12))
+    adapted = step_speed(training(architecture, adapters=LoRASettings(rank=4, alpha=4)), step, gpu)
+    assert adapted.flops == 3 * forward
+    assert step_speed(training(architecture, pipeline_parallel=4), step, gpu).bubble == 3 / 11
+
+
+def test_gpus_are_known_by_what_drivers_call_them() -> None:
+    assert known_gpu("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert known_gpu("NVIDIA GeForce RTX 4090") is None

@@ -1,0 +1,31 @@
+"""The memory of the machine that a process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.parallel import device
+
+
+def test_the_least_limit_of_all_control_groups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = {"none": "max\n", "own": "3000000\n", "above": "2000000\n", "more": f"{whole + 1}\n"}
+    for name, text in limits.items():
+        (tmp_path / name).write_text(text)
+
+    def least(*names: str) -> int:
+        monkeypatch.setattr(device, "_memory_limits", lambda: iter([tmp_path / name for name in names]))
+        return device.host_memory_bytes()
+
+    assert least("none", "own", "above", "more", "missing") == 2_000_000
+    assert least("none", "more") == whole
+    assert least() == whole
+
+
+def test_where_limits_are_looked_for() -> None:
+    files = list(device._memory_limits())
+    assert all(file.name in ("memory.max", "memory.limit_in_bytes") for file in files)
+    assert all(file.is_relative_to("/sys/fs/cgroup") for file in files)

@@ -1,0 +1,93 @@
+"""What is chosen on a GPU, and what is said where it goes without. No GPU is needed: what would be built is looked at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import layers
+
+from nemo_kto.parallel import device, kernels, main_grad
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RICH = {"te": True, "apex": True, "triton": True, "compiler": "/usr/bin/gcc"}
+
+
+def gpu(patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: str | None, hopper: bool = True) -> None:
+    """A machine with a GPU and these packages."""
+    patch.setattr(device, "on_gpu", lambda: True)
+    patch.setattr(device, "compute_capability", lambda: (9, 0) if hopper else (10, 0))
+    patch.setattr(gpt_layer_specs, "HAVE_TE", te)
+    patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if te else None)
+    patch.setattr(layers, "_grad_accum_fusion_available", apex)
+    patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", not (te or apex))
+    patch.setattr(kernels.importlib.util, "find_spec", lambda name: SimpleNamespace() if triton else None)  # type: ignore[attr-defined]
+    patch.setattr(kernels.shutil, "which", lambda name: compiler)  # type: ignore[attr-defined]
+    patch.delenv("CC", raising=False)
+
+
+def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **RICH)
+    assert kernels.uses_transformer_engine(BF16)
+    assert not kernels.uses_transformer_engine(FP32)
+
+
+def test_a_cpu_has_no_kernels_and_misses_none() -> None:
+    assert kernels.slow_paths(FP32, tensor_parallel=2) == []
+    assert [kernels.uses_transformer_engine(BF16), kernels.fused_rope()] == [False, False]
+    assert [kernels.compiles(), kernels.adds_products()] == [False, False]
+
+
+NO_ENGINE = "layers without Transformer Engine's kernels; install transformer-engine[pytorch]"
+NO_ADDING = "gradients of linear layers are made before they are added; install apex with its CUDA extensions"
+NO_ROPE = "rotary embeddings in several kernels; install transformer-engine[pytorch]"
+NO_FUSING = "activations in several kernels; torch needs triton and a C compiler (gcc) to fuse them"
+NO_ADAM = "the optimizer in several kernels; install transformer-engine[pytorch] or apex"
+NO_OVERLAP = "tensor-parallel communication does not overlap; unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 1"
+SLOW_TYPE = "fp32: no tensor cores; trainer.precision=bf16 is many times faster"
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "tensor_parallel", "connections", "expected"),
+    [
+        (RICH, BF16, 2, "1", []),
+        (RICH, FP32, 1, "1", [SLOW_TYPE]),
+        ({**RICH, "apex": False}, BF16, 1, "1", []),  # Transformer Engine's layers need no apex
+        ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
+        ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING, NO_ROPE, NO_ADAM]),
+        ({**RICH, "compiler": None}, BF16, 1, "1", [NO_FUSING]),
+        ({**RICH, "triton": False}, BF16, 1, "1", [NO_FUSING]),
+        (RICH, BF16, 1, "32", []),
+        (RICH, BF16, 2, "32", [NO_OVERLAP]),
+        ({**RICH, "hopper": False}, BF16, 2, "32", []),
+    ],
+)
+def test_each_slow_path_is_a_line(
+    machine: dict[str, Any],
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    connections: str,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, **machine)
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **{**RICH, "apex": apex})
+    own = layers.ColumnParallelLinear.__new__(layers.ColumnParallelLinear)
+    torch.nn.Module.__init__(own)
+    own.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=BF16))
+    engines = torch.nn.Linear(2, 2)
+    engines.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # Transformer Engine's name
+    main_grad.add_products_to_main_grads(torch.nn.Sequential(own, engines))
+    assert own.gradient_accumulation_fusion is apex
+    assert engines.fuse_wgrad_accumulation is True
