@@ -7,10 +7,19 @@ without dropout. Nothing here depends on values or on the length of a sequence: 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.lora_settings import LoRASettings
+
+# What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
+# which is fused here and keeps little, so that to recompute it would only be slower.
+RECOMPUTED = ("mlp",)
+
+_FP32 = 4
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +31,30 @@ class Activations:
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         sequence_parallel: norms and what surrounds them are sharded over the tensor-parallel ranks.
         adapters: what is adapted; None where all weights are trained.
-        fused_norm: the norm is one kernel (on a GPU), which saves its input as it is. torch's on the CPU saves its input and
-            its normalised input, both in fp32.
+        on_gpu: the layers are Transformer Engine's. torch's on the CPU rotate queries and keys within the core attention,
+            and in bf16 have a norm of several operations, which save its input and its normalised input, both in fp32.
     """
 
     architecture: Architecture
     element_bytes: int
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
-    fused_norm: bool = False
+    on_gpu: bool = False
 
-    def layer(self, *, core: bool = True) -> float:
-        """Of one transformer layer, bytes a token; without ``core`` the attention's own sums are forgotten."""
-        return self._norms() + self._attention(core=core) + self._mlp() + self._adapter_inputs()
+    def layer(self, recomputed: Collection[str] = ()) -> float:
+        """Of one transformer layer, bytes a token, but for what is within the modules that are ``recomputed``."""
+        attention = self._attention(core="core_attn" not in recomputed)
+        if "mlp" in recomputed:  # of which the input is kept, whether or not a weight needs it
+            return self._norms() + attention + self.layer_input() + self._adapter_inputs(_ATTENTION)
+        return self._norms() + attention + self._mlp() + self._adapter_inputs(_ATTENTION | _MLP)
 
     def layer_input(self) -> float:
         """The hidden state before a layer, bytes a token: all that is kept of a layer that is recomputed."""
         return self.element_bytes * self._hidden()
 
     def rotations(self) -> int:
-        """Sines and cosines of one layer, bytes for each position of a micro-batch, whatever its number of sequences."""
-        return 4 * self.element_bytes * self.architecture.head_dim  # for queries and for keys
+        """Cosines, and sines of half a head, bytes for each position: one table for all layers and micro-batches."""
+        return 3 * self.element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self) -> int:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
@@ -54,8 +66,9 @@ class Activations:
         return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
 
     def gradients_of_layer(self) -> float:
-        """Gradients that exist at the same time while a layer goes backward, bytes a token: of all that its MLP saved."""
-        return self.element_bytes * (5 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        """Gradients that exist at the same time while a layer goes backward, bytes a token: of the activated gate times the
+        up projection, of both projections, and the activated gate."""
+        return self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
 
     def embedding(self) -> int:
         """Of the first stage, bytes a token: its row of the table, and whether that is here."""
@@ -70,15 +83,17 @@ class Activations:
         return 2 * self._norm(self._hidden(), trained=self.adapters is None)
 
     def _norm(self, width: float, *, trained: bool) -> float:
-        if self.fused_norm:
+        if self.on_gpu or self.element_bytes == _FP32:
             return self.element_bytes * width + 4 * width / self.architecture.hidden_size
         return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
 
     def _attention(self, *, core: bool) -> float:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
-        # rotated queries and keys, the fused queries, keys and values that the values are a view of, and the output
-        saved: float = self.element_bytes * (query + key_value + query + 2 * key_value + query)
+        # the fused queries, keys and values that the values are a view of, and the output
+        saved: float = self.element_bytes * (query + 2 * key_value + query)
+        if core or self.on_gpu:
+            saved += self.element_bytes * (query + key_value)  # rotated
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
         if architecture.qk_norm:
@@ -87,11 +102,10 @@ class Activations:
 
     def _mlp(self) -> float:
         ffn = self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
-        # gate and up projection, the activated gate, the up projection once more, and what the down projection gets
-        saved = 4 * ffn + ffn * self._keeps_input("down_proj")
+        saved = 2 * ffn + ffn * self._keeps_input("down_proj")  # gate and up projection, and what the down projection gets
         return self.element_bytes * (saved + self._hidden() * self._keeps_input("gate_proj", "up_proj"))
 
-    def _adapter_inputs(self) -> float:
+    def _adapter_inputs(self, kept: frozenset[str]) -> float:
         """The rank-wide products A x, a token; with dropout the inputs that it made and where it dropped."""
         if self.adapters is None:
             return 0.0
@@ -102,7 +116,7 @@ class Activations:
             ("gate_proj", "up_proj"): (hidden, 2),
             ("down_proj",): (self.architecture.ffn_hidden_size / tensor, 1),
         }
-        adapted = [sizes for names, sizes in inputs.items() if self._adapts(*names)]
+        adapted = [sizes for names, sizes in inputs.items() if kept.issuperset(names) and self._adapts(*names)]
         dropped = (self.element_bytes + 1 if self.adapters.dropout else 0) * sum(width for width, _ in adapted)
         return dropped + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
 

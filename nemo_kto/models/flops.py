@@ -16,11 +16,13 @@ class ForwardFlops:
 
     Attributes:
         per_token: linear layers; two operations a weight.
+        per_token_mlp: those of them that are in the MLPs.
         per_token_pair: attention scores and values, for each token and each token that it may see.
         per_response_token: the output layer, which only response tokens meet.
     """
 
     per_token: int
+    per_token_mlp: int
     per_token_pair: int
     per_response_token: int
 
@@ -32,6 +34,7 @@ class ForwardFlops:
         mlp = 3 * hidden * architecture.ffn_hidden_size  # gate, up, down
         return cls(
             per_token=2 * architecture.num_layers * (attention + mlp),
+            per_token_mlp=2 * architecture.num_layers * mlp,
             per_token_pair=4 * architecture.num_layers * heads * architecture.head_dim,
             per_response_token=2 * hidden * architecture.vocab_size,
         )

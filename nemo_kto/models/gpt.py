@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_kto.models.activation import SwiGLU
+from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.embedding import RowEmbedding
@@ -119,8 +120,7 @@ def build_gpt(
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
             of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
-        recompute_modules: mlp, core_attn or both; None for the MLP, whose activations are the largest.
-            megatron-core's default is the core attention, which is fused here and keeps little: that would only be slower.
+        recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
             put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
@@ -131,18 +131,15 @@ def build_gpt(
     engine = uses_transformer_engine(params_dtype) and not empty
     config = _transformer_config(
         architecture,
+        engine=engine,
         params_dtype=params_dtype,
-        pipeline_dtype=params_dtype,
         pipeline_model_parallel_size=pipeline_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
-        recompute_modules=list(recompute_modules or ("mlp",)),
+        recompute_modules=list(recompute_modules or RECOMPUTED),
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below
-        # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it
-        use_te_activation_func=not engine and not compiles(),
-        apply_rope_fusion=engine and fused_rope(),
     )
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = HiddenStateGPT(
@@ -166,7 +163,7 @@ def _with_frequencies(model: HiddenStateGPT, architecture: Architecture) -> Hidd
     return model
 
 
-def _transformer_config(architecture: Architecture, **settings: Any) -> TransformerConfig:
+def _transformer_config(architecture: Architecture, *, engine: bool, **settings: Any) -> TransformerConfig:
     if architecture.num_layers % (stages := settings["pipeline_model_parallel_size"]):
         raise ValueError(
             f"the number of layers must be divisible by the number of pipeline stages, got {architecture.num_layers} layers "
@@ -195,7 +192,11 @@ def _transformer_config(architecture: Architecture, **settings: Any) -> Transfor
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=settings["params_dtype"] == torch.bfloat16,
+        pipeline_dtype=settings["params_dtype"],
         bias_activation_fusion=compiles(),
+        # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it
+        use_te_activation_func=not engine and not compiles(),
+        apply_rope_fusion=engine and fused_rope(),
         masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
         variable_seq_lengths=True,

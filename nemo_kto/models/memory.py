@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_kto.models.activations import Activations
+from nemo_kto.models.activations import RECOMPUTED, Activations
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.models.lora_settings import LoRASettings
@@ -34,6 +34,7 @@ class Training:
         reference_moves: it is synced with the policy, and has fp32 values besides.
         async_save: checkpoints are written from a copy on the host, whose memory is kept.
         recompute: None, "selective" or "full".
+        recompute_modules: with "selective": "mlp", "core_attn" or both.
         recompute_method, recompute_layers: with "full": "uniform" keeps the input of each group of so many layers, "block"
             recomputes so many layers of a stage and keeps the others.
         micro_batch_tokens: the most that a micro-batch holds.
@@ -55,6 +56,7 @@ class Training:
     reference_moves: bool = False
     async_save: bool = True
     recompute: str | None = None
+    recompute_modules: tuple[str, ...] = RECOMPUTED
     recompute_method: str | None = None
     recompute_layers: int | None = None
     micro_batch_tokens: int
@@ -68,6 +70,11 @@ class Training:
     def tensor_parallel(self) -> int:
         """Ranks that share every layer."""
         return self.architecture.tensor_parallel
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The modules of a layer that are recomputed one by one; none where whole layers are, or nothing is."""
+        return frozenset(self.recompute_modules if self.recompute == "selective" else ())
 
     def parameters(self, stage: int) -> list[RankParameter]:
         """What a rank of a pipeline stage holds."""
@@ -190,7 +197,7 @@ def saved_by_layers(training: Training) -> Activations:
         element_bytes=training.element_bytes,
         sequence_parallel=training.sequence_parallel,
         adapters=training.adapters,
-        fused_norm=training.on_gpu,
+        on_gpu=training.on_gpu,
     )
 
 
@@ -199,15 +206,16 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
     saved, tokens = saved_by_layers(training), training.micro_batch_tokens
     layers = training.architecture.num_layers // training.pipeline_parallel
     on_their_way = min(training.pipeline_parallel - stage, training.micro_batches)
-    each = saved.layer(core=training.recompute != "selective") * tokens
-    each += saved.rotations() * training.micro_batch_width + saved.adapter_matrices()
-    inputs, kept, again = 0, layers, 0  # inputs of recomputed layers; layers that are kept; layers of one recomputation
+    each = saved.layer(training.recomputed) * tokens + saved.adapter_matrices()
+    again = (saved.layer() - saved.layer(training.recomputed)) * tokens  # of one recomputation
+    inputs, kept = 0, layers  # inputs of recomputed layers; layers that are kept
     if training.recompute == "full":
         count = min(training.recompute_layers or 1, layers)
         uniform = training.recompute_method != "block"
-        inputs, kept, again = (-(-layers // count), 0, count) if uniform else (count, layers - count, 1)
+        inputs, kept, again = (-(-layers // count), 0, count * each) if uniform else (count, layers - count, each)
     held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
-    return on_their_way * held + again * each + saved.gradients_of_layer() * tokens + _weight_gradient(training, parameters)
+    once = saved.rotations() * training.micro_batch_width + saved.gradients_of_layer() * tokens + again
+    return on_their_way * held + once + _weight_gradient(training, parameters)
 
 
 def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:

@@ -73,7 +73,8 @@ def step_traffic(training: Training, step: Step) -> Traffic:
     hidden = tokens * architecture.hidden_size * training.element_bytes
     half = (tensor - 1) / tensor * hidden  # an all-gather or a reduce-scatter
     layers = architecture.num_layers / training.pipeline_parallel
-    forwards = 1 + step.forward_only + (training.recompute == "full")
+    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
+    forwards = 1 + step.forward_only + again
     regathered = 2 if training.sequence_parallel and training.adapters is None else 0  # inputs, for gradients of weights
     of_layers = layers * (4 * half * (forwards + 1) + regathered * half)
     logprobs = 2 * (tensor - 1) / tensor * tokens * architecture.hidden_size * _FP32
@@ -89,12 +90,13 @@ def step_traffic(training: Training, step: Step) -> Traffic:
 
 
 def _again(training: Training, step: Step) -> int:
-    """Operations of what is recomputed: all layers, or the attention's own products."""
+    """Operations of what is recomputed: of all layers, of the MLPs, or the attention's own products."""
     forward = ForwardFlops.of_model(training.architecture)
     pairs = step.rows * step.width * (step.width + 1) // 2
     if training.recompute == "full":
         return forward.per_token * step.tokens + forward.per_token_pair * pairs
-    return forward.per_token_pair * pairs if training.recompute == "selective" else 0
+    of_mlps = forward.per_token_mlp * step.tokens if "mlp" in training.recomputed else 0
+    return of_mlps + (forward.per_token_pair * pairs if "core_attn" in training.recomputed else 0)
 
 
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:

@@ -4,9 +4,6 @@ megatron-core names CUDA in places that have a CPU meaning (which device am I on
 :func:`install_cpu_backend` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so
 that the GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run
 on a laptop are the ones that run on a cluster.
-
-A machine with GPUs may be asked for the CPU (``device.force_cpu``). The packages for GPUs that are installed there are then
-kept from megatron-core, which would take Transformer Engine's optimizer because it can be imported.
 """
 
 from __future__ import annotations
@@ -14,84 +11,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import types
-import warnings
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nemo_kto.parallel.device import on_gpu
 
-# What megatron-core says of every run without a GPU: there it is no news.
-_EXPECTED_ON_CPU = (
-    ".*Apex (is|are) not installed.*",
-    ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
-)
-# What megatron-core and torch say of every run.
-_EXPECTED_WARNINGS = (
-    ".*full scope is deprecated.*",
-    ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
-    ".*`load_state_dict` is deprecated and will be removed.*",
-    ".*we are deprecating ShardedTensor.*",
-    ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
-)
-
-# Of what megatron-core takes where it can be imported, that which computes on GPUs only. amp_C is a part of apex.
-_GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
-
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint",
     "randn", "randn_like", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
-
-
-def silence_warnings() -> None:
-    """Keep expected warnings off the terminal. Takes effect for imports of megatron-core that come after."""
-    for message in (*_EXPECTED_WARNINGS, *(() if on_gpu() else _EXPECTED_ON_CPU)):
-        warnings.filterwarnings("ignore", message=message)
-    if not on_gpu():  # there megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
-        random = logging.getLogger("megatron.core.tensor_parallel.random")
-        random.addFilter(lambda record: "CPU RNG" not in record.getMessage())
-    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-class _MegatronOnCPU(MetaPathFinder):
-    """Prepares the import of megatron-core where there is no GPU to use: which is known for sure only then."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
-        if name not in ("megatron.core", "megatron.core.jit") or on_gpu():
-            return None
-        if name == "megatron.core":
-            for package in _GPU_PACKAGES:
-                sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark of what cannot be imported
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_switch(module: types.ModuleType) -> None:
-            execute(module)
-            module.disable_jit_fuser()  # megatron-core's own switch
-
-        spec.loader.exec_module = execute_and_switch  # type: ignore[method-assign]
-        return spec
-
-
-def prepare_imports() -> None:
-    """Have megatron-core imported, where there is no GPU to use, as it is where it has none of the packages for GPUs.
-
-    For before it is imported. Its small fusions, which its import decorates, are not compiled then: on the CPU that would
-    cost a C++ compiler, and seconds in every process, for nothing.
-    """
-    sys.meta_path.insert(0, _MegatronOnCPU())
 
 
 @functools.cache

@@ -33,6 +33,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
         params_dtype=getattr(torch, dtype),
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=recompute,
+        recompute_modules=options.get("modules"),
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
@@ -59,7 +60,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
-    from nemo_kto.models.activations import Activations
+    from nemo_kto.models.activations import RECOMPUTED, Activations
     from nemo_kto.models.architecture import read_architecture
 
     saved = Activations(
@@ -71,7 +72,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
     tokens = SEQUENCES * LENGTH
     if options.get("recompute") == "full":
         return 0.0
-    each = saved.layer(core=options.get("recompute") != "selective")
+    each = saved.layer(options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ())
     return each * tokens + saved.rotations() * LENGTH + saved.adapter_matrices()
 
 
@@ -98,7 +99,9 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", DROPPED, marks=pytest.mark.full),
-        pytest.param("llama", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
+        ("llama", {"recompute": "selective"}, "float32", None),
+        pytest.param("llama", {"recompute": "selective"}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None, marks=pytest.mark.full),
         pytest.param("qwen3", {"tensor": 2, "sequence_parallel": True}, "float32", ALL, marks=pytest.mark.full),
     ],
 )

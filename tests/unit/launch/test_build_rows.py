@@ -78,6 +78,7 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "build_data", wrong_rows)
     monkeypatch.setattr(build, "build_policy", too_early)
     monkeypatch.setattr(build.state, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
     monkeypatch.setattr(build, "hold_run_folder", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(build, "resolve_precision", lambda cfg: (cfg, ""))
     monkeypatch.setattr(build, "model_tokenizer", lambda source: make_tokenizer())

@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import _transformer_config
+from nemo_kto.parallel.kernels import uses_transformer_engine
 from tests.tiny import make_checkpoint
 from tests.unit.parallel.test_kernels import RICH, gpu
 
@@ -19,7 +20,10 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
 
 def config_of(architecture: Architecture) -> TransformerConfig:
     return _transformer_config(
-        architecture, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, pipeline_model_parallel_size=1
+        architecture,
+        engine=uses_transformer_engine(torch.bfloat16),
+        params_dtype=torch.bfloat16,
+        pipeline_model_parallel_size=1,
     )
 
 

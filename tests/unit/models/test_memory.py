@@ -92,8 +92,8 @@ def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
-    layer = saved.layer() * TOKENS + saved.rotations() * WIDTH
-    moment = saved.gradients_of_layer() * TOKENS
+    layer = saved.layer() * TOKENS
+    moment = saved.gradients_of_layer() * TOKENS + saved.rotations() * WIDTH
     stages = stages_memory(training(architecture, pipeline_parallel=4))
     expected = [count * layer + moment for count in (4, 3, 2, 1)]
     expected[0] += 4 * saved.embedding() * TOKENS
@@ -111,14 +111,13 @@ def test_layers_that_are_recomputed_keep_only_inputs(
 ) -> None:
     memory = first(architecture, recompute="full", recompute_method=method, recompute_layers=count)
     saved = Activations(architecture=architecture, element_bytes=4)
-    layer = saved.layer() * TOKENS + saved.rotations() * WIDTH
     of_tokens = inputs * 4 * HIDDEN + saved.embedding() + saved.gradients_of_layer()
-    assert memory.activations == (kept + again) * layer + of_tokens * TOKENS
+    assert memory.activations == ((kept + again) * saved.layer() + of_tokens) * TOKENS + saved.rotations() * WIDTH
 
 
 def test_a_chunk_of_logits(architecture: Architecture) -> None:
     """In fp32 one chunk; in bf16 also as a factor, and on the CPU the product of the output layer's gradient, twice."""
-    rows, head = architecture.padded_vocab_size, HIDDEN * (8 + 3 * 4 + 4) + 4
+    rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     narrow = HIDDEN * (8 + 3 * 2 + 4) + 4
     assert first(architecture, element_bytes=2).logprobs == TOKENS * narrow + 100 * rows * 6 + rows * HIDDEN * 6

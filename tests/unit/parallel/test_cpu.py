@@ -30,7 +30,7 @@ def test_a_default_device_is_heeded() -> None:
 WARNED = """
 import os, sys, warnings, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
-import nemo_kto.parallel
+import nemo_kto.parallel, megatron.core
 with warnings.catch_warnings(record=True) as seen:
     warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
     warnings.warn("torch.distributed.all_gather_into_tensor` is deprecated")
@@ -41,7 +41,8 @@ print(len(seen), os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
 @pytest.mark.parametrize(("machine", "seen"), [("gpu", "1"), ("cpu", "0")])
 def test_what_a_gpu_goes_without_is_not_silenced(machine: str, seen: str) -> None:
     for given, connections in (({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32")):
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+        unset = ("CUDA_DEVICE_MAX_CONNECTIONS", "NEMO_KTO_FORCE_CPU")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
         run = subprocess.run(
             [sys.executable, "-c", WARNED, machine],
             capture_output=True,

@@ -1,0 +1,82 @@
+"""How megatron-core is imported: without the packages for GPUs where the CPU is used, and without the warnings of every run.
+
+What this rank uses is known for sure only when megatron-core is imported, so that is when it is looked at; until then torch
+is not loaded either. A machine with GPUs may be asked for the CPU (``device.force_cpu``): the packages for GPUs that are
+installed there are then kept from megatron-core, which would take Transformer Engine's optimizer because it can be imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+
+# What megatron-core says of every run without a GPU: there it is no news.
+_EXPECTED_ON_CPU = (
+    ".*Apex (is|are) not installed.*",
+    ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
+)
+# What megatron-core and torch say of every run.
+_EXPECTED_WARNINGS = (
+    ".*full scope is deprecated.*",
+    ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
+    ".*`load_state_dict` is deprecated and will be removed.*",
+    ".*we are deprecating ShardedTensor.*",
+    ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
+)
+
+# Of what megatron-core takes where it can be imported, that which computes on GPUs only. amp_C is a part of apex.
+_GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+
+
+class _MegatronFinder(MetaPathFinder):
+    """Comes before the finder that finds megatron-core, and finds nothing itself but the module whose import it changes."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        if name not in ("megatron.core", "megatron.core.jit"):
+            return None
+        from nemo_kto.parallel.device import on_gpu
+
+        if name == "megatron.core":
+            _silence_warnings(on_gpu())
+            for package in () if on_gpu() else _GPU_PACKAGES:
+                sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark of what cannot be imported
+            return None
+        return None if on_gpu() else _uncompiled(name, path)
+
+
+def prepare_imports() -> None:
+    """Have megatron-core imported, where there is no GPU to use, as it is where it has none of the packages for GPUs.
+
+    For before it is imported. Its small fusions, which its import decorates, are not compiled then: on the CPU that would
+    cost a C++ compiler, and seconds in every process, for nothing. Expected warnings are kept off the terminal.
+    """
+    sys.meta_path.insert(0, _MegatronFinder())
+
+
+def _silence_warnings(gpu: bool) -> None:
+    for message in (*_EXPECTED_WARNINGS, *(() if gpu else _EXPECTED_ON_CPU)):
+        warnings.filterwarnings("ignore", message=message)
+    if not gpu:  # there megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
+        random = logging.getLogger("megatron.core.tensor_parallel.random")
+        random.addFilter(lambda record: "CPU RNG" not in record.getMessage())
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _uncompiled(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(name, path)
+    if spec is None or spec.loader is None:
+        return None
+    execute = spec.loader.exec_module
+
+    def execute_and_switch(module: types.ModuleType) -> None:
+        execute(module)
+        module.disable_jit_fuser()  # megatron-core's own switch
+
+    spec.loader.exec_module = execute_and_switch  # type: ignore[method-assign]
+    return spec
