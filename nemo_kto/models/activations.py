@@ -31,8 +31,8 @@ class Activations:
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         sequence_parallel: norms and what surrounds them are sharded over the tensor-parallel ranks.
         adapters: what is adapted; None where all weights are trained.
-        on_gpu: the layers are Transformer Engine's. torch's on the CPU rotate queries and keys within the core attention,
-            and in bf16 have a norm of several operations, which save its input and its normalised input, both in fp32.
+        on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU it rotates them,
+            and norms in bf16 are several operations, which save their input and their normalised input, both in fp32.
     """
 
     architecture: Architecture
@@ -56,13 +56,13 @@ class Activations:
         """Cosines, and sines of half a head, bytes for each position: one table for all layers and micro-batches."""
         return 3 * self.element_bytes * self.architecture.head_dim // 2
 
-    def adapter_matrices(self) -> int:
+    def adapter_matrices(self, recomputed: Collection[str] = ()) -> int:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
         if self.adapters is None:
             return 0
         fused = [(self._query() + 2 * self._key_value(), 3)] * self._adapts("q_proj", "k_proj", "v_proj")
         gated = 2 * self.architecture.ffn_hidden_size // self.architecture.tensor_parallel
-        fused += [(gated, 2)] * self._adapts("gate_proj", "up_proj")
+        fused += [(gated, 2)] * (self._adapts("gate_proj", "up_proj") and "mlp" not in recomputed)
         return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
 
     def gradients_of_layer(self) -> float:
@@ -83,21 +83,26 @@ class Activations:
         return 2 * self._norm(self._hidden(), trained=self.adapters is None)
 
     def _norm(self, width: float, *, trained: bool) -> float:
-        if self.on_gpu or self.element_bytes == _FP32:
+        if self.on_gpu or self._few_passes():
             return self.element_bytes * width + 4 * width / self.architecture.hidden_size
         return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
+
+    def _few_passes(self) -> bool:
+        """Whether norms are those of models/norm.py."""
+        return not self.on_gpu and self.element_bytes == _FP32
 
     def _attention(self, *, core: bool) -> float:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
         # the fused queries, keys and values that the values are a view of, and the output
         saved: float = self.element_bytes * (query + 2 * key_value + query)
-        if core or self.on_gpu:
-            saved += self.element_bytes * (query + key_value)  # rotated
+        rotates_before = core or self.on_gpu  # else the core attention keeps what it gets: queries, and two views
+        saved += self.element_bytes * (query + (key_value if rotates_before else 0))
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
         if architecture.qk_norm:
-            saved += self._norm(query + key_value, trained=self.adapters is None) + 4 * heads
+            keys = 0 if self._few_passes() else key_value  # a view of the fused ones will do
+            saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")
 
     def _mlp(self) -> float:
@@ -106,7 +111,8 @@ class Activations:
         return self.element_bytes * (saved + self._hidden() * self._keeps_input("gate_proj", "up_proj"))
 
     def _adapter_inputs(self, kept: frozenset[str]) -> float:
-        """The rank-wide products A x, a token; with dropout the inputs that it made and where it dropped."""
+        """The rank-wide products A x, a token; with dropout the inputs that it made and where it dropped: on the CPU the
+        factors themselves."""
         if self.adapters is None:
             return 0.0
         tensor, hidden = self.architecture.tensor_parallel, self._hidden()
@@ -117,12 +123,13 @@ class Activations:
             ("down_proj",): (self.architecture.ffn_hidden_size / tensor, 1),
         }
         adapted = [sizes for names, sizes in inputs.items() if kept.issuperset(names) and self._adapts(*names)]
-        dropped = (self.element_bytes + 1 if self.adapters.dropout else 0) * sum(width for width, _ in adapted)
+        each = self.element_bytes + (1 if self.on_gpu else self.element_bytes)
+        dropped = each * sum(width for width, _ in adapted) if self.adapters.dropout else 0
         return dropped + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
 
     def _keeps_input(self, *names: str) -> bool:
-        """Whether the input of a layer is kept for a gradient of its weight or of its adapter."""
-        return self.adapters is None or self._adapts(*names)
+        """Whether the input of a layer is kept as it is, for a gradient of its weight or of an adapter without dropout."""
+        return self.adapters is None or (self._adapts(*names) and not self.adapters.dropout)
 
     def _adapts(self, *names: str) -> bool:
         return self.adapters is not None and not set(names).isdisjoint(self.adapters.modules)

@@ -206,7 +206,7 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
     saved, tokens = saved_by_layers(training), training.micro_batch_tokens
     layers = training.architecture.num_layers // training.pipeline_parallel
     on_their_way = min(training.pipeline_parallel - stage, training.micro_batches)
-    each = saved.layer(training.recomputed) * tokens + saved.adapter_matrices()
+    each = saved.layer(training.recomputed) * tokens + saved.adapter_matrices(training.recomputed)
     again = (saved.layer() - saved.layer(training.recomputed)) * tokens  # of one recomputation
     inputs, kept = 0, layers  # inputs of recomputed layers; layers that are kept
     if training.recompute == "full":

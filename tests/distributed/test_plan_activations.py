@@ -72,8 +72,8 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
     tokens = SEQUENCES * LENGTH
     if options.get("recompute") == "full":
         return 0.0
-    each = saved.layer(options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ())
-    return each * tokens + saved.rotations() * LENGTH + saved.adapter_matrices()
+    recomputed = options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ()
+    return saved.layer(recomputed) * tokens + saved.rotations() * LENGTH + saved.adapter_matrices(recomputed)
 
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)

@@ -14,8 +14,10 @@ PLAN = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
 LOADED = """
 import sys
 from nemo_kto.launch.cli import main
-main(sys.argv[1:])
-print("megatron.core" in sys.modules)
+try:
+    main(sys.argv[1:])
+finally:
+    print("megatron.core" in sys.modules)
 """
 
 

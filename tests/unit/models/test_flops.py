@@ -24,7 +24,7 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
 
 
 def test_by_hand() -> None:
-    flops = ForwardFlops(per_token=1000, per_token_pair=10, per_response_token=7)
+    flops = ForwardFlops(per_token=1000, per_token_mlp=600, per_token_pair=10, per_response_token=7)
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
