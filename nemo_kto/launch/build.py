@@ -25,6 +25,7 @@ from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
+from nemo_kto.launch.choices import schedule_lengths
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
@@ -234,21 +235,18 @@ def build_optimizer_and_schedule(
         use_distributed_optimizer=optim.use_distributed_optimizer,
         **rates,
     )
-    warmup_steps = min(optim.sched.warmup_steps, max_steps - 1)
-    if warmup_steps < optim.sched.warmup_steps and state.is_rank_zero():
-        below = f"below the number of steps, {max_steps}, got {optim.sched.warmup_steps}; shortened to {warmup_steps}"
-        logger.warning(f"model.optim.sched.warmup_steps must be {below}")
-    room = max_steps - warmup_steps
-    constant_steps = optim.sched.constant_steps if optim.sched.constant_steps < room else 0
-    if constant_steps < optim.sched.constant_steps and state.is_rank_zero():
-        below = f"below the number of steps after the warm-up, {room}, got {optim.sched.constant_steps}; left out"
-        logger.warning(f"model.optim.sched.constant_steps must be {below}")
+    lengths, warnings = schedule_lengths(optim.sched, max_steps)
+    for warning in warnings if state.is_rank_zero() else ():
+        logger.warning(warning)
     scheduler = build_scheduler(
         optimizer=optimizer,
         name=optim.sched.name,
-        warmup_steps=warmup_steps,
-        constant_steps=constant_steps,
         max_steps=max_steps,
+        warmup_steps=lengths.warmup_steps,
+        constant_steps=lengths.constant_steps,
+        wsd_decay_steps=lengths.wsd_decay_steps,
+        wsd_decay_style=optim.sched.wsd_decay_style,
+        cycles=optim.sched.num_cycles,
         **rates,
     )
     return optimizer, scheduler

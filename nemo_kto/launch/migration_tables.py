@@ -134,6 +134,7 @@ ALIGNER = (
 # Name there -> our key; after a blank, what there is to say of the value.
 _LOOP = "trainer.{algorithm}"
 _LOSS = "model.{algorithm}"
+_SCHEDULES = "CosineAnnealing, CosineWithRestarts, LinearAnnealing, WSD or constant"
 _TRL = {
     "beta": f"{_LOSS}.ref_policy_kl_penalty",
     "loss_type": f"{_LOSS}.preference_loss",
@@ -174,9 +175,10 @@ _HUGGING_FACE = {
     "report_to": "exp_manager.create_wandb_logger (true; or create_tensorboard_logger, create_mlflow_logger)",
     "learning_rate": "model.optim.lr",
     "optim": "model.optim.name (adam)",
-    "lr_scheduler_type": "model.optim.sched.name (CosineAnnealing, LinearAnnealing or constant)",
-    "warmup_ratio": "model.optim.sched.warmup_steps (a number of steps)",
+    "lr_scheduler_type": f"model.optim.sched.name ({_SCHEDULES})",
+    "warmup_ratio": "model.optim.sched.warmup_ratio (with model.optim.sched.warmup_steps=0)",
     "num_warmup_steps": "model.optim.sched.warmup_steps",
+    "num_decay_steps": "model.optim.sched.wsd_decay_steps",
     "adam_beta1": "model.optim.betas (a list of two)",
     "adam_beta2": "model.optim.betas (a list of two)",
     "adam_epsilon": "model.optim.eps",
@@ -236,8 +238,11 @@ _MEGATRON = {
     "train_iters": f"{_LOOP}.max_steps",
     "eval_interval": f"{_LOOP}.val_check_interval",
     "eval_iters": f"{_LOOP}.limit_val_batches",
-    "lr_decay_style": "model.optim.sched.name (CosineAnnealing, LinearAnnealing or constant)",
+    "lr_decay_style": f"model.optim.sched.name ({_SCHEDULES})",
     "lr_warmup_iters": "model.optim.sched.warmup_steps",
+    "lr_warmup_fraction": "model.optim.sched.warmup_ratio (with model.optim.sched.warmup_steps=0)",
+    "lr_wsd_decay_iters": "model.optim.sched.wsd_decay_steps",
+    "lr_wsd_decay_style": "model.optim.sched.wsd_decay_style",
     "clip_grad": f"{_LOOP}.gradient_clip_val",
     "recompute_granularity": "model.activations_checkpoint_granularity",
     "recompute_method": "model.activations_checkpoint_method",

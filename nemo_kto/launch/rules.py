@@ -12,7 +12,7 @@ from nemo_kto.data.prefix import AUTO, SPLITS, WHOLE, read_data_prefix, read_spl
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
-from nemo_kto.launch.schema import RunConfig, TrainerConfig
+from nemo_kto.launch.schema import RunConfig, ScheduleConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
 from nemo_kto.telemetry.loggers import installed, missing_package
@@ -176,6 +176,31 @@ def _learning_rate(cfg: RunConfig) -> Errors:
     if schedule.name == "constant" and schedule.constant_steps:
         text = f"must be 0 with a constant learning rate, which has no steps at min_lr, got {schedule.constant_steps}"
         yield ConfigError("model.optim.sched.constant_steps", text, ("model.optim.sched.name",))
+    if schedule.warmup_ratio is not None and schedule.warmup_steps:
+        text = (
+            f"must be 0 where model.optim.sched.warmup_ratio={schedule.warmup_ratio} is given, got {schedule.warmup_steps}"
+        )
+        yield ConfigError(
+            "model.optim.sched.warmup_steps", f"{text}; set one or the other", ("model.optim.sched.warmup_ratio",)
+        )
+    yield from _shape(schedule)
+
+
+def _shape(schedule: ScheduleConfig) -> Errors:
+    """What only one schedule takes, and must be given."""
+    prefix = "model.optim.sched"
+    for name, (owner, example) in {
+        "wsd_decay_steps": ("WSD", "100"),
+        "wsd_decay_style": ("WSD", "cosine"),
+        "num_cycles": ("CosineWithRestarts", "2"),
+    }.items():
+        value = getattr(schedule, name)
+        if schedule.name == owner and value is None:
+            text = f"must be given with {prefix}.name={owner}, got null; e.g. {prefix}.{name}={example}"
+            yield ConfigError(f"{prefix}.{name}", text, (f"{prefix}.name",))
+        if schedule.name != owner and value is not None:
+            text = f"must be null unless {prefix}.name={owner}, got {value}; set one or the other"
+            yield ConfigError(f"{prefix}.{name}", text, (f"{prefix}.name",))
 
 
 def _loss(cfg: RunConfig) -> Errors:

@@ -166,10 +166,14 @@ class ReferenceConfig(Section):
 class ScheduleConfig(Section):
     """model.optim.sched."""
 
-    name: Literal["CosineAnnealing", "LinearAnnealing", "constant"]
+    name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
     warmup_steps: Annotated[int, Ge(0)]
+    warmup_ratio: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.1")] | None
     constant_steps: Annotated[int, Ge(0)]
     min_lr: float
+    wsd_decay_steps: Count | None
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None
+    num_cycles: Count | None
 
 
 # NeMo's names of what is one optimizer here; whether its state is sharded is said by use_distributed_optimizer.
