@@ -17,6 +17,7 @@ from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, L
 from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
 from nemo_kto.algorithms.skipping import SkippedSteps
+from nemo_kto.algorithms.step_log import StepLog
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.errors import UserError
@@ -74,6 +75,7 @@ class DPOTrainer:
         self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
         self._cfg = self._read_cfg()
         self.step = 0
+        self.step_log = StepLog()
         self.validation_due = False  # it was due at the present step, and a stop left it out
         self.stop: StopReason | None = None
         self.monitored: dict[str, float] = {}
@@ -163,6 +165,8 @@ class DPOTrainer:
         if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
             self._validate()
         done = done or self._ends_early  # a validation may have been left
+        if done and not self._ends_early:  # what ended early is resumed, and its line with it
+            self._log()
         if done or self._due(self.save_interval):
             self._save()
         return done
@@ -246,8 +250,9 @@ class DPOTrainer:
                 return
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the run stands, in integers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, in integers; and the steps that are not logged yet, if there are any."""
+        unlogged = self.step_log.state_dict()
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -256,9 +261,10 @@ class DPOTrainer:
             "skipped_steps": self.skipped.total,
             "skipped_in_a_row": self.skipped.in_a_row,
             "validation_due": int(self.validation_due),
+            **({"unlogged": unlogged} if unlogged else {}),
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from :meth:`state_dict`.
 
         Raises:
@@ -281,6 +287,7 @@ class DPOTrainer:
         self.skipped.total = int(state.get("skipped_steps", 0))
         self.skipped.in_a_row = int(state.get("skipped_in_a_row", 0))
         self.validation_due = bool(state.get("validation_due", 0))
+        self.step_log.load_state_dict(state.get("unlogged", {}))
 
     def _remaining_batches(self) -> Iterator[Any]:
         """Augmented batches from the present step to the last, epoch after epoch."""
@@ -306,6 +313,15 @@ class DPOTrainer:
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
         for callback in self.callbacks:
             callback.on_train_step_end(self, event)
+        self.step_log.add(event)
+        if self._due(self._cfg.log_every_n_steps) or self.step >= self.max_steps:
+            self._log()
+
+    def _log(self) -> None:
+        """A line of the log, of the steps since the last one."""
+        if (line := self.step_log.take()) is not None:
+            for callback in self.callbacks:
+                callback.on_log(self, line)
 
     def _validate(self) -> None:
         """Validate now; where the run must end early, leave it to the resumed run."""

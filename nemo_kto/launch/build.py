@@ -12,20 +12,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, StragglerCallback, ThroughputCallback
+from nemo_kto.algorithms.callbacks import (
+    Callback,
+    LoggerCallback,
+    ReferenceSync,
+    SpikeCallback,
+    StragglerCallback,
+    ThroughputCallback,
+)
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
+from nemo_kto.launch.build_optimizer import build_optimizer_and_schedule
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
-from nemo_kto.launch.choices import schedule_lengths
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
@@ -40,12 +44,10 @@ from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
-from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.spikes import LossSpikes
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
@@ -220,38 +222,6 @@ def build_objective(cfg: RunConfig) -> Objective:
     )
 
 
-def build_optimizer_and_schedule(
-    cfg: RunConfig, policy: Policy, *, max_steps: int
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of a run of ``max_steps`` steps and its learning rates."""
-    optim = cfg.model.optim
-    rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
-    optimizer = build_optimizer(
-        chunks=policy.chunks,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        clip_grad=cfg.loop.gradient_clip_val,
-        params_dtype=DTYPES[cfg.trainer.precision],
-        use_distributed_optimizer=optim.use_distributed_optimizer,
-        **rates,
-    )
-    lengths, warnings = schedule_lengths(optim.sched, max_steps)
-    for warning in warnings if state.is_rank_zero() else ():
-        logger.warning(warning)
-    scheduler = build_scheduler(
-        optimizer=optimizer,
-        name=optim.sched.name,
-        max_steps=max_steps,
-        warmup_steps=lengths.warmup_steps,
-        constant_steps=lengths.constant_steps,
-        wsd_decay_steps=lengths.wsd_decay_steps,
-        wsd_decay_style=optim.sched.wsd_decay_style,
-        cycles=optim.sched.num_cycles,
-        **rates,
-    )
-    return optimizer, scheduler
-
-
 def build_callbacks(
     cfg: RunConfig, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
 ) -> list[Callback]:
@@ -277,7 +247,7 @@ def build_callbacks(
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
         callbacks.append(LoggerCallback(logger=Progress(total_steps=max_steps, start_step=resumed_step or 0)))
-        callbacks.append(LoggerCallback(logger=LossSpikes()))
+        callbacks.append(SpikeCallback())
     return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 
 

@@ -85,9 +85,9 @@ MAY_CHANGE = (
         (
             *("trainer.NAME.val_check_interval", "trainer.NAME.val_before_training", "trainer.NAME.save_interval"),
             *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.stop_signals", "trainer.requeue"),
-            *("trainer.max_skipped_steps", "trainer.callbacks"),
+            *("trainer.max_skipped_steps", "trainer.callbacks", "trainer.NAME.log_every_n_steps"),
         ),
-        "when to validate, save and end, and what hangs on the loop",
+        "when to log, validate, save and end, and what hangs on the loop",
     ),
     Rule(("exp_manager.*",), "logging, and which checkpoints are kept; another folder is another run"),
     Rule(("model.data.cache_dir", "model.data.cache_shared", "export.*"), "where files are written, and who may read them"),

@@ -200,6 +200,8 @@ _HUGGING_FACE = {
     "deepspeed": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
     "fsdp": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
     "use_liger_kernel": "model.logprob_chunk_size (tokens whose logits exist at the same time)",
+    "logging_steps": f"{_LOOP}.log_every_n_steps",
+    "logging_strategy": f"{_LOOP}.log_every_n_steps",
     "save_steps": f"{_LOOP}.save_interval",
     "eval_steps": f"{_LOOP}.val_check_interval",
     "eval_on_start": f"{_LOOP}.val_before_training",
@@ -236,6 +238,7 @@ _MEGATRON = {
     "max_seq_length": "model.data.seq_length",
     "max_seq_len": "model.data.seq_length",
     "train_iters": f"{_LOOP}.max_steps",
+    "log_interval": f"{_LOOP}.log_every_n_steps",
     "eval_interval": f"{_LOOP}.val_check_interval",
     "eval_iters": f"{_LOOP}.limit_val_batches",
     "lr_decay_style": f"model.optim.sched.name ({_SCHEDULES})",
@@ -299,9 +302,7 @@ _OTHERS = {
 
 # Names of which there is nothing here, and why.
 WITHOUT = {
-    "logging_steps": "every step is logged",
-    "logging_strategy": "every step is logged",
-    "logging_first_step": "every step is logged",
+    "logging_first_step": "it is logged with those after it (log_every_n_steps)",
     "ld_alpha": "no loss weighs the tokens of a response by their place",
     "f_divergence_type": "the losses have the reverse KL divergence",
     "f_alpha_divergence_coef": "the losses have the reverse KL divergence",

@@ -62,6 +62,7 @@ class LoopConfig(Section):
     val_check_interval: Part
     val_before_training: bool
     save_interval: Part
+    log_every_n_steps: Count
     limit_train_batches: Annotated[Part, check(bool, "be above 0", "use 1.0 for all")]
     limit_val_batches: Part
     gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]

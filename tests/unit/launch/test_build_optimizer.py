@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.launch.choices import ScheduleLengths, schedule_lengths
+from nemo_kto.launch.build_optimizer import ScheduleLengths, schedule_lengths
 from nemo_kto.launch.schema import ScheduleConfig
 
 NONE: dict[str, Any] = {
