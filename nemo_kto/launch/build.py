@@ -30,6 +30,7 @@ from nemo_kto.launch.build_optimizer import build_optimizer_and_schedule
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
+from nemo_kto.launch.build_stopping import build_early_stopping, check_early_stopping
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
@@ -79,6 +80,7 @@ def _train(cfg: RunConfig) -> None:
         state.destroy()
         return
     check_export(cfg, start.data)
+    check_early_stopping(cfg, start.data)
     with watchdog.phase("loading the model"):
         source = Path(cfg.pretrained_checkpoint.restore_from_path)
         policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
@@ -191,6 +193,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
             last_checkpoint=last_good,
             speaks=state.is_rank_zero(),
         ),
+        early_stopping=build_early_stopping(cfg, agree=state.largest),
     )
     if resumed is not None:
         trainer.load_state_dict(resumed)

@@ -86,6 +86,7 @@ MAY_CHANGE = (
             *("trainer.NAME.val_check_interval", "trainer.NAME.val_before_training", "trainer.NAME.save_interval"),
             *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.stop_signals", "trainer.requeue"),
             *("trainer.max_skipped_steps", "trainer.callbacks", "trainer.NAME.log_every_n_steps"),
+            *("exp_manager.create_early_stopping_callback", "exp_manager.early_stopping_callback_params.*"),
         ),
         "when to log, validate, save and end, and what hangs on the loop",
     ),

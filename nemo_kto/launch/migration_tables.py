@@ -209,6 +209,8 @@ _HUGGING_FACE = {
     "load_best_model_at_end": "export.which (best)",
     "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
     "greater_is_better": "exp_manager.checkpoint_callback_params.mode (max or min)",
+    "early_stopping_patience": "exp_manager.early_stopping_callback_params.patience",
+    "early_stopping_threshold": "exp_manager.early_stopping_callback_params.min_delta",
     "resume_from_checkpoint": "exp_manager.resume_if_exists (a run resumes in its exp_manager.explicit_log_dir)",
     "overwrite_output_dir": "exp_manager.resume_if_exists",
     "bf16": "trainer.precision (bf16)",

@@ -114,6 +114,15 @@ class CheckpointConfig(Section):
     async_save: bool
 
 
+class EarlyStoppingConfig(Section):
+    """exp_manager.early_stopping_callback_params."""
+
+    monitor: Name
+    mode: Literal["min", "max"]
+    min_delta: Annotated[float, Ge(0), Remedy("0: every improvement counts")]
+    patience: Count
+
+
 class ExpManagerConfig(Section):
     """exp_manager: the run folder and what is written there."""
 
@@ -127,6 +136,8 @@ class ExpManagerConfig(Section):
     create_mlflow_logger: bool
     mlflow_logger_kwargs: MLflowConfig
     checkpoint_callback_params: CheckpointConfig
+    create_early_stopping_callback: bool
+    early_stopping_callback_params: EarlyStoppingConfig
 
 
 class PretrainedConfig(Section):
