@@ -77,11 +77,11 @@ class EarlyStopping:
         return f"{self.monitor} has not improved{more} in the last {last}; {best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """What a resumed run continues with."""
         return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_step", "waited", "is_finite")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`; where another metric is monitored now, begin anew."""
+        """Resume from :meth:`state_dict`; where another metric is monitored now, begin again."""
         if (state.get("monitor"), state.get("mode")) == (self.monitor, self.mode):
             self.best, self.best_step = state["best"], state["best_step"]
             self.waited, self.is_finite = state["waited"], state["is_finite"]

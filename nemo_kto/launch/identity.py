@@ -179,7 +179,10 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
     if settings is None:
         return {}
     values = {"adapter_dim": settings.rank, "alpha": float(settings.alpha), "target_modules": settings.modules}
-    return {f"model.peft.lora_tuning.{key}": value for key, value in (values | {"layer_selection": settings.layers}).items()}
+    return {
+        f"model.peft.lora_tuning.{key}": value
+        for key, value in (values | {"rslora": settings.rslora, "layer_selection": settings.layers}).items()
+    }
 
 
 def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
