@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.spikes import LossSpikes
 from nemo_kto.telemetry.stragglers import INTERVAL, RankTimes, StragglerFinder, slowest
 from nemo_kto.telemetry.throughput import ThroughputMeter
 
@@ -42,6 +43,9 @@ class Callback:
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """After an optimizer step."""
 
+    def on_log(self, trainer: Trainer, event: Event) -> None:
+        """After every ``log_every_n_steps`` steps and the last one. ``event`` is of all steps since the last call."""
+
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
         """After a validation."""
 
@@ -61,7 +65,7 @@ class LoggerCallback(Callback):
 
     logger: MetricsLogger
 
-    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+    def on_log(self, trainer: Trainer, event: Event) -> None:
         self.logger.log_metrics(event.report, event.step)
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
@@ -113,7 +117,7 @@ class ThroughputCallback(Callback):
 
     meter: ThroughputMeter
 
-    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+    def on_log(self, trainer: Trainer, event: Event) -> None:
         sums = event.metrics.sums
         figures = self.meter.figures(
             seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
@@ -125,7 +129,8 @@ class ThroughputCallback(Callback):
 class StragglerCallback(Callback):
     """Adds timing/forward, and every few steps what the slowest rank took in each phase: timing/PHASE_max and who it was.
 
-    Those are seconds a step on average since the last time. A rank that holds the others up is named in a warning.
+    Those are seconds a step on average since the last time, in the next line of the log. A rank that holds the others up is
+    named in a warning.
     """
 
     gather: Callable[[RankTimes], list[RankTimes]]  # what every rank gives, in their order; collective
@@ -136,6 +141,7 @@ class StragglerCallback(Callback):
 
     def __post_init__(self) -> None:
         self._finder, self._sums, self._steps = StragglerFinder(), dict[str, float](), 0
+        self._slowest: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.forward_seconds()  # those before the first step are not of a step
@@ -155,9 +161,23 @@ class StragglerCallback(Callback):
             self._sums, self._steps = {}, 0
             step = means.pop("step_time")
             times = self.gather(RankTimes(host=socket.gethostname(), stage=self.stage, step=step, phases=means))
-            event.report.update({f"timing/{name}": value for name, value in slowest(times).items()})
+            self._slowest = {f"timing/{name}": value for name, value in slowest(times).items()}
             for warning in self._finder.find(times):
                 self.warn(warning)
+
+    def on_log(self, trainer: Trainer, event: Event) -> None:
+        event.report.update(self._slowest)
+        self._slowest = {}
+
+
+@dataclass(kw_only=True, eq=False)
+class SpikeCallback(Callback):
+    """Warns where the loss jumps; it looks at every step, whatever is logged."""
+
+    spikes: LossSpikes = field(default_factory=LossSpikes)
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        self.spikes.watch(event.step, event.metrics["loss"])
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,8 +15,10 @@ import torch
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
 from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
+from nemo_kto.algorithms.early_stopping import EarlyStopping
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
 from nemo_kto.algorithms.skipping import SkippedSteps
+from nemo_kto.algorithms.step_log import StepLog
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.errors import UserError
@@ -49,6 +51,7 @@ class DPOTrainer:
         timers: measure the phases of a step; share them with the model.
         callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
         skipped: decides about steps whose numbers are not finite; by default the first one ends the run.
+        early_stopping: decides after each validation whether the run ends with it; None for never.
 
     Raises:
         ValueError: there is no step to take, or ``cfg`` is a mapping that is not right.
@@ -68,12 +71,14 @@ class DPOTrainer:
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     callbacks: Sequence[Callback] = ()
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    early_stopping: EarlyStopping | None = None
 
     def __post_init__(self) -> None:
         checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
         self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
         self._cfg = self._read_cfg()
         self.step = 0
+        self.step_log = StepLog()
         self.validation_due = False  # it was due at the present step, and a stop left it out
         self.stop: StopReason | None = None
         self.monitored: dict[str, float] = {}
@@ -116,13 +121,24 @@ class DPOTrainer:
     @property
     def ended_early(self) -> bool:
         """Whether the run was asked to stop and has work left, which the next start does."""
-        return self.stop is not None and self.stop.early and (self.step < self.max_steps or self.validation_due)
+        return self._ends_early and (not self._is_over or self.validation_due)
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why early stopping has ended the run, in words; None if it has not."""
+        return None if self.early_stopping is None else self.early_stopping.reason
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is no further step to take."""
+        return self.step >= self.max_steps or self.stopped_early is not None
 
     def fit(self) -> None:
         """Train to the end: every step, and the validations, checkpoints and log lines that are due.
 
-        The last step validates and saves, whether it is the last of the run or the last that ``max_time`` allows. Where the
-        run must end early it saves only: a validation that is due, or interrupted, is made when the run is resumed.
+        The last step validates and saves, whether it is the last of the run, the last that ``max_time`` allows, or one
+        whose validation stops the run. Where the run must end early it saves only: a validation that is due, or
+        interrupted, is made when the run is resumed.
 
         Raises:
             UserError: too many steps in a row had a loss or gradient that is not finite, or the weights are not finite;
@@ -154,15 +170,17 @@ class DPOTrainer:
             callback.on_fit_start(self)
         if self.validation_due or (self._cfg.val_before_training and self.step == 0):
             self._validate()
-            if (self.step >= self.max_steps or (self.step and self._ends_early)) and not self.validation_due:
+            if self.step and (self._is_over or self._ends_early) and not self.validation_due:
                 self._save()  # in the place of the checkpoint without the validation
 
     def _end_step(self) -> bool:
         """Validate and save where that is due; True if the run ends here."""
-        done = self._must_stop() or self.step >= self.max_steps
-        if self._due(self.val_interval) or self.step >= self.max_steps or (done and not self._ends_early):
+        done = self._must_stop() or self._is_over
+        if self._due(self.val_interval) or self._is_over or (done and not self._ends_early):
             self._validate()
-        done = done or self._ends_early  # a validation may have been left
+        done = done or self._ends_early or self._is_over  # a validation may have been left, or have stopped the run
+        if done and not self.ended_early:  # what ended early is resumed, and its line with it
+            self._log()
         if done or self._due(self.save_interval):
             self._save()
         return done
@@ -246,8 +264,9 @@ class DPOTrainer:
                 return
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the run stands, in integers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, in integers; the steps that are not logged yet, if any, and the state of early stopping."""
+        unlogged = self.step_log.state_dict()
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -256,9 +275,11 @@ class DPOTrainer:
             "skipped_steps": self.skipped.total,
             "skipped_in_a_row": self.skipped.in_a_row,
             "validation_due": int(self.validation_due),
+            **({"unlogged": unlogged} if unlogged else {}),
+            **({} if self.early_stopping is None else {"early_stopping": self.early_stopping.state_dict()}),
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from :meth:`state_dict`.
 
         Raises:
@@ -281,10 +302,13 @@ class DPOTrainer:
         self.skipped.total = int(state.get("skipped_steps", 0))
         self.skipped.in_a_row = int(state.get("skipped_in_a_row", 0))
         self.validation_due = bool(state.get("validation_due", 0))
+        self.step_log.load_state_dict(state.get("unlogged", {}))
+        if self.early_stopping is not None:
+            self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 
     def _remaining_batches(self) -> Iterator[Any]:
         """Augmented batches from the present step to the last, epoch after epoch."""
-        while self.step < self.max_steps and not self._ends_early:
+        while not self._is_over and not self._ends_early:
             self._set_position()
             left = self.steps_per_epoch - self.step % self.steps_per_epoch
             yield from islice(self.augment_dataloader(self.train_dataloader), left)
@@ -306,6 +330,15 @@ class DPOTrainer:
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
         for callback in self.callbacks:
             callback.on_train_step_end(self, event)
+        self.step_log.add(event)
+        if self._due(self._cfg.log_every_n_steps) or self.step >= self.max_steps:
+            self._log()
+
+    def _log(self) -> None:
+        """A line of the log, of the steps since the last one."""
+        if (line := self.step_log.take()) is not None:
+            for callback in self.callbacks:
+                callback.on_log(self, line)
 
     def _validate(self) -> None:
         """Validate now; where the run must end early, leave it to the resumed run."""
@@ -324,6 +357,8 @@ class DPOTrainer:
         self.validation_due = False
         seconds = self.timers.report_and_reset()["validation"]  # the phases within it are not those of a step
         self._monitor("val", metrics)
+        if self.early_stopping is not None and self.step:  # the model that training starts from is no result of it
+            self.early_stopping.update(metrics, step=self.step)
         report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
         for callback in self.callbacks:

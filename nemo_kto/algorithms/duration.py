@@ -25,6 +25,7 @@ class TrainerConfig:
         limit_val_batches: global batches of the validation examples to use, in the same way; 0 switches validation off.
         global_batch_size: examples of one step over all ranks.
         val_before_training: validate before the first step too.
+        log_every_n_steps: steps that a line of the log is of.
     """
 
     max_epochs: int
@@ -35,6 +36,7 @@ class TrainerConfig:
     limit_val_batches: int | float
     global_batch_size: int
     val_before_training: bool = False
+    log_every_n_steps: int = 1
 
     @classmethod
     def of(cls, section: Mapping[str, Any], *, global_batch_size: int | None = None) -> TrainerConfig:

@@ -68,7 +68,8 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     wanted = wanted_adapters(architecture, settings)
     problems = differences(wanted, shapes)
     if not math.isclose(settings.scale, saved.scale):
-        problems.insert(0, f"alpha / rank: expected {settings.scale:g}, got {saved.alpha:g} / {saved.rank}")
+        divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
+        problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
     if problems:
         told = (
             f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
@@ -95,5 +96,5 @@ def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, object]
         "target_modules": list(settings.modules),
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": False,
     }  # fmt: skip

@@ -42,9 +42,6 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
     """What the adapter in a folder in PEFT's format adapts, and how.
 
-    Rank-stabilised scaling (Kalajdzievski 2023, arXiv 2312.03732), alpha / sqrt(rank), comes out as an alpha that gives the
-    same scale.
-
     Raises:
         UserError: it is no adapter, or asks for what our adapters are not; lists all of it. Or it has a file outside.
     """
@@ -60,10 +57,10 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     layers = sorted(modules_of_layer)
     modules = modules_of_layer[layers[0]]
     limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
-    rank, alpha = config["r"], float(config["lora_alpha"])
     return LoRASettings(
-        rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
         dropout=float(config.get("lora_dropout") or 0.0),
         target_modules=tuple(module for module in HUGGING_FACE_TARGETS if module in modules),
         layers=tuple(layer + 1 for layer in layers) if limited or layers != list(range(len(layers))) else None,

@@ -37,7 +37,7 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 class Info(TypedDict, total=False):
     """The content of a trainer.json; earlier versions lack reference, run and checksum, plain models the adapters."""
 
-    trainer: dict[str, int]
+    trainer: dict[str, Any]
     metrics: dict[str, float]
     dtype: str
     layout: dict[str, int]

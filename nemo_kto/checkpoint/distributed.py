@@ -178,7 +178,7 @@ class CheckpointManager:
         self._companions: dict[str, bytes] = {}
         state.on_rank_zero(self._prepare, "{}")
 
-    def save(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
+    def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
         """Begin a checkpoint of what is now; collective. One that is being written is finished first.
 
         Returns:
@@ -226,7 +226,7 @@ class CheckpointManager:
         self._removing.join()
         return written
 
-    def load(self, checkpoint: Checkpoint) -> dict[str, int]:
+    def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put everything back as a checkpoint has it; collective.
 
         Generators are put back where the layout is the one that was saved.
@@ -247,7 +247,7 @@ class CheckpointManager:
         self.scheduler.load_state_dict(loaded["scheduler"])
         if checkpoint.info["layout"] == _layout():
             set_rng_state(load_plain(checkpoint.folder / "rng" / f"{state.rank():05d}.pt"))
-        return {name: int(value) for name, value in checkpoint.info["trainer"].items()}
+        return dict(checkpoint.info["trainer"])
 
     def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = self._adapters is not None
@@ -259,7 +259,7 @@ class CheckpointManager:
             reference = model_state.sharded_reference(self.chunks, self.reference_weights)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
-    def _info(self, trainer_state: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _info(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
         """The trainer.json of a checkpoint, without its files."""
         info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
         info["dtype"] = model_state.dtype_name(self.chunks)

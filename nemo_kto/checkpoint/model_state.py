@@ -143,4 +143,4 @@ def _described(settings: LoRASettings | None) -> str:
     if settings is None:
         return "none"
     layers = "all layers" if settings.layers is None else f"layers {', '.join(map(str, settings.layers))}"
-    return f"rank {settings.rank}, alpha {settings.alpha:g}, {', '.join(settings.modules)} of {layers}"
+    return f"rank {settings.rank}, {settings.scale_text}, {', '.join(settings.modules)} of {layers}"

@@ -12,19 +12,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from nemo_kto.algorithms.callbacks import Callback, LoggerCallback, ReferenceSync, StragglerCallback, ThroughputCallback
+from nemo_kto.algorithms.callbacks import (
+    Callback,
+    LoggerCallback,
+    ReferenceSync,
+    SpikeCallback,
+    StragglerCallback,
+    ThroughputCallback,
+)
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
+from nemo_kto.launch.build_optimizer import build_optimizer_and_schedule
 from nemo_kto.launch.build_policy import Policy, build_policy
 from nemo_kto.launch.build_reference import ReferenceSetup, build_reference
 from nemo_kto.launch.build_rows import micro_batch_limits, model_tokenizer
+from nemo_kto.launch.build_stopping import build_early_stopping, check_early_stopping
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
@@ -39,12 +45,10 @@ from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
-from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
 from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.spikes import LossSpikes
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
@@ -76,6 +80,7 @@ def _train(cfg: RunConfig) -> None:
         state.destroy()
         return
     check_export(cfg, start.data)
+    check_early_stopping(cfg, start.data)
     with watchdog.phase("loading the model"):
         source = Path(cfg.pretrained_checkpoint.restore_from_path)
         policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
@@ -188,6 +193,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
             last_checkpoint=last_good,
             speaks=state.is_rank_zero(),
         ),
+        early_stopping=build_early_stopping(cfg, agree=state.largest),
     )
     if resumed is not None:
         trainer.load_state_dict(resumed)
@@ -219,41 +225,6 @@ def build_objective(cfg: RunConfig) -> Objective:
     )
 
 
-def build_optimizer_and_schedule(
-    cfg: RunConfig, policy: Policy, *, max_steps: int
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of a run of ``max_steps`` steps and its learning rates."""
-    optim = cfg.model.optim
-    rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
-    optimizer = build_optimizer(
-        chunks=policy.chunks,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        clip_grad=cfg.loop.gradient_clip_val,
-        params_dtype=DTYPES[cfg.trainer.precision],
-        use_distributed_optimizer=optim.use_distributed_optimizer,
-        **rates,
-    )
-    warmup_steps = min(optim.sched.warmup_steps, max_steps - 1)
-    if warmup_steps < optim.sched.warmup_steps and state.is_rank_zero():
-        below = f"below the number of steps, {max_steps}, got {optim.sched.warmup_steps}; shortened to {warmup_steps}"
-        logger.warning(f"model.optim.sched.warmup_steps must be {below}")
-    room = max_steps - warmup_steps
-    constant_steps = optim.sched.constant_steps if optim.sched.constant_steps < room else 0
-    if constant_steps < optim.sched.constant_steps and state.is_rank_zero():
-        below = f"below the number of steps after the warm-up, {room}, got {optim.sched.constant_steps}; left out"
-        logger.warning(f"model.optim.sched.constant_steps must be {below}")
-    scheduler = build_scheduler(
-        optimizer=optimizer,
-        name=optim.sched.name,
-        warmup_steps=warmup_steps,
-        constant_steps=constant_steps,
-        max_steps=max_steps,
-        **rates,
-    )
-    return optimizer, scheduler
-
-
 def build_callbacks(
     cfg: RunConfig, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
 ) -> list[Callback]:
@@ -279,7 +250,7 @@ def build_callbacks(
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
         callbacks.append(LoggerCallback(logger=Progress(total_steps=max_steps, start_step=resumed_step or 0)))
-        callbacks.append(LoggerCallback(logger=LossSpikes()))
+        callbacks.append(SpikeCallback())
     return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 
 

@@ -19,6 +19,7 @@ def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
     return LoRASettings(
         rank=tuning.adapter_dim,
         alpha=tuning.alpha,
+        rslora=tuning.rslora,
         dropout=tuning.adapter_dropout,
         target_modules=tuple(tuning.target_modules),
         layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),

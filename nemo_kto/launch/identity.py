@@ -85,9 +85,10 @@ MAY_CHANGE = (
         (
             *("trainer.NAME.val_check_interval", "trainer.NAME.val_before_training", "trainer.NAME.save_interval"),
             *("trainer.NAME.limit_val_batches", "trainer.max_time", "trainer.stop_signals", "trainer.requeue"),
-            *("trainer.max_skipped_steps", "trainer.callbacks"),
+            *("trainer.max_skipped_steps", "trainer.callbacks", "trainer.NAME.log_every_n_steps"),
+            *("exp_manager.create_early_stopping_callback", "exp_manager.early_stopping_callback_params.*"),
         ),
-        "when to validate, save and end, and what hangs on the loop",
+        "when to log, validate, save and end, and what hangs on the loop",
     ),
     Rule(("exp_manager.*",), "logging, and which checkpoints are kept; another folder is another run"),
     Rule(("model.data.cache_dir", "model.data.cache_shared", "export.*"), "where files are written, and who may read them"),
@@ -178,7 +179,10 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
     if settings is None:
         return {}
     values = {"adapter_dim": settings.rank, "alpha": float(settings.alpha), "target_modules": settings.modules}
-    return {f"model.peft.lora_tuning.{key}": value for key, value in (values | {"layer_selection": settings.layers}).items()}
+    return {
+        f"model.peft.lora_tuning.{key}": value
+        for key, value in (values | {"rslora": settings.rslora, "layer_selection": settings.layers}).items()
+    }
 
 
 def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:

@@ -134,6 +134,7 @@ ALIGNER = (
 # Name there -> our key; after a blank, what there is to say of the value.
 _LOOP = "trainer.{algorithm}"
 _LOSS = "model.{algorithm}"
+_SCHEDULES = "CosineAnnealing, CosineWithRestarts, LinearAnnealing, WSD or constant"
 _TRL = {
     "beta": f"{_LOSS}.ref_policy_kl_penalty",
     "loss_type": f"{_LOSS}.preference_loss",
@@ -162,6 +163,7 @@ _TRL = {
     "lora_r": "model.peft.lora_tuning.adapter_dim",
     "lora_rank": "model.peft.lora_tuning.adapter_dim",
     "lora_alpha": "model.peft.lora_tuning.alpha",
+    "use_rslora": "model.peft.lora_tuning.rslora",
     "lora_dropout": "model.peft.lora_tuning.adapter_dropout",
     "lora_target_modules": "model.peft.lora_tuning.target_modules",
     "layers_to_transform": "model.peft.lora_tuning.layer_selection (counted from 1)",
@@ -174,9 +176,10 @@ _HUGGING_FACE = {
     "report_to": "exp_manager.create_wandb_logger (true; or create_tensorboard_logger, create_mlflow_logger)",
     "learning_rate": "model.optim.lr",
     "optim": "model.optim.name (adam)",
-    "lr_scheduler_type": "model.optim.sched.name (CosineAnnealing, LinearAnnealing or constant)",
-    "warmup_ratio": "model.optim.sched.warmup_steps (a number of steps)",
+    "lr_scheduler_type": f"model.optim.sched.name ({_SCHEDULES})",
+    "warmup_ratio": "model.optim.sched.warmup_ratio (with model.optim.sched.warmup_steps=0)",
     "num_warmup_steps": "model.optim.sched.warmup_steps",
+    "num_decay_steps": "model.optim.sched.wsd_decay_steps",
     "adam_beta1": "model.optim.betas (a list of two)",
     "adam_beta2": "model.optim.betas (a list of two)",
     "adam_epsilon": "model.optim.eps",
@@ -198,6 +201,8 @@ _HUGGING_FACE = {
     "deepspeed": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
     "fsdp": "model.optim.use_distributed_optimizer (ZeRO-1; model.tensor_model_parallel_size shards the weights)",
     "use_liger_kernel": "model.logprob_chunk_size (tokens whose logits exist at the same time)",
+    "logging_steps": f"{_LOOP}.log_every_n_steps",
+    "logging_strategy": f"{_LOOP}.log_every_n_steps",
     "save_steps": f"{_LOOP}.save_interval",
     "eval_steps": f"{_LOOP}.val_check_interval",
     "eval_on_start": f"{_LOOP}.val_before_training",
@@ -205,6 +210,8 @@ _HUGGING_FACE = {
     "load_best_model_at_end": "export.which (best)",
     "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
     "greater_is_better": "exp_manager.checkpoint_callback_params.mode (max or min)",
+    "early_stopping_patience": "exp_manager.early_stopping_callback_params.patience",
+    "early_stopping_threshold": "exp_manager.early_stopping_callback_params.min_delta",
     "resume_from_checkpoint": "exp_manager.resume_if_exists (a run resumes in its exp_manager.explicit_log_dir)",
     "overwrite_output_dir": "exp_manager.resume_if_exists",
     "bf16": "trainer.precision (bf16)",
@@ -234,10 +241,14 @@ _MEGATRON = {
     "max_seq_length": "model.data.seq_length",
     "max_seq_len": "model.data.seq_length",
     "train_iters": f"{_LOOP}.max_steps",
+    "log_interval": f"{_LOOP}.log_every_n_steps",
     "eval_interval": f"{_LOOP}.val_check_interval",
     "eval_iters": f"{_LOOP}.limit_val_batches",
-    "lr_decay_style": "model.optim.sched.name (CosineAnnealing, LinearAnnealing or constant)",
+    "lr_decay_style": f"model.optim.sched.name ({_SCHEDULES})",
     "lr_warmup_iters": "model.optim.sched.warmup_steps",
+    "lr_warmup_fraction": "model.optim.sched.warmup_ratio (with model.optim.sched.warmup_steps=0)",
+    "lr_wsd_decay_iters": "model.optim.sched.wsd_decay_steps",
+    "lr_wsd_decay_style": "model.optim.sched.wsd_decay_style",
     "clip_grad": f"{_LOOP}.gradient_clip_val",
     "recompute_granularity": "model.activations_checkpoint_granularity",
     "recompute_method": "model.activations_checkpoint_method",
@@ -294,9 +305,7 @@ _OTHERS = {
 
 # Names of which there is nothing here, and why.
 WITHOUT = {
-    "logging_steps": "every step is logged",
-    "logging_strategy": "every step is logged",
-    "logging_first_step": "every step is logged",
+    "logging_first_step": "it is logged with those after it (log_every_n_steps)",
     "ld_alpha": "no loss weighs the tokens of a response by their place",
     "f_divergence_type": "the losses have the reverse KL divergence",
     "f_alpha_divergence_coef": "the losses have the reverse KL divergence",
@@ -306,7 +315,6 @@ WITHOUT = {
     "padding_free": "sequences are sorted by length, so that there is little padding",
     "pad_to_multiple_of": "rows are padded to what the layout needs",
     "optim_target_modules": "there is one optimizer, for all weights that are trained",
-    "use_rslora": "adapters are scaled by alpha / adapter_dim",
     "use_dora": "LoRA is the only kind of adapters",
     "load_in_4bit": "weights are not quantised",
     "load_in_8bit": "weights are not quantised",

@@ -12,6 +12,7 @@ from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, 
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
+from nemo_kto.launch.build_stopping import stopped_early
 from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
@@ -95,14 +96,17 @@ def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
 def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
     """That nothing is left to do; None if something is."""
     step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
-    if step < total or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest):
+    stopped = stopped_early(cfg, newest) if step < total else None
+    to_do = (step < total and stopped is None) or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest)
+    if to_do:
         return None
     why, settings = trainer_cfg.what_ends(batches)
     folder = cfg.exp_manager.explicit_log_dir
     longer = " and ".join(f"trainer.{cfg.recipe.name}.{setting}" for setting in settings)
-    text = (
-        f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; raise {longer} to train longer"
-    )
+    remedy = f"raise {longer}"
+    if stopped is not None:
+        why, remedy = f"early stopping: {stopped}", "set exp_manager.create_early_stopping_callback=false"
+    text = f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; {remedy} to train longer"
     return f"{text}, or {_ANOTHER}"
 
 

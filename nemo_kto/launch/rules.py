@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.checkpoint.sources import is_peft_folder
-from nemo_kto.data.prefix import AUTO, SPLITS, WHOLE, read_data_prefix, read_splits_string
+from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
-from nemo_kto.launch.schema import RunConfig, TrainerConfig
+from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules
+from nemo_kto.launch.schema import RunConfig, ScheduleConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
 from nemo_kto.telemetry.loggers import installed, missing_package
@@ -33,7 +34,15 @@ def broken_rules(
         here: it will run on this machine.
     """
     checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
-    checks += [_loss, _recompute, _learning_rate, _reference, _export, *([] if sweep else [unused_keys])]
+    checks += [
+        _loss,
+        _recompute,
+        _learning_rate,
+        _reference,
+        _export,
+        early_stopping_rules,
+        *([] if sweep else [unused_keys]),
+    ]
     found = [mistake for check in checks for mistake in check(cfg)]
     of_machine = _machine(cfg.trainer, gpus, world) if here else ()
     return [*of_machine, *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
@@ -81,13 +90,8 @@ def _callbacks(cfg: RunConfig) -> Errors:
 
 
 def _checkpoints(cfg: RunConfig) -> Errors:
-    monitor, loss = cfg.exp_manager.checkpoint_callback_params.monitor, cfg.loss.record
-    metrics = (*cfg.recipe.metrics, *(cfg.recipe.z0_metrics if loss.needs_z0 else ()))
-    source, _, metric = monitor.partition("_")
-    if source not in ("val", "train") or metric not in metrics:
-        text = f"must be val_ or train_ and one of {', '.join(metrics)}, got {monitor}; e.g. val_loss"
-        reads = (f"model.{cfg.recipe.name}.preference_loss",) if metric in cfg.recipe.z0_metrics else ()
-        yield ConfigError("exp_manager.checkpoint_callback_params.monitor", text, reads)
+    monitor = cfg.exp_manager.checkpoint_callback_params.monitor
+    yield from monitor_rules(cfg, "exp_manager.checkpoint_callback_params.monitor", monitor)
     for package in ("tensorboard", "wandb", "mlflow"):
         if getattr(cfg.exp_manager, f"create_{package}_logger") and not installed(package):
             yield ConfigError(f"exp_manager.create_{package}_logger", f"cannot be true: {missing_package(package)}")
@@ -176,6 +180,31 @@ def _learning_rate(cfg: RunConfig) -> Errors:
     if schedule.name == "constant" and schedule.constant_steps:
         text = f"must be 0 with a constant learning rate, which has no steps at min_lr, got {schedule.constant_steps}"
         yield ConfigError("model.optim.sched.constant_steps", text, ("model.optim.sched.name",))
+    if schedule.warmup_ratio is not None and schedule.warmup_steps:
+        text = (
+            f"must be 0 where model.optim.sched.warmup_ratio={schedule.warmup_ratio} is given, got {schedule.warmup_steps}"
+        )
+        yield ConfigError(
+            "model.optim.sched.warmup_steps", f"{text}; set one or the other", ("model.optim.sched.warmup_ratio",)
+        )
+    yield from _shape(schedule)
+
+
+def _shape(schedule: ScheduleConfig) -> Errors:
+    """What only one schedule takes, and must be given."""
+    prefix = "model.optim.sched"
+    for name, (owner, example) in {
+        "wsd_decay_steps": ("WSD", "100"),
+        "wsd_decay_style": ("WSD", "cosine"),
+        "num_cycles": ("CosineWithRestarts", "2"),
+    }.items():
+        value = getattr(schedule, name)
+        if schedule.name == owner and value is None:
+            text = f"must be given with {prefix}.name={owner}, got null; e.g. {prefix}.{name}={example}"
+            yield ConfigError(f"{prefix}.{name}", text, (f"{prefix}.name",))
+        if schedule.name != owner and value is not None:
+            text = f"must be null unless {prefix}.name={owner}, got {value}; set one or the other"
+            yield ConfigError(f"{prefix}.{name}", text, (f"{prefix}.name",))
 
 
 def _loss(cfg: RunConfig) -> Errors:
@@ -238,39 +267,9 @@ def _export(cfg: RunConfig) -> Errors:
         if cfg.export.enabled and not path:
             yield ConfigError(f"export.{name}", "must name a folder, got nothing; or set export.enabled=false")
     if cfg.export.enabled and cfg.export.which == "best":
-        yield from _best(cfg)
+        yield from best_rules(cfg)
     both = [os.path.abspath(path) for path in paths.values() if path]
     if cfg.export.enabled and cfg.model.peft.peft_scheme != "none" and len(set(both)) < len(both):
         # transformers would load the base model and the adapters from there, and never the merged weights
         text = f"must be another folder than export.path, got {cfg.export.adapter_path} for both; merged weights go there"
         yield ConfigError("export.adapter_path", text, ("export.path", "model.peft.peft_scheme"))
-
-
-def _best(cfg: RunConfig) -> Errors:
-    """Whether the run will have checkpoints to choose from, and a metric to choose by."""
-    kept, loop, section = cfg.exp_manager.checkpoint_callback_params, cfg.loop, f"trainer.{cfg.recipe.name}"
-    last = "or set export.which=last"
-    keys = {
-        "exp_manager.checkpoint_callback_params.save_top_k": (kept.save_top_k, kept.save_top_k != 0, "not be 0"),
-        "exp_manager.checkpoint_callback_params.monitor": (kept.monitor, kept.monitor.startswith("val_"), "start with val_"),
-        f"{section}.save_interval": (loop.save_interval, loop.save_interval > 0, "be above 0"),
-        f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
-    }
-    for key, (value, fits, wanted) in keys.items():
-        if not fits:
-            yield ConfigError(
-                key, f"must {wanted} with export.which=best, got {value}; change it, {last}", ("export.which",)
-            )
-    data, reads = "model.data.data_prefix", ("model.data.data_prefix", "export.which")
-    try:
-        sources = read_data_prefix(cfg.model.data.data_prefix)
-    except ValueError:  # said of the files
-        return
-    given = cfg.model.data.splits_string
-    if WHOLE not in sources and "validation" not in sources:
-        text = f"must name rows for validation with export.which=best, got those for {either([*sources])}; add them, {last}"
-        yield ConfigError(data, text, reads[1:])
-    shares = None if given is None else read_splits_string(given)  # None for auto too
-    if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
-        text = f"must leave rows for validation with export.which=best, got {'null' if given is None else given}"
-        yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {last}', reads)

@@ -62,6 +62,7 @@ class LoopConfig(Section):
     val_check_interval: Part
     val_before_training: bool
     save_interval: Part
+    log_every_n_steps: Count
     limit_train_batches: Annotated[Part, check(bool, "be above 0", "use 1.0 for all")]
     limit_val_batches: Part
     gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]
@@ -113,6 +114,15 @@ class CheckpointConfig(Section):
     async_save: bool
 
 
+class EarlyStoppingConfig(Section):
+    """exp_manager.early_stopping_callback_params."""
+
+    monitor: Name
+    mode: Literal["min", "max"]
+    min_delta: Annotated[float, Ge(0), Remedy("0: every improvement counts")]
+    patience: Count
+
+
 class ExpManagerConfig(Section):
     """exp_manager: the run folder and what is written there."""
 
@@ -126,6 +136,8 @@ class ExpManagerConfig(Section):
     create_mlflow_logger: bool
     mlflow_logger_kwargs: MLflowConfig
     checkpoint_callback_params: CheckpointConfig
+    create_early_stopping_callback: bool
+    early_stopping_callback_params: EarlyStoppingConfig
 
 
 class PretrainedConfig(Section):
@@ -142,6 +154,7 @@ class LoRATuningConfig(Section):
     ]
     adapter_dim: Count
     alpha: Annotated[float, Gt(0), Remedy("e.g. {key}=32")]
+    rslora: bool
     adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]
     layer_selection: Annotated[list[LoRALayer], check(bool, "not be empty", "null adapts all")] | None
 
@@ -166,10 +179,14 @@ class ReferenceConfig(Section):
 class ScheduleConfig(Section):
     """model.optim.sched."""
 
-    name: Literal["CosineAnnealing", "LinearAnnealing", "constant"]
+    name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
     warmup_steps: Annotated[int, Ge(0)]
+    warmup_ratio: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.1")] | None
     constant_steps: Annotated[int, Ge(0)]
     min_lr: float
+    wsd_decay_steps: Count | None
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None
+    num_cycles: Count | None
 
 
 # NeMo's names of what is one optimizer here; whether its state is sharded is said by use_distributed_optimizer.

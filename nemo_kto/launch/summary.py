@@ -78,18 +78,20 @@ def say_end(
         return
     folder = Path(cfg.exp_manager.explicit_log_dir)
     is_early = trainer.step < trainer.max_steps
+    early_stopping = trainer.stopped_early if is_early else None
     end = RunEnd(
         command=f"nemo-kto {cfg.recipe.name}",
         step=trainer.step,
         steps=trainer.max_steps,
         steps_per_epoch=trainer.steps_per_epoch,
         seconds=seconds,
-        stopped_by=f"trainer.max_time={cfg.trainer.max_time}" if is_early else None,
+        stopped_by=f"trainer.max_time={cfg.trainer.max_time}" if is_early and early_stopping is None else None,
         reached=figures_of(folder / METRICS_FILE),
         best=_best(cfg, folder, best),
         exports=_exports(cfg, policy, trainer, best),
         train_longer=_train_longer(cfg, trainer, length, is_early=is_early),
         metrics=_metrics(cfg, folder),
+        early_stopping=early_stopping,
     )
     print(f"\n{end}", flush=True)
 
@@ -104,7 +106,7 @@ def _trained(policy: Policy) -> tuple[int, str | None]:
     if settings is None:
         return _count(wanted_weights(policy.architecture)), None
     layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
-    text = f"LoRA of rank {settings.rank}, alpha {settings.alpha:g}, on {', '.join(settings.modules)}{layers}"
+    text = f"LoRA of rank {settings.rank}, {settings.scale_text}, on {', '.join(settings.modules)}{layers}"
     if policy.adapter_folder is not None:
         text += f", from {policy.adapter_folder}"
     return _count(wanted_adapters(policy.architecture, settings)), text
@@ -158,6 +160,8 @@ def _exports(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoi
 def _train_longer(cfg: RunConfig, trainer: DPOTrainer, length: TrainerConfig, *, is_early: bool) -> str:
     """Overrides with which the same command makes more steps."""
     needed = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
+    if is_early and trainer.stopped_early is not None:
+        needed.append("exp_manager.create_early_stopping_callback=false")
     _, limits = length.what_ends(len(trainer.train_dataloader.batch_sampler))
     larger = {"max_epochs": length.max_epochs + 1, "max_steps": -1 if "max_epochs" in limits else 2 * trainer.max_steps}
     needed += [f"trainer.{cfg.recipe.name}.{limit}={larger[limit]}" for limit in (() if is_early else limits)]

@@ -33,7 +33,11 @@ class Metrics(dict[str, float]):
         if not isinstance(other, Metrics):
             return NotImplemented
         names = self.sums.keys() | other.sums.keys()
-        return Metrics({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names}, self._derive)
+        return self.of({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names})
+
+    def of(self, sums: Mapping[str, float]) -> Metrics:
+        """The same metrics of other sums."""
+        return Metrics(sums, self._derive)
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on megatron-core's linear layers, y = W x + alpha / rank * B A x, the same at every layout.
+"""LoRA: low-rank adapters on megatron-core's linear layers, y = W x + scale * B A x, the same at every layout.
 
 Hu et al. 2021 (arXiv 2106.09685), section 4.1. A fused layer (query, key and value; gate and up projection) holds one pair
 of A and B a part, as PEFT does for the layers that Hugging Face's models keep apart:

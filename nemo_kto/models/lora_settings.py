@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Names of linear layers in Hugging Face's models, which PEFT uses, and NeMo's names for groups of them.
@@ -20,14 +21,15 @@ TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS)
 
 @dataclass(frozen=True, kw_only=True)
 class LoRASettings:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): y = W x + alpha / rank * B A x.
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): y = W x + scale * B A x.
 
     Attributes:
         rank: rows of A and columns of B.
-        alpha: the adapter's output is scaled by alpha / rank.
+        alpha: the adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with ``rslora``.
         dropout: probability with which an input of A is dropped in training.
         target_modules: of :data:`TARGET_MODULES`.
         layers: numbers of the adapted layers, counted from 1; None for all.
+        rslora: rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732).
 
     Raises:
         ValueError: a value is impossible or a name unknown; says what may stand there.
@@ -38,6 +40,7 @@ class LoRASettings:
     dropout: float = 0.0
     target_modules: tuple[str, ...] = ("attention_qkv",)
     layers: tuple[int, ...] | None = None
+    rslora: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -57,7 +60,12 @@ class LoRASettings:
     @property
     def scale(self) -> float:
         """What the adapter's output is multiplied by."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def scale_text(self) -> str:
+        """How the scale comes about, in words."""
+        return f"alpha {self.alpha:g}" + (" / sqrt(rank)" if self.rslora else "")
 
     @property
     def modules(self) -> tuple[str, ...]:

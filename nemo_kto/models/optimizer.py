@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -14,8 +15,14 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.parallel.main_grad import add_products_to_main_grads
 from nemo_kto.parallel.overlap import expect_whole_weights, schedule_reductions
 
-# Names of the schedules, as NeMo's configurations spell them, and what megatron-core calls them.
-SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealing": "linear", "constant": "constant"}
+# Names of the schedules, as NeMo's configurations spell those it has, and what megatron-core calls them.
+SCHEDULES = {
+    "CosineAnnealing": "cosine",
+    "CosineWithRestarts": "cosine",
+    "LinearAnnealing": "linear",
+    "WSD": "WSD",
+    "constant": "constant",
+}
 
 
 def wrap_data_parallel(
@@ -106,6 +113,28 @@ def build_optimizer(
     return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
 
 
+class CosineRestartsScheduler(OptimizerParamScheduler):
+    """A cosine that falls ``cycles`` times from the full rate, each time over the same number of steps.
+
+    SGDR with cycles of one length (Loshchilov and Hutter 2017, https://openreview.net/pdf?id=Skq89Scxx), which megatron-core
+    lacks. The step at the end of a cycle is the first of the next one; only the last cycle arrives at ``min_lr``.
+    """
+
+    def __init__(self, *, cycles: int, **settings: Any) -> None:
+        """Args: cycles: at least 1; settings: of the base class."""
+        self.cycles = cycles  # the base class asks for a rate at once
+        super().__init__(**settings)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate of a group at the present step."""
+        done, length = self.num_steps - self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
+        if not 0 < done < length:
+            return float(super().get_lr(param_group))
+        highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
+        fraction = self.cycles * done % length / length  # of the present cycle; exact, as these are integers
+        return lowest + 0.5 * (1.0 + math.cos(math.pi * fraction)) * (highest - lowest)
+
+
 def build_scheduler(
     *,
     optimizer: MegatronOptimizer,
@@ -116,26 +145,36 @@ def build_scheduler(
     constant_steps: int,
     max_steps: int,
     weight_decay: float,
+    wsd_decay_steps: int | None = None,
+    wsd_decay_style: str | None = None,
+    cycles: int | None = None,
 ) -> OptimizerParamScheduler:
     """The learning rate of each of ``max_steps`` steps, the last ``constant_steps`` at ``min_lr``.
 
-    ``name`` is a key of :data:`SCHEDULES`.
+    Args:
+        name: a key of :data:`SCHEDULES`.
+        wsd_decay_steps: steps in which WSD (warm-up, stable, decay) falls to ``min_lr``; only for it.
+        wsd_decay_style: linear, cosine, exponential or minus_sqrt; only for WSD.
+        cycles: of CosineWithRestarts; only for it.
 
     The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps learns with
     ``lr * k / w``: the first step is not lost, and the last step of the run arrives at ``min_lr``.
     """
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=lr,
-        min_lr=min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=max(max_steps - constant_steps, warmup_steps + 1),
-        lr_decay_style=SCHEDULES[name],
-        start_wd=weight_decay,
-        end_wd=weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "init_lr": 0.0,
+        "max_lr": lr,
+        "min_lr": min_lr,
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": max(max_steps - constant_steps, warmup_steps + 1),
+        "lr_decay_style": SCHEDULES[name],
+        "wsd_decay_steps": wsd_decay_steps,
+        "lr_wsd_decay_style": wsd_decay_style,
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": True,
+    }
+    return OptimizerParamScheduler(**settings) if cycles is None else CosineRestartsScheduler(cycles=cycles, **settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
 from statistics import median
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,7 @@ _PAUSE = 50  # steps after a warning without another one
 
 
 class LossSpikes:
-    """Watches the training loss; it takes the same calls as a logger.
+    """Watches the training loss.
 
     The bound is the median of the last 50 losses and ten times their median absolute deviation, which single spikes do not
     move. A loss that is not finite is no spike: such a step is skipped, and that is said elsewhere.
@@ -43,10 +42,7 @@ class LossSpikes:
         self._quiet_until = step + _PAUSE
         return f"step {step}: the loss jumped to {loss:.4g}; the median of the last {len(losses)} steps is {middle:.4g}"
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn where ``train/loss`` is a spike; other metrics are passed over."""
-        if "train/loss" in metrics and (text := self.spike(step, metrics["train/loss"])) is not None:
+    def watch(self, step: int, loss: float) -> None:
+        """Note the loss of a step, and warn if it is a spike."""
+        if (text := self.spike(step, loss)) is not None:
             logger.warning(text)
-
-    def finalize(self, status: str) -> None:
-        """Nothing is open."""

@@ -127,6 +127,7 @@ class RunEnd:
         steps_per_epoch: of one epoch.
         seconds: since the first step of this start.
         stopped_by: what ended the run before its last step; None where nothing did.
+        early_stopping: why early stopping ended it; None where it did not.
         reached: label of each figure -> its value at first and last, see :func:`figures_of`.
         best: the best checkpoint, and why.
         exports: what was written -> where, and how it is loaded.
@@ -145,13 +146,16 @@ class RunEnd:
     exports: Mapping[str, str]
     train_longer: str
     metrics: str
+    early_stopping: str | None = None
 
     def __str__(self) -> str:
         """A table with a line for each fact."""
-        state = "finished" if self.stopped_by is None else f"stopped by {self.stopped_by}"
+        stopped_by = self.stopped_by if self.early_stopping is None else "early stopping"
+        state = "finished" if stopped_by is None else f"stopped by {stopped_by}"
         of = f"step {self.step:,} of {self.steps:,} ({epochs(self.step, self.steps_per_epoch)})"
         again = "the same command" + (f" with {self.train_longer}" if self.train_longer else "")
         lines = {
+            **({} if self.early_stopping is None else {"early stopping": self.early_stopping}),
             **self.reached,
             "best checkpoint": self.best,
             **self.exports,

@@ -19,7 +19,9 @@ from tests.parity import hf_models
 # Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter.
 SETTINGS = {
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
-    "qwen2": LoRASettings(rank=3, alpha=4, target_modules=("q_proj", "v_proj", "up_proj", "mlp_fc2"), layers=(2, 3)),
+    "qwen2": LoRASettings(
+        rank=3, alpha=4, target_modules=("q_proj", "v_proj", "up_proj", "mlp_fc2"), layers=(2, 3), rslora=True
+    ),
     "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
 }
@@ -48,6 +50,7 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
+        use_rslora=settings.rslora,
         target_modules=list(settings.modules),
         layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
         task_type="CAUSAL_LM",

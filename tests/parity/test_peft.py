@@ -34,7 +34,9 @@ LAYOUTS = {
 }
 SETTINGS = {
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
-    "llama-one-kv-head": LoRASettings(rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4)),
+    "llama-one-kv-head": LoRASettings(
+        rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
+    ),
     "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
@@ -103,6 +105,7 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
+            use_rslora=settings.rslora,
             lora_dropout=settings.dropout,
             target_modules=list(settings.modules),
             layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
@@ -208,8 +211,7 @@ def edited(adapter: Path, out: Path, *, tensors: dict[str, torch.Tensor] | None 
 def test_rank_stabilised_scaling(adapters: Any, tmp_path: Path) -> None:
     folder = edited(adapters["llama-odd-heads"], tmp_path / "rs", use_rslora=True)
     settings = read_adapter_settings(folder)
-    assert settings.alpha == 16.0
-    assert settings.scale == 8 / 4**0.5
+    assert (settings.alpha, settings.rslora, settings.scale) == (8.0, True, 8 / 4**0.5)
 
 
 def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
         "down_proj), got 15 differences:"
     )
     prefix = "base_model.model.model.layers"
-    assert problems[0] == "  alpha / rank: expected 5.33333, got 16 / 2"
+    assert problems[0] == "  scale of the adapters: expected 5.33333, got 16 / 2"
     assert f"  missing: {prefix}.0.self_attn.k_proj.lora_A.weight" in problems
     assert f"  unexpected: {prefix}.1.mlp.gate_proj.lora_B.weight" in problems
     settings = LoRASettings(rank=4, alpha=32, target_modules=("k_proj", "mlp"), layers=(2,))

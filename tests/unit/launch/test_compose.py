@@ -99,7 +99,8 @@ WRONG = [
     ("trainer.devices=[1]", "trainer.devices must be an integer or auto, got [1]"),
     (
         "model.optim.sched=cosine",
-        "model.optim.sched must be a section with the keys name, warmup_steps, constant_steps, min_lr, got 'cosine'",
+        "model.optim.sched must be a section with the keys name, warmup_steps, warmup_ratio, constant_steps, min_lr, "
+        "wsd_decay_steps, wsd_decay_style, num_cycles, got 'cosine'",
     ),
     ("hardware=tpu", "hardware must be one of cpu, gpu_node, got tpu"),
     ("~model.seed", "model.seed cannot be deleted, got ~model.seed; set it to another value"),

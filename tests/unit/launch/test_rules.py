@@ -16,6 +16,7 @@ from nemo_kto.recipes import DPO, KTO, Recipe
 from tests.unit.launch.conftest import Said, of
 
 # Overrides, number of ranks, what is said.
+STOPPING = "exp_manager.create_early_stopping_callback"
 BROKEN = [
     (["trainer.num_nodes=0"], 1, ["trainer.num_nodes must be at least 1, got 0"]),
     (["trainer.devices=0"], 1, ["trainer.devices must be at least 1, got 0; use auto for one rank a GPU"]),
@@ -229,6 +230,35 @@ BROKEN = [
             'e.g. "90,10", or set export.which=last'
         ],
     ),
+    (
+        [
+            f"{STOPPING}=true",
+            "exp_manager.checkpoint_callback_params.monitor=train_loss",
+            "trainer.ALGORITHM.val_check_interval=0",
+            "trainer.ALGORITHM.limit_val_batches=0",
+            "model.data.splits_string=null",
+        ],
+        1,
+        [
+            f"exp_manager.early_stopping_callback_params.monitor must start with val_ with {STOPPING}=true, got train_loss; "
+            f"change it, or set {STOPPING}=false",
+            f"trainer.ALGORITHM.val_check_interval must be above 0 with {STOPPING}=true, got 0; change it, "
+            f"or set {STOPPING}=false",
+            f"trainer.ALGORITHM.limit_val_batches must be above 0 with {STOPPING}=true, got 0; change it, "
+            f"or set {STOPPING}=false",
+            f"model.data.splits_string must leave rows for validation with {STOPPING}=true, got null; "
+            f'e.g. "90,10", or set {STOPPING}=false',
+        ],
+    ),
+    (
+        ["exp_manager.early_stopping_callback_params={patience: 0, min_delta: -1, mode: best}"],
+        1,
+        [
+            "exp_manager.early_stopping_callback_params.mode must be min or max, got best",
+            "exp_manager.early_stopping_callback_params.min_delta must be at least 0, got -1; 0: every improvement counts",
+            "exp_manager.early_stopping_callback_params.patience must be at least 1, got 0",
+        ],
+    ),
 ]
 
 
@@ -261,6 +291,7 @@ RIGHT = [
     (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
     (["export.which=best", "trainer.ALGORITHM.save_interval=0.25"], 1),
     (["export.which=best", "export.enabled=false", "model.data.splits_string=null"], 1),
+    ([f"{STOPPING}=true", "exp_manager.early_stopping_callback_params.monitor=val_rewards_margin"], 1),
     (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
 ]
 

@@ -22,6 +22,7 @@ from tests.tiny import write_stub_model
 from tests.unit.launch.conftest import Said, of
 
 TUNING = "model.peft.lora_tuning"
+SCHEDULE = "model.optim.sched"
 LORA = "model.peft.peft_scheme=lora"
 MODULES = (
     "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
@@ -114,8 +115,44 @@ BROKEN = [
     ),
     (
         ["model.optim.sched.name=cosine"],
-        ["model.optim.sched.name must be CosineAnnealing, LinearAnnealing or constant, got cosine"],
+        ["model.optim.sched.name must be CosineAnnealing, CosineWithRestarts, LinearAnnealing, WSD or constant, got cosine"],
     ),
+    (
+        ["model.optim.sched.warmup_ratio=0.1"],
+        [
+            "model.optim.sched.warmup_steps must be 0 where model.optim.sched.warmup_ratio=0.1 is given, got 10; "
+            "set one or the other"
+        ],
+    ),
+    (
+        ["model.optim.sched.warmup_ratio=1"],
+        ["model.optim.sched.warmup_ratio must be from 0 to below 1, got 1; e.g. 0.1"],
+    ),
+    (
+        ["model.optim.sched.name=WSD"],
+        [
+            "model.optim.sched.wsd_decay_steps must be given with model.optim.sched.name=WSD, got null; "
+            "e.g. model.optim.sched.wsd_decay_steps=100",
+            "model.optim.sched.wsd_decay_style must be given with model.optim.sched.name=WSD, got null; "
+            "e.g. model.optim.sched.wsd_decay_style=cosine",
+        ],
+    ),
+    (
+        ["model.optim.sched.name=CosineWithRestarts", "model.optim.sched.wsd_decay_steps=4"],
+        [
+            "model.optim.sched.wsd_decay_steps must be null unless model.optim.sched.name=WSD, got 4; set one or the other",
+            "model.optim.sched.num_cycles must be given with model.optim.sched.name=CosineWithRestarts, got null; "
+            "e.g. model.optim.sched.num_cycles=2",
+        ],
+    ),
+    (
+        ["model.optim.sched.num_cycles=2"],
+        [
+            "model.optim.sched.num_cycles must be null unless model.optim.sched.name=CosineWithRestarts, got 2; "
+            "set one or the other"
+        ],
+    ),
+    (["model.optim.sched.wsd_decay_steps=0"], ["model.optim.sched.wsd_decay_steps must be at least 1, got 0"]),
     (["model.optim.sched.warmup_steps=-1"], ["model.optim.sched.warmup_steps must be at least 0, got -1"]),
     (
         ["model.optim.lr=1e-7"],
@@ -265,6 +302,9 @@ RIGHT = [
         "model.activations_checkpoint_num_layers=2",
     ],
     ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=2"],  # shortened where the run begins
+    ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=0"],
+    [f"{SCHEDULE}.name=WSD", f"{SCHEDULE}.wsd_decay_steps=9", f"{SCHEDULE}.wsd_decay_style=minus_sqrt"],
+    [f"{SCHEDULE}.name=CosineWithRestarts", f"{SCHEDULE}.num_cycles=3"],
     ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
     ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
     ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],

@@ -46,7 +46,13 @@ def test_names_of_modules() -> None:
     assert settings("mlp", "attention").modules == settings("all").modules == HUGGING_FACE_TARGETS
     assert settings("v_proj", "mlp_fc2", "q_proj").modules == ("q_proj", "v_proj", "down_proj")
     assert settings("attention_dense", "mlp_fc1").modules == ("o_proj", "gate_proj", "up_proj")
-    assert settings("all").scale == 2.0
+
+
+def test_scales() -> None:
+    plain = settings("all")
+    stable = replace(plain, rank=4, rslora=True)
+    assert (plain.scale, plain.scale_text) == (2.0, "alpha 6")
+    assert (stable.scale, stable.scale_text) == (3.0, "alpha 6 / sqrt(rank)")
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,28 @@
-"""The learning rate of every step, with megatron-core's schedule."""
+"""The learning rate of every step, beside transformers' schedules.
+
+Theirs are of a step counted from 0, so that a warm-up begins with a step at 0; ours are counted from 1 (see
+``build_scheduler``). Our step k has the rate that theirs has at k.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
 from nemo_kto.models.optimizer import build_scheduler
 
 
-def rates(*, name: str, warmup_steps: int, constant_steps: int, max_steps: int) -> list[float]:
+def rates(
+    *, name: str, warmup_steps: int, constant_steps: int, max_steps: int, min_lr: float = 0.1, **shape: Any
+) -> list[float]:
     optimizer: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = build_scheduler(
-        optimizer=optimizer, name=name, lr=1.0, min_lr=0.1, warmup_steps=warmup_steps, constant_steps=constant_steps,
-        max_steps=max_steps, weight_decay=0.0,
+        optimizer=optimizer, name=name, lr=1.0, min_lr=min_lr, warmup_steps=warmup_steps, constant_steps=constant_steps,
+        max_steps=max_steps, weight_decay=0.0, **shape,
     )  # fmt: skip
     found = []
     for _ in range(max_steps):
@@ -31,3 +39,53 @@ def test_the_last_steps_are_at_the_lowest_rate() -> None:
     )
     cosine = rates(name="CosineAnnealing", warmup_steps=0, constant_steps=2, max_steps=4)
     assert cosine == pytest.approx([0.55, 0.1, 0.1, 0.1])
+
+
+def of_transformers(make: Callable[..., Any], steps: int, **lengths: Any) -> list[float]:
+    """The rates of their steps 1 to ``steps``, counted from 0."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule, found = make(optimizer, **lengths), []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("minus_sqrt", "1-sqrt")])
+def test_wsd_is_that_of_transformers(ours: str, theirs: str) -> None:
+    found = rates(
+        name="WSD", warmup_steps=3, constant_steps=0, max_steps=12, min_lr=0.0, wsd_decay_steps=5, wsd_decay_style=ours
+    )
+    lengths = {"num_warmup_steps": 3, "num_decay_steps": 5, "num_training_steps": 12, "decay_type": theirs}
+    expected = of_transformers(get_wsd_schedule, 12, **lengths)
+    assert found == pytest.approx(expected)
+    assert (found[2:7], found[-1]) == ([1.0] * 5, 0.0)
+
+
+def test_wsd_stays_above_its_lowest_rate() -> None:
+    """2 * 0.5 ** progress - 1 of the way from 0.1 to 1, and then the last step once more."""
+    found = rates(
+        name="WSD", warmup_steps=0, constant_steps=1, max_steps=4, wsd_decay_steps=2, wsd_decay_style="exponential"
+    )
+    assert found == pytest.approx([1.0, 0.1 + 0.9 * (2 * 0.5**0.5 - 1), 0.1, 0.1])
+
+
+@pytest.mark.parametrize(("warmup", "steps", "cycles"), [(0, 12, 3), (2, 14, 4), (3, 13, 3), (4, 10, 1), (0, 7, 1)])
+def test_restarts_are_those_of_transformers(warmup: int, steps: int, cycles: int) -> None:
+    found = rates(
+        name="CosineWithRestarts", warmup_steps=warmup, constant_steps=0, max_steps=steps, min_lr=0.0, cycles=cycles
+    )
+    lengths = {"num_warmup_steps": warmup, "num_training_steps": steps, "num_cycles": cycles}
+    expected = of_transformers(get_cosine_with_hard_restarts_schedule_with_warmup, steps, **lengths)
+    assert found == pytest.approx(expected)
+
+
+def test_a_restart_has_the_full_rate() -> None:
+    found = rates(name="CosineWithRestarts", warmup_steps=1, constant_steps=2, max_steps=7, cycles=2)
+    assert found == pytest.approx([1.0, 0.55, 1.0, 0.55, 0.1, 0.1, 0.1])
+
+
+def test_one_cycle_is_the_cosine() -> None:
+    lengths = {"warmup_steps": 3, "constant_steps": 1, "max_steps": 9}
+    assert rates(name="CosineWithRestarts", cycles=1, **lengths) == rates(name="CosineAnnealing", **lengths)

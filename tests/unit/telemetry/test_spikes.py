@@ -45,7 +45,6 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     spikes = LossSpikes()
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate([0.5, 0.55, 0.6] * 10 + [4.0], start=1):
-            spikes.log_metrics({"train/loss": loss, "train/lr": 9.0}, step)
-            spikes.log_metrics({"val/loss": 99.0}, step)
+            spikes.watch(step, loss)
     said = "step 31: the loss jumped to 4; the median of the last 30 steps is 0.55"
     assert [record.getMessage() for record in caplog.records] == [said]

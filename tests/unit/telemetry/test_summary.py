@@ -145,6 +145,15 @@ def test_the_end_of_a_run_whose_time_was_up() -> None:
     ]
 
 
+def test_the_end_of_a_run_that_no_longer_improved() -> None:
+    why = "val_loss has not improved in the last 3 validations; it was 0.4100 at step 300"
+    end = replace(END, step=360, early_stopping=why, train_longer="exp_manager.create_early_stopping_callback=false")
+    lines = str(end).splitlines()
+    assert lines[0] == "nemo-kto kto stopped by early stopping after step 360 of 375 (0.96 epochs of 375 steps) in 12 min"
+    assert lines[1] == f"  early stopping   {why}"
+    assert lines[-2] == "  train longer     the same command with exp_manager.create_early_stopping_callback=false"
+
+
 def test_first_and_last_values(tmp_path: Path) -> None:
     logged = [
         {"step": 0, "val/loss": 0.5},

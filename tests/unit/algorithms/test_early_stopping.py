@@ -1,0 +1,175 @@
+"""When a run ends because its validations no longer improve: pytorch-lightning's rule, in our loop, and after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.errors import UserError
+from tests.unit.algorithms.parts import Run
+
+
+def stopping(**settings: Any) -> EarlyStopping:
+    defaults: dict[str, Any] = {"monitor": "val_loss", "mode": "min", "min_delta": 0.0, "patience": 2}
+    return EarlyStopping(**defaults | settings)
+
+
+def steps_until_it_stops(values: list[float], **settings: Any) -> int:
+    """After how many validations; 0 for never."""
+    early = stopping(**settings)
+    for step, value in enumerate(values, start=1):
+        early.update({"loss": value}, step=step)
+        if early.reason is not None:
+            return step
+    return 0
+
+
+def of_lightning(values: list[float], **settings: Any) -> int:
+    from pytorch_lightning.callbacks import EarlyStopping as Theirs
+
+    early = Theirs(monitor="val_loss", **settings)
+    for step, value in enumerate(values, start=1):
+        if early._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64))[0]:
+            return step
+    return 0
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("min_delta", [0.0, 0.1])
+def test_it_is_the_rule_of_lightning(mode: str, min_delta: float) -> None:
+    draw = random.Random(3)
+    found = []
+    for patience in (1, 2, 3, 5):
+        for _ in range(20):
+            values = [draw.choice([0.1, 0.2, 0.3, 0.35, 0.8]) + 0.01 * draw.random() for _ in range(12)]
+            if draw.random() < 0.2:
+                values[draw.randrange(12)] = draw.choice([math.nan, math.inf])
+            settings = {"mode": mode, "min_delta": min_delta, "patience": patience}
+            found.append(steps_until_it_stops(values, **settings))
+            assert found[-1] == of_lightning(values, **settings)
+    assert len(set(found)) > 6, "the cases differ"
+
+
+def test_an_improvement_by_min_delta_is_none() -> None:
+    assert steps_until_it_stops([1.0, 0.75, 0.5], min_delta=0.25, patience=2) == 0  # 0.5 is better than 1.0 by more
+    assert steps_until_it_stops([1.0, 0.75, 0.75], min_delta=0.25, patience=2) == 3
+
+
+def test_what_is_said() -> None:
+    early = stopping(min_delta=0.01)
+    for step, value in ((10, 0.5), (20, 0.495), (30, 0.6)):
+        assert early.reason is None
+        early.update({"loss": value}, step=step)
+    assert early.reason == "val_loss has not improved by more than 0.01 in the last 2 validations; it was 0.5000 at step 10"
+    early = stopping(patience=1)
+    for step, value in ((1, 0.5), (2, 0.5)):
+        early.update({"loss": value}, step=step)
+    assert early.reason == "val_loss has not improved in the last validation; it was 0.5000 at step 1"
+    early.update({"loss": math.nan}, step=3)
+    assert early.reason == "val_loss is not finite"
+
+
+def test_a_metric_that_the_validations_lack_is_an_error() -> None:
+    with pytest.raises(UserError) as error:
+        stopping(monitor="val_acc").update({"loss": 1.0, "kl": 0.0}, step=1)
+    assert str(error.value) == (
+        "exp_manager.early_stopping_callback_params.monitor must be a metric that the validations give, got val_acc; "
+        "they give val_loss, val_kl"
+    )
+
+
+def test_ranks_decide_together() -> None:
+    """One sees a last digit that is better, the other does not."""
+    first, second = stopping(patience=1), stopping(patience=1)
+    for early, value in ((first, 1.0), (second, 1.0)):
+        early.update({"loss": value}, step=1)
+    for early, value in ((first, 1.0 - 1e-9), (second, 1.0)):
+        early.agree = lambda answer: max(answer, 1)
+        early.update({"loss": value}, step=2)
+    assert first.reason == second.reason == "val_loss has not improved in the last validation; it was 1.0000 at step 1"
+
+
+def run(stop: EarlyStopping | None = None, **settings: Any) -> Run:
+    """Validates at every second of twenty steps; the loss is constant from the fourth validation on."""
+    made = Run(max_epochs=2, val_check_interval=2, save_interval=6, **settings)
+    made.trainer.early_stopping = stopping() if stop is None else stop
+    validate = made.trainer.model.get_loss_and_metrics
+
+    def flat(batch: Any, forward_only: bool) -> Any:
+        loss, metrics = validate(batch, forward_only)
+        if forward_only:
+            metrics = metrics.of({"rows": 1, "loss": float(max(10 - made.trainer.step, 2))})
+        return metrics["loss"] if forward_only else loss, metrics
+
+    made.trainer.model.get_loss_and_metrics = flat  # type: ignore[method-assign]
+    return made
+
+
+def test_the_run_ends_as_after_its_last_step() -> None:
+    made = run().fit()
+    assert made.notes.steps_with("val/loss") == [2, 4, 6, 8, 10, 12], "8 is the best, 10 and 12 are not better"
+    assert (made.trainer.step, made.notes.saved_steps) == (12, [6, 12])
+    assert made.trainer.stopped_early == "val_loss has not improved in the last 2 validations; it was 2.0000 at step 8"
+    assert (made.trainer.ended_early, made.trainer.stop, made.notes.ended) == (False, None, ["success"])
+    assert made.notes.steps_with("train/loss") == list(range(1, 13))
+    longer = run(stopping(patience=7)).fit()
+    assert (longer.trainer.step, longer.trainer.stopped_early) == (20, None)
+
+
+def test_the_last_line_of_the_log_is_not_lost() -> None:
+    made = run(log_every_n_steps=5).fit()
+    assert made.notes.steps_with("train/loss") == [5, 10, 12]
+
+
+def resumed(first: Run, stop: EarlyStopping | None = None, **settings: Any) -> Run:
+    second = run(stop, **settings)
+    with torch.no_grad():
+        second.model.weight.copy_(first.model.weight)
+    second.trainer.load_state_dict(json.loads(json.dumps(first.notes.saved[-1][0])))
+    return second.fit()
+
+
+@pytest.mark.parametrize("step", [1, 2, 8, 9, 10, 11])
+def test_a_resumed_run_ends_where_the_whole_one_does(step: int) -> None:
+    first = run()
+    first.trainer.run_timer.received = lambda: int(signal.SIGTERM) if len(first.model.trained_on) == step else 0
+    first.fit()
+    assert (first.trainer.step, first.trainer.ended_early) == (step, True)
+    second = resumed(first)
+    assert (second.trainer.step, second.trainer.stopped_early) == (12, run().fit().trainer.stopped_early)
+
+
+def test_a_signal_after_the_validation_that_ends_the_run_changes_nothing() -> None:
+    first = run(val_rows=2)  # a validation of one batch, after which the signal is seen
+    first.trainer.run_timer.received = lambda: int(signal.SIGTERM) if len(first.model.validated_on) == 6 else 0
+    first.fit()
+    assert (first.trainer.step, first.trainer.ended_early, first.notes.saved_steps[-1]) == (12, False, 12)
+
+
+def test_a_run_that_was_stopped_takes_no_step_more() -> None:
+    second = resumed(run().fit())
+    assert (second.trainer.step, second.model.trained_on, second.notes.saved) == (12, [], [])
+    assert second.trainer.stopped_early is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"), [({"patience": 3}, 14), ({"patience": 9}, 20), ({"monitor": "val_rows", "mode": "max"}, 18)]
+)
+def test_with_other_settings_it_goes_on(settings: dict[str, Any], end: int) -> None:
+    """Another metric begins anew: 14 is the best, 16 and 18 are not better."""
+    assert resumed(run().fit(), stopping(**settings)).trainer.step == end
+
+
+def test_the_validation_before_the_first_step_does_not_count() -> None:
+    made = run(val_before_training=True)
+    made.fit()
+    assert made.notes.steps_with("val/loss")[0] == 0
+    assert made.trainer.early_stopping is not None
+    assert made.trainer.early_stopping.best_step == 8

@@ -1,0 +1,26 @@
+"""What the keys of the adapters become."""
+
+from __future__ import annotations
+
+from nemo_kto.launch.choices import adapter_settings
+from nemo_kto.models.lora_settings import LoRASettings
+from tests.unit.launch.test_build_rows import config
+
+LORA, TUNING = "model.peft.peft_scheme=lora", "model.peft.lora_tuning"
+
+
+def test_every_key_of_the_adapters_is_used() -> None:
+    assert adapter_settings(config().model.peft) is None
+    plain = adapter_settings(config(LORA).model.peft)
+    assert plain == LoRASettings(rank=32, alpha=32, target_modules=("attention_qkv",))
+    given = [
+        "adapter_dim=16",
+        "alpha=8",
+        "rslora=true",
+        "adapter_dropout=0.1",
+        "target_modules=[mlp]",
+        "layer_selection=[2]",
+    ]
+    found = adapter_settings(config(LORA, *(f"{TUNING}.{key}" for key in given)).model.peft)
+    assert found == LoRASettings(rank=16, alpha=8, rslora=True, dropout=0.1, target_modules=("mlp",), layers=(2,))
+    assert found.scale == 2.0
