@@ -9,6 +9,7 @@ and put back in the form of the one that loads. The moments have the same names 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
                 part._init_optimizer_states_with_dummy_values()
             if is_distributed(part):
                 stack.enter_context(_counter_of_nothing(part.optimizer, step))
+                stack.enter_context(_as_it_is(part.optimizer))
                 stack.enter_context(_in_slices(part))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
     return {"optimizer": sharded, "adam_step": step}
@@ -134,6 +136,20 @@ def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
     finally:
         distrib_optimizer.gc = gc
         del part.sharded_param_state_fully_reshardable
+
+
+@contextlib.contextmanager
+def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer give its state in the types that it has.
+
+    Transformer Engine's would make fp32 copies of all moments that are in bf16, and the distributed optimizer, which asks
+    for the settings of the groups, would drop them.
+    """
+    optimizer.state_dict = functools.partial(torch.optim.Optimizer.state_dict, optimizer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
 
 
 @contextlib.contextmanager

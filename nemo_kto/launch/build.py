@@ -32,6 +32,7 @@ from nemo_kto.launch.plan_run import Machines, check_memory, these_machines
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config, redacted
 from nemo_kto.launch.resume import Resumption, look_for_run
+from nemo_kto.launch.rules_gpu import check_gpu
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_start
@@ -41,7 +42,7 @@ from nemo_kto.models.flops import ForwardFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
-from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.parallel.precision import DTYPES, MOMENTS
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.spikes import LossSpikes
@@ -67,6 +68,7 @@ def train(cfg: RunConfig) -> None:
 def _train(cfg: RunConfig) -> None:
     """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
+    state.raise_together(state.attempt(lambda: check_gpu(cfg)), "{}")
     state.raise_together(state.attempt(lambda: check_memory(cfg, _machines(cfg))), "{}")
     with watchdog.phase("preparing data"):
         start = prepare(cfg)
@@ -232,6 +234,7 @@ def build_optimizer_and_schedule(
         clip_grad=cfg.loop.gradient_clip_val,
         params_dtype=DTYPES[cfg.trainer.precision],
         use_distributed_optimizer=optim.use_distributed_optimizer,
+        moments_dtype=MOMENTS[optim.moments_dtype],
         **rates,
     )
     warmup_steps = min(optim.sched.warmup_steps, max_steps - 1)

@@ -73,7 +73,7 @@ MAY_CHANGE = (
     Rule(
         (
             *("model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "model.optim.sched.*"),
-            *("trainer.NAME.gradient_clip_val", "model.peft.lora_tuning.adapter_dropout"),
+            *("model.optim.moments_dtype", "trainer.NAME.gradient_clip_val", "model.peft.lora_tuning.adapter_dropout"),
         ),
         "counts from the next step on",
     ),

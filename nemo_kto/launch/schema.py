@@ -186,6 +186,7 @@ class OptimConfig(Section):
     eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
     use_distributed_optimizer: bool
     overlap: bool | None
+    moments_dtype: Literal["fp32", "bf16"]
     sched: ScheduleConfig
 
 

@@ -16,7 +16,6 @@ from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.parameters import RankParameter, rank_parameters
 
 _FP32 = 4
-_MOMENTS = 2 * _FP32  # of Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,7 @@ class Training:
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
         distributed_optimizer: its state is sharded over the data-parallel ranks.
+        moment_bytes: of a value of each of Adam's two moments.
         swapped: the reference is a copy on the host: of all weights, of those that are trained, or None.
         reference_moves: it is synced with the policy, and has fp32 values besides.
         async_save: checkpoints are written from a copy on the host, whose memory is kept.
@@ -52,6 +52,7 @@ class Training:
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
     distributed_optimizer: bool = True
+    moment_bytes: int = _FP32
     swapped: str | None = None
     reference_moves: bool = False
     async_save: bool = True
@@ -85,7 +86,7 @@ class Training:
     def state_bytes(self) -> float:
         """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded."""
         main = 0 if self.element_bytes == _FP32 else _FP32
-        return (_MOMENTS + main) / self._state_shards
+        return (2 * self.moment_bytes + main) / self._state_shards
 
     def saved_bytes(self) -> float:
         """What a rank writes into a checkpoint, for each trained parameter: data-parallel ranks share it out.
@@ -93,7 +94,7 @@ class Training:
         The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
         """
         main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
-        return (self.element_bytes + main + _MOMENTS) / self.data_parallel
+        return (self.element_bytes + main + 2 * self.moment_bytes) / self.data_parallel
 
     @property
     def _state_shards(self) -> int:
@@ -239,10 +240,12 @@ def _logprobs(training: Training) -> float:
 def _working(training: Training, parameters: list[RankParameter]) -> float:
     """An update on the CPU goes from weight to weight, with two tensors in fp32; torch's on a GPU makes one of each.
 
+    Moments in bf16 are widened for it, both of them: Transformer Engine did so up to its version 2.12.
+
     gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = sum(trained) / (training.data_parallel if training.distributed_optimizer else 1)
     if training.on_gpu:
-        return share * _FP32
+        return share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32)
     return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)

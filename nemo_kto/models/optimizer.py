@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -80,6 +81,7 @@ def build_optimizer(
     clip_grad: float,
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
+    moments_dtype: torch.dtype = torch.float32,
 ) -> MegatronOptimizer:
     """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
@@ -89,6 +91,8 @@ def build_optimizer(
         chunks: wrapped by :func:`wrap_data_parallel`.
         clip_grad: largest norm of the whole gradient; 0 switches clipping off (the norm is still measured).
         use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
+        moments_dtype: fp32, or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
+            in fp32 all the same.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -102,8 +106,23 @@ def build_optimizer(
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         use_distributed_optimizer=use_distributed_optimizer,
+        **_form_of_state(moments_dtype),
     )
     return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
+
+
+def _form_of_state(moments_dtype: torch.dtype) -> dict[str, Any]:
+    """The type of the optimizer's state, in the words of megatron-core's configuration."""
+    if moments_dtype == torch.float32:
+        return {}
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": moments_dtype,
+        "exp_avg_sq_dtype": moments_dtype,
+        # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32: the
+        # gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
+        "fp8_recipe": "tensorwise",
+    }
 
 
 def build_scheduler(

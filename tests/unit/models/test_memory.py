@@ -51,6 +51,7 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
         ({"element_bytes": 4, "data_parallel": 4}, 4, 2, 4),
         ({"element_bytes": 2, "data_parallel": 4}, 2, 3, 3.5),
         ({"element_bytes": 2, "distributed_optimizer": False, "async_save": False}, 2, 12, 0),
+        ({"element_bytes": 2, "data_parallel": 4, "moment_bytes": 2}, 2, 2, 2.5),
     ],
 )
 def test_bytes_of_a_parameter(
@@ -138,6 +139,7 @@ def test_what_an_update_takes(architecture: Architecture) -> None:
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == memory.trained
+    assert first(architecture, on_gpu=True, data_parallel=4, moment_bytes=2).working == 2 * memory.trained, "widened"
 
 
 def test_operations_of_full_rows(architecture: Architecture) -> None:
