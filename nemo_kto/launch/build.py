@@ -235,6 +235,7 @@ def build_optimizer_and_schedule(
         params_dtype=DTYPES[cfg.trainer.precision],
         use_distributed_optimizer=optim.use_distributed_optimizer,
         moments_dtype=MOMENTS[optim.moments_dtype],
+        offload_fraction=optim.offload_fraction,
         **rates,
     )
     warmup_steps = min(optim.sched.warmup_steps, max_steps - 1)

@@ -106,6 +106,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         adapters=adapter_settings(model.peft),
         distributed_optimizer=model.optim.use_distributed_optimizer,
         moment_bytes=MOMENTS[model.optim.moments_dtype].itemsize,
+        offload=model.optim.offload_fraction,
         swapped=_swapped(cfg, mode),
         reference_moves=model.reference.sync_interval > 0,
         async_save=cfg.exp_manager.checkpoint_callback_params.async_save,

@@ -13,7 +13,7 @@ from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import PRECISIONS
 
 OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16
-_SHARDED = "model.optim.use_distributed_optimizer"
+_SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError
         cfg: trainer.precision=auto counts as bf16, which it is on GPUs that can do any of this.
         computes: None where that is not known.
     """
+    yield from _together(cfg)
     for option in _given(cfg):
         if not cfg.model.optim.use_distributed_optimizer:
             yield option.refused(f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
@@ -81,3 +82,13 @@ def _given(cfg: RunConfig) -> Iterator[_Option]:
     optim = cfg.model.optim
     if optim.moments_dtype != "fp32":
         yield _Option("model.optim.moments_dtype", optim.moments_dtype, "fp32")
+    if optim.offload_fraction:
+        yield _Option(_OFFLOAD, optim.offload_fraction, "0")
+
+
+def _together(cfg: RunConfig) -> Iterator[ConfigError]:
+    """What is refused beside something else, wherever it computes."""
+    optim = cfg.model.optim
+    if optim.offload_fraction and optim.moments_dtype != "fp32":
+        text = f"must be fp32 with {_OFFLOAD} above 0, got {optim.moments_dtype}; set one or the other"
+        yield ConfigError("model.optim.moments_dtype", text, (_OFFLOAD,))

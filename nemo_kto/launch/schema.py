@@ -187,6 +187,7 @@ class OptimConfig(Section):
     use_distributed_optimizer: bool
     overlap: bool | None
     moments_dtype: Literal["fp32", "bf16"]
+    offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing")]
     sched: ScheduleConfig
 
 

@@ -82,6 +82,7 @@ def build_optimizer(
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
     moments_dtype: torch.dtype = torch.float32,
+    offload_fraction: float = 0.0,
 ) -> MegatronOptimizer:
     """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
@@ -93,6 +94,8 @@ def build_optimizer(
         use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
         moments_dtype: fp32, or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
             in fp32 all the same.
+        offload_fraction: the part of main weights and moments that lies on the host of a GPU and is updated there, with the
+            distributed optimizer, weights in bf16 and moments in fp32.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -106,23 +109,30 @@ def build_optimizer(
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         use_distributed_optimizer=use_distributed_optimizer,
-        **_form_of_state(moments_dtype),
+        **_form_of_state(moments_dtype, offload_fraction),
     )
     return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
 
 
-def _form_of_state(moments_dtype: torch.dtype) -> dict[str, Any]:
-    """The type of the optimizer's state, in the words of megatron-core's configuration."""
-    if moments_dtype == torch.float32:
-        return {}
-    return {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": moments_dtype,
-        "exp_avg_sq_dtype": moments_dtype,
-        # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32: the
-        # gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
-        "fp8_recipe": "tensorwise",
-    }
+def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[str, Any]:
+    """Of which type the optimizer's state is and where it lies, in the words of megatron-core's configuration."""
+    if offload_fraction:
+        return {
+            "use_precision_aware_optimizer": True,  # or the main weights would lie on the GPU as well
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    if moments_dtype != torch.float32:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments_dtype,
+            "exp_avg_sq_dtype": moments_dtype,
+            # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32:
+            # the gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
+            "fp8_recipe": "tensorwise",
+        }
+    return {}
 
 
 def build_scheduler(

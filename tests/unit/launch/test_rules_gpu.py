@@ -34,7 +34,10 @@ class Asked(NamedTuple):
         return f"{self.key} must be {self.off} {where}, got {self.got}; {remedy}"
 
 
-ASKED = [Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16")]
+ASKED = [
+    Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
+    Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+]
 
 
 @pytest.fixture(params=ASKED, ids=lambda each: each.key)
@@ -63,6 +66,12 @@ def test_one_line_each(
 ) -> None:
     found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
     assert found == ([] if where is None or remedy is None else [asked.refused(where, remedy)])
+
+
+def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
+    cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
+    told = "model.optim.moments_dtype must be fp32 with model.optim.offload_fraction above 0, got bf16; set one or the other"
+    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
 
 
 def test_nothing_is_said_of_defaults(load: Load) -> None:

@@ -91,6 +91,16 @@ def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str
     assert on_gpu.host == memory.reference + memory.checkpoint
 
 
+def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
+    """Main weights, moments and gradients there; and while it is made, all main weights of the GPU's part."""
+    memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
+    assert memory.optimizer == memory.trained * 12 / 4 / 4
+    assert memory.offloaded == memory.trained * 16 / 4 * 3 / 4
+    assert memory.host == memory.offloaded + memory.checkpoint
+    assert memory.working == max(memory.trained, memory.trained * 4 / 4)
+    assert first(architecture, element_bytes=2, data_parallel=4, offload=0.5, on_gpu=True).working == 2 * memory.trained
+
+
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
