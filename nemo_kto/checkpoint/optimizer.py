@@ -3,12 +3,14 @@
 torch's AdamW counts its steps in a tensor of each parameter's state, the fused Adam of Transformer Engine (v2.9,
 pytorch/optimizers/fused_adam.py) and apex's in a number of each group, ``group["step"]``; Transformer Engine's refuses a
 state that has more than moments and main weights. So the counter goes its own way here: one number, saved by any of them
-and put back in the form of the one that loads. The moments have the same names everywhere.
+and put back in the form of the one that loads. The moments have the same names everywhere. An optimizer of which a part lies
+on the host is made of several: torch's there, and a fused one on the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.parallel import device
@@ -37,8 +40,10 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
                 part._init_optimizer_states_with_dummy_values()
             if is_distributed(part):
                 stack.enter_context(_counter_of_nothing(part.optimizer, step))
+                stack.enter_context(_as_it_is(part.optimizer))
                 stack.enter_context(_in_slices(part))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+    _leave_classes_out(sharded)
     return {"optimizer": sharded, "adam_step": step}
 
 
@@ -54,16 +59,11 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
         tensors = its_state.pop("param_state", None)
         inner = its_state.get("optimizer", its_state)
         _take_over_settings(inner["param_groups"], part.param_groups)
-        _put_back_counters(inner, loaded["adam_step"], of_torch=_is_torchs(part))
+        _put_back_counters(inner, loaded["adam_step"], of_torch=_is_torchs(part.optimizer))
         part.load_state_dict(its_state)
         if tensors is not None:
-            for kept in part.optimizer.state.values():
-                kept.pop("step", None)
             load_slices(part, tensors)
-        if _is_torchs(part):
-            for kept in part.optimizer.state.values():
-                # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
-                kept["step"] = torch.tensor(float(loaded["adam_step"]))
+        _set_counters(part.optimizer, loaded["adam_step"])
 
 
 def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mapping[str, object]]) -> None:
@@ -99,8 +99,28 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_torchs(part: MegatronOptimizer) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one too
+def _adams(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizer, or what it is made of."""
+    return list(optimizer.sub_optimizers) if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Adam)  # AdamW is one too
+
+
+def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Give each Adam the number of steps, after a load."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        for group in optimizer.param_groups:  # what it has here would be given to those that count, before every step
+            group.pop("step", None)
+    for adam in _adams(optimizer):
+        if _is_torchs(adam):
+            for kept in adam.state.values():
+                # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
+                kept["step"] = torch.tensor(float(step))
+        else:
+            for group in adam.param_groups:
+                group["step"] = step
 
 
 def _adam_step(optimizer: MegatronOptimizer) -> int:
@@ -109,12 +129,23 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
     The largest over all ranks: a pipeline stage may have nothing to train, and so no counter.
     """
     mine = 0
-    for part in _parts(optimizer):
-        counted = part.optimizer.state.values() if _is_torchs(part) else part.optimizer.param_groups
+    for adam in (adam for part in _parts(optimizer) for adam in _adams(part.optimizer)):
+        counted = adam.state.values() if _is_torchs(adam) else adam.param_groups
         mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
     box = torch.tensor(mine, device=device.current_device())
     torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
     return int(box)
+
+
+def _leave_classes_out(state: StateDict) -> None:
+    """Drop the classes of optimizers that megatron-core notes beside the settings of a group: a checkpoint is plain data."""
+    if "param_groups" in state:
+        for group in state["param_groups"]:
+            for name in [name for name, value in group.items() if isinstance(value, type)]:
+                del group[name]
+    for inner in state.values():
+        if isinstance(inner, dict):
+            _leave_classes_out(inner)
 
 
 @contextlib.contextmanager
@@ -134,6 +165,20 @@ def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
     finally:
         distrib_optimizer.gc = gc
         del part.sharded_param_state_fully_reshardable
+
+
+@contextlib.contextmanager
+def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer give its state in the types that it has.
+
+    Transformer Engine's would make fp32 copies of all moments that are in bf16, and the distributed optimizer, which asks
+    for the settings of the groups, would drop them.
+    """
+    optimizer.state_dict = functools.partial(torch.optim.Optimizer.state_dict, optimizer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
 
 
 @contextlib.contextmanager

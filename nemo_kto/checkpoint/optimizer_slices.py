@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # main weights and moments
 
@@ -65,11 +66,11 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
     }
     state: ShardedStateDict = {}
     for number, (parameter, start, end) in enumerate(_held(optimizer)):
-        values = optimizer._get_main_param_and_optimizer_states(parameter)
+        values = _values(optimizer, parameter)
         state[number] = {}
         for name in STATES:
             # an optimizer that has taken no step yet has no moments
-            flat = values[name].detach() if name in values else torch.zeros_like(values["param"])
+            flat = values[name] if name in values else torch.zeros_like(values["param"])
             pieces = _pieces(forms[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
             state[number][name] = dict(enumerate(pieces))
     return state
@@ -80,8 +81,18 @@ def load_slices(optimizer: Any, loaded: StateDict) -> None:
     """Put back what :func:`sharded_slices` gave the form of."""
     for number, (parameter, _, _) in enumerate(_held(optimizer)):
         states = loaded[number]
-        flat = {name: torch.cat([states[name][piece].flatten() for piece in sorted(states[name])]) for name in STATES}
-        optimizer._set_main_param_and_optimizer_states(parameter, flat)
+        for name, held in _values(optimizer, parameter).items():
+            held.copy_(torch.cat([states[name][piece].flatten() for piece in sorted(states[name])]))
+
+
+def _values(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Main weight and moments of the piece of a parameter, wherever they lie; no moments before the first step."""
+    inner = optimizer.optimizer
+    group, place = optimizer.model_param_group_index_map[parameter]
+    piece = inner.param_groups[group]["params"][place]
+    main = inner.param_to_inner_param[piece] if isinstance(inner, HybridDeviceOptimizer) else piece
+    kept = {"param": main, **inner.state.get(piece, {})}
+    return {name: kept[name].detach() for name in STATES if name in kept}
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

@@ -38,6 +38,7 @@ from nemo_kto.launch.plan_run import Machines, check_memory, these_machines
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config, redacted
 from nemo_kto.launch.resume import Resumption, look_for_run
+from nemo_kto.launch.rules_gpu import check_gpu
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_start
@@ -71,6 +72,7 @@ def train(cfg: RunConfig) -> None:
 def _train(cfg: RunConfig) -> None:
     """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
+    state.raise_together(state.attempt(lambda: check_gpu(cfg)), "{}")
     state.raise_together(state.attempt(lambda: check_memory(cfg, _machines(cfg))), "{}")
     with watchdog.phase("preparing data"):
         start = prepare(cfg)

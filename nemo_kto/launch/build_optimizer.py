@@ -13,7 +13,7 @@ from nemo_kto.launch.build_policy import Policy
 from nemo_kto.launch.schema import RunConfig, ScheduleConfig
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import state
-from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.parallel.precision import DTYPES, MOMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ def build_optimizer_and_schedule(
         clip_grad=cfg.loop.gradient_clip_val,
         params_dtype=DTYPES[cfg.trainer.precision],
         use_distributed_optimizer=optim.use_distributed_optimizer,
+        moments_dtype=MOMENTS[optim.moments_dtype],
+        offload_fraction=optim.offload_fraction,
         **rates,
     )
     lengths, warnings = schedule_lengths(optim.sched, max_steps)

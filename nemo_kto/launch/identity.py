@@ -64,7 +64,7 @@ MAY_CHANGE = (
             *("model.micro_batch_size", "model.micro_batch_tokens", "model.NAME.log_prob_forward_micro_batch_size"),
             "model.logprob_chunk_size",
             *(f"model.activations_checkpoint_{part}" for part in ("granularity", "method", "num_layers")),
-            *("model.recompute_modules", "model.optim.overlap"),
+            *("model.recompute_modules", "model.optim.overlap", "model.optim.offload_fraction"),
             *("model.fp8", "model.data.num_workers", "model.data.preprocess_workers", "trainer.timeout_minutes"),
         ),
         "speed and memory",
@@ -73,7 +73,7 @@ MAY_CHANGE = (
     Rule(
         (
             *("model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "model.optim.sched.*"),
-            *("trainer.NAME.gradient_clip_val", "model.peft.lora_tuning.adapter_dropout"),
+            *("model.optim.moments_dtype", "trainer.NAME.gradient_clip_val", "model.peft.lora_tuning.adapter_dropout"),
         ),
         "counts from the next step on",
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
 
 from nemo_kto.errors import UserError
 from nemo_kto.parallel import device
@@ -30,3 +32,12 @@ def check_transformer_engine() -> None:
             "with pip uninstall transformer-engine, or install what fits this torch: "
             "pip install --no-build-isolation 'nemo-kto[gpu]' (docs/gpu/README.md)"
         ) from error
+
+
+def transformer_engine_version() -> tuple[int, int] | None:
+    """Of the Transformer Engine that is installed, such as (2, 9), without importing it; None where there is none."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (int(found[1]), int(found[2])) if found else None

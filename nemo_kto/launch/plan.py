@@ -17,6 +17,7 @@ from nemo_kto.launch.plan_search import best_layouts
 from nemo_kto.launch.plan_text import plan_text, search_text
 from nemo_kto.launch.preview import integer_from
 from nemo_kto.launch.rules import broken_rules
+from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, gpu_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import read_config_file
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS
@@ -55,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
     machines = these_machines(cfg) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     if flags.memory is not None:
         machines = machines.with_memory(flags.memory * 1e9)
+    # what others' machines have is their affair
+    computes = computes_here(on_gpu=machines.on_gpu) if flags.gpus is None else Computes(on_gpu=True, engine=OLDEST_ENGINE)
+    if broken := list(gpu_rules(cfg, computes)):
+        raise _refusal(broken)
     plan = make_plan(cfg, machines)
     if not searches:
         print(plan_text(plan))
@@ -112,7 +117,11 @@ def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check:
         return [*wrong, *(mistake for mistake in further if keys.isdisjoint({mistake.key, *mistake.reads}))]
 
     found = compose.find_mistakes(given, source=source, recipe=recipe, judge=judge) or mistakes
-    raise UserError("\n  ".join(["nothing can be planned:", *dict.fromkeys(map(str, found))]))
+    raise _refusal(found)
+
+
+def _refusal(mistakes: Sequence[ConfigError]) -> UserError:
+    return UserError("\n  ".join(["nothing can be planned:", *dict.fromkeys(map(str, mistakes))]))
 
 
 def _broken(cfg: RunConfig, *, ranks: int | None) -> list[ConfigError]:

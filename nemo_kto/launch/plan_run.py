@@ -22,7 +22,7 @@ from nemo_kto.models.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.models.memory import RankMemory, Training, stages_memory
 from nemo_kto.models.speed import Speed, Step, step_speed
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support, product_flops
+from nemo_kto.parallel.precision import DTYPES, MOMENTS, PRECISIONS, bf16_support, product_flops
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         sequence_parallel=model.sequence_parallel,
         adapters=adapter_settings(model.peft),
         distributed_optimizer=model.optim.use_distributed_optimizer,
+        moment_bytes=MOMENTS[model.optim.moments_dtype].itemsize,
+        offload=model.optim.offload_fraction,
         swapped=_swapped(cfg, mode),
         reference_moves=model.reference.sync_interval > 0,
         async_save=cfg.exp_manager.checkpoint_callback_params.async_save,

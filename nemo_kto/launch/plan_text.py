@@ -98,7 +98,9 @@ def _on_their_way(plan: Plan, largest: RankMemory) -> str:
 
 def _host_lines(plan: Plan, largest: RankMemory) -> dict[str, str]:
     where = "on the host" if plan.machines.on_gpu else "in the same memory"
-    copies = {"reference copy": largest.reference, "checkpoint copy": largest.checkpoint}
+    copies = {
+        "offloaded": largest.offloaded, "reference copy": largest.reference, "checkpoint copy": largest.checkpoint,
+    }  # fmt: skip
     return {name: f"{size(count)} {where}" for name, count in copies.items() if count}
 
 

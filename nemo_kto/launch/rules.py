@@ -12,6 +12,7 @@ from nemo_kto.data.prefix import read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
+from nemo_kto.launch.rules_gpu import computes_here, gpu_rules
 from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules
 from nemo_kto.launch.schema import RunConfig, ScheduleConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
@@ -45,7 +46,8 @@ def broken_rules(
     ]
     found = [mistake for check in checks for mistake in check(cfg)]
     of_machine = _machine(cfg.trainer, gpus, world) if here else ()
-    return [*of_machine, *found, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
+    of_gpu = gpu_rules(cfg, computes_here(on_gpu=gpus > 0) if here else None)
+    return [*of_machine, *found, *of_gpu, *_layout(cfg, world_size(cfg.trainer, gpus=gpus, world=world))]
 
 
 def local_ranks(trainer: TrainerConfig, gpus: int) -> int:

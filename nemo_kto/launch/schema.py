@@ -203,6 +203,8 @@ class OptimConfig(Section):
     eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
     use_distributed_optimizer: bool
     overlap: bool | None
+    moments_dtype: Literal["fp32", "bf16"]
+    offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing")]
     sched: ScheduleConfig
 
 

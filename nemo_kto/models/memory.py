@@ -16,7 +16,6 @@ from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.parameters import RankParameter, rank_parameters
 
 _FP32 = 4
-_MOMENTS = 2 * _FP32  # of Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,8 @@ class Training:
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
         distributed_optimizer: its state is sharded over the data-parallel ranks.
+        moment_bytes: of a value of each of Adam's two moments.
+        offload: the part of its state that lies on the host of a GPU.
         swapped: the reference is a copy on the host: of all weights, of those that are trained, or None.
         reference_moves: it is synced with the policy, and has fp32 values besides.
         async_save: checkpoints are written from a copy on the host, whose memory is kept.
@@ -52,6 +53,8 @@ class Training:
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
     distributed_optimizer: bool = True
+    moment_bytes: int = _FP32
+    offload: float = 0.0
     swapped: str | None = None
     reference_moves: bool = False
     async_save: bool = True
@@ -83,9 +86,16 @@ class Training:
         )
 
     def state_bytes(self) -> float:
-        """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded."""
+        """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded.
+
+        Without what lies on the host.
+        """
         main = 0 if self.element_bytes == _FP32 else _FP32
-        return (_MOMENTS + main) / self._state_shards
+        return (1 - self.offload) * (2 * self.moment_bytes + main) / self._state_shards
+
+    def offloaded_bytes(self) -> float:
+        """On the host, for each trained parameter: fp32 value, gradient and two moments of the part that is there."""
+        return self.offload * 4 * _FP32 / self._state_shards
 
     def saved_bytes(self) -> float:
         """What a rank writes into a checkpoint, for each trained parameter: data-parallel ranks share it out.
@@ -93,7 +103,7 @@ class Training:
         The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
         """
         main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
-        return (self.element_bytes + main + _MOMENTS) / self.data_parallel
+        return (self.element_bytes + main + 2 * self.moment_bytes) / self.data_parallel
 
     @property
     def _state_shards(self) -> int:
@@ -112,6 +122,7 @@ class RankMemory:
         logprobs: hidden states and logits of the last stage.
         working: the largest of what exists only for a moment while gradients are reduced and weights updated.
         heap: what the C library keeps of freed activations, and cannot use again: see :attr:`device`.
+        offloaded: of the optimizer, on the host.
         reference, checkpoint: copies on the host.
         file: of weights, mapped while the model is loaded.
         on_gpu: the host is another memory than the device.
@@ -127,6 +138,7 @@ class RankMemory:
     logprobs: float
     working: float
     heap: float
+    offloaded: float
     reference: float
     checkpoint: float
     file: float
@@ -141,7 +153,7 @@ class RankMemory:
     @property
     def host(self) -> float:
         """On the host of a GPU."""
-        return self.reference + self.checkpoint if self.on_gpu else 0.0
+        return self.offloaded + self.reference + self.checkpoint if self.on_gpu else 0.0
 
     @property
     def device(self) -> float:
@@ -178,6 +190,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         logprobs=logprobs,
         working=_working(training, parameters),
         heap=0.0 if training.on_gpu else activations + logprobs,
+        offloaded=trained * training.offloaded_bytes(),
         reference=swapped * (training.element_bytes + moving),
         checkpoint=trained * training.saved_bytes() if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
@@ -239,10 +252,14 @@ def _logprobs(training: Training) -> float:
 def _working(training: Training, parameters: list[RankParameter]) -> float:
     """An update on the CPU goes from weight to weight, with two tensors in fp32; torch's on a GPU makes one of each.
 
+    Moments in bf16 are widened for it, both of them: Transformer Engine did so up to its version 2.12. An optimizer that is
+    partly on the host is made twice, first of whole weights: those that stay on the GPU are there in fp32 for that time.
+
     gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = sum(trained) / (training.data_parallel if training.distributed_optimizer else 1)
     if training.on_gpu:
-        return share * _FP32
+        updated = share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32)
+        return max(updated, (1 - training.offload) * sum(trained) * _FP32 if training.offload else 0.0)
     return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)

@@ -87,6 +87,8 @@ def build_optimizer(
     clip_grad: float,
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
+    moments_dtype: torch.dtype = torch.float32,
+    offload_fraction: float = 0.0,
 ) -> MegatronOptimizer:
     """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
@@ -96,6 +98,10 @@ def build_optimizer(
         chunks: wrapped by :func:`wrap_data_parallel`.
         clip_grad: largest norm of the whole gradient; 0 switches clipping off (the norm is still measured).
         use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
+        moments_dtype: fp32, or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
+            in fp32 all the same.
+        offload_fraction: the part of main weights and moments that lies on the host of a GPU and is updated there, with the
+            distributed optimizer, weights in bf16 and moments in fp32.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -109,6 +115,7 @@ def build_optimizer(
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         use_distributed_optimizer=use_distributed_optimizer,
+        **_form_of_state(moments_dtype, offload_fraction),
     )
     return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
 
@@ -133,6 +140,27 @@ class CosineRestartsScheduler(OptimizerParamScheduler):
         highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
         fraction = self.cycles * done % length / length  # of the present cycle; exact, as these are integers
         return lowest + 0.5 * (1.0 + math.cos(math.pi * fraction)) * (highest - lowest)
+
+
+def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[str, Any]:
+    """Of which type the optimizer's state is and where it lies, in the words of megatron-core's configuration."""
+    if offload_fraction:
+        return {
+            "use_precision_aware_optimizer": True,  # or the main weights would lie on the GPU as well
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    if moments_dtype != torch.float32:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments_dtype,
+            "exp_avg_sq_dtype": moments_dtype,
+            # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32:
+            # the gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
+            "fp8_recipe": "tensorwise",
+        }
+    return {}
 
 
 def build_scheduler(

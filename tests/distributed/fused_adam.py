@@ -1,10 +1,11 @@
 """An AdamW whose state lies where Transformer Engine's fused one has it, for machines without a GPU.
 
-Of its v2.9, transformer_engine/pytorch/optimizers/fused_adam.py, in fp32 and without main weights of its own:
+Of its v2.9, transformer_engine/pytorch/optimizers/fused_adam.py, without main weights of its own:
 
-    param_groups[i]["step"]   an integer, absent before the first step     (line 497: ``group["step"] += 1``, or 1)
-    state[parameter]          exp_avg and exp_avg_sq, fp32, nothing else   (line 401: ``initialize_state``)
-    load_state_dict           a KeyError for any other name                (line 327: ``name_to_dtype_map[state_name]``)
+    param_groups[i]["step"]   an integer, absent before the first step         (line 497: ``group["step"] += 1``, or 1)
+    state[parameter]          exp_avg and exp_avg_sq in their types, no more   (line 401: ``initialize_state``)
+    state_dict                all moments in fp32                              (line 424: ``get_unscaled_state``)
+    load_state_dict           a KeyError for any other name                    (line 327: ``name_to_dtype_map[state_name]``)
 
 The step goes to a kernel that takes an integer. The arithmetic is that of torch's AdamW.
 """
@@ -12,8 +13,11 @@ The step goes to a kernel that takes an integer. The arithmetic is that of torch
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import optimizer as mcore_optimizer
@@ -21,15 +25,29 @@ from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SUBMODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Takes the arguments that megatron-core gives Transformer Engine's."""
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,  # of main weights of its own
+        use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         assert adam_w_mode
+        assert not use_decoupled_grad
+        self.dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -41,11 +59,12 @@ class FusedAdam(torch.optim.Optimizer):
             with_gradient = [weight for weight in group["params"] if weight.grad is not None]
             for weight in with_gradient:
                 if not self.state[weight]:
-                    self.state[weight] = {name: torch.zeros_like(weight) for name in MOMENTS}
+                    self.state[weight] = {name: torch.zeros_like(weight, dtype=dtype) for name, dtype in self.dtypes.items()}
+            wide = {name: [self.state[weight][name].float() for weight in with_gradient] for name in MOMENTS}
             adamw(
                 with_gradient,
                 [weight.grad for weight in with_gradient],
-                *([self.state[weight][name] for weight in with_gradient] for name in MOMENTS),
+                *(wide[name] for name in MOMENTS),
                 [],
                 [torch.tensor(float(group["step"] - 1)) for _ in with_gradient],
                 foreach=False,
@@ -57,27 +76,34 @@ class FusedAdam(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
+            for name, moments in wide.items():
+                for weight, moment in zip(with_gradient, moments, strict=True):
+                    self.state[weight][name].copy_(moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        wide = {number: {name: kept.float() for name, kept in its.items()} for number, its in state["state"].items()}
+        return state | {"state": wide}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for of_parameter in state_dict["state"].values():
             for name in of_parameter:
                 if name not in MOMENTS:
                     raise KeyError(name)
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)  # which gives every state the type of its parameter
+        for of_parameter in self.state.values():
+            of_parameter.update({name: kept.to(self.dtypes[name]) for name, kept in of_parameter.items()})
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """Within the block megatron-core takes it for Transformer Engine's."""
-    names = {
-        mcore_optimizer: {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False},
-        distrib_optimizer: {"Adam": FusedAdam, "USING_TE_OPTIMIZER": True, "HAVE_APEX_OR_TE": True},
-    }
-    before = {module: {name: getattr(module, name) for name in values} for module, values in names.items()}
-    for module, values in names.items():
-        vars(module).update(values)
-    try:
+    engine = {name: ModuleType(name) for name in ("transformer_engine", *_SUBMODULES)}
+    engine["transformer_engine"].__version__ = "2.9.0"  # type: ignore[attr-defined]
+    engine[_SUBMODULES[-1]].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, engine),
+        mock.patch.multiple(mcore_optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False),
+        mock.patch.multiple(distrib_optimizer, create=True, Adam=FusedAdam, USING_TE_OPTIMIZER=True, HAVE_APEX_OR_TE=True),
+    ):
         yield
-    finally:
-        for module, values in before.items():
-            vars(module).update(values)

@@ -70,7 +70,12 @@ def build(
 
 
 def optimizer_of(
-    chunks: list[Any], *, distributed: bool = True, dtype: torch.dtype = torch.float32, clip_grad: float = CLIP
+    chunks: list[Any],
+    *,
+    distributed: bool = True,
+    dtype: torch.dtype = torch.float32,
+    clip_grad: float = CLIP,
+    **further: Any,
 ) -> Any:
     return build_optimizer(
         chunks=chunks,
@@ -82,6 +87,7 @@ def optimizer_of(
         clip_grad=clip_grad,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        **further,
     )
 
 

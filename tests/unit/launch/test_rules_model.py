@@ -106,6 +106,13 @@ BROKEN = [
     (["model.optim.eps=0"], ["model.optim.eps must be above 0, got 0; e.g. model.optim.eps=1e-8"]),
     (["model.optim.weight_decay=-0.1"], ["model.optim.weight_decay must be at least 0, got -0.1"]),
     (
+        ["model.optim.moments_dtype=fp16", "model.optim.offload_fraction=1.5"],
+        [
+            "model.optim.moments_dtype must be fp32 or bf16, got fp16",
+            "model.optim.offload_fraction must be from 0 to 1, got 1.5; 0.0 offloads nothing",
+        ],
+    ),
+    (
         ["model.optim.betas=[0.9,1.0]"],
         ["model.optim.betas must be two numbers from 0 to below 1, got [0.9, 1.0]; e.g. model.optim.betas=[0.9,0.98]"],
     ),

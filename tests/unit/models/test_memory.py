@@ -51,6 +51,7 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
         ({"element_bytes": 4, "data_parallel": 4}, 4, 2, 4),
         ({"element_bytes": 2, "data_parallel": 4}, 2, 3, 3.5),
         ({"element_bytes": 2, "distributed_optimizer": False, "async_save": False}, 2, 12, 0),
+        ({"element_bytes": 2, "data_parallel": 4, "moment_bytes": 2}, 2, 2, 2.5),
     ],
 )
 def test_bytes_of_a_parameter(
@@ -88,6 +89,16 @@ def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str
     on_gpu = first(architecture, **changes, on_gpu=True)
     assert on_gpu.certain == memory.certain - memory.reference
     assert on_gpu.host == memory.reference + memory.checkpoint
+
+
+def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
+    """Main weights, moments and gradients there; and while it is made, all main weights of the GPU's part."""
+    memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
+    assert memory.optimizer == memory.trained * 12 / 4 / 4
+    assert memory.offloaded == memory.trained * 16 / 4 * 3 / 4
+    assert memory.host == memory.offloaded + memory.checkpoint
+    assert memory.working == max(memory.trained, memory.trained * 4 / 4)
+    assert first(architecture, element_bytes=2, data_parallel=4, offload=0.5, on_gpu=True).working == 2 * memory.trained
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
@@ -138,6 +149,7 @@ def test_what_an_update_takes(architecture: Architecture) -> None:
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == memory.trained
+    assert first(architecture, on_gpu=True, data_parallel=4, moment_bytes=2).working == 2 * memory.trained, "widened"
 
 
 def test_operations_of_full_rows(architecture: Architecture) -> None:
