@@ -143,14 +143,14 @@ class LogProbEngine:
 
     def _look_at_local_gradients(self) -> None:
         """Take the place of megatron-core's check, which looks at this rank's gradients just before they are summed."""
-
-        def look(group: Any, **_: bool) -> None:
-            self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
-
         for chunk in self.chunks:
             chunk.ddp_config.check_for_nan_in_grad = True
             for group in bucket_groups(chunk):
-                group.check_grads = partial(look, group)
+                group.check_grads = partial(self._note_gradients, group)
+
+    def _note_gradients(self, group: Any, **_: bool) -> None:
+        """Of a group of buckets, before they are summed over the ranks."""
+        self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
 
     def local_gradients_are_finite(self) -> bool:
         """Whether the gradients that this rank added to those of the last backward pass are finite."""

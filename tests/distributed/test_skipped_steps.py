@@ -39,17 +39,17 @@ def spoilt_job(
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.parallel import state
 
-    finalize, step = LogProbEngine._finalize_gradients, DPOTrainer._optimizer_step
+    note, step = LogProbEngine._note_gradients, DPOTrainer._optimizer_step
     loss, norm = MegatronGPTKTOModel._micro_batch_loss, ChainedOptimizer.get_grad_norm
     changed: list[bool] = []
 
     def is_bad(kind: str) -> bool:
         return kind == what and state.rank() == rank and SPOILT <= len(changed) + 1 < SPOILT + steps
 
-    def spoil_gradient(engine: LogProbEngine, *arguments: Any, **options: Any) -> None:
+    def spoil_gradient(engine: LogProbEngine, group: Any, **options: bool) -> None:
         if is_bad("gradient"):
-            engine.chunks[-1].buffers[-1].grad_data[7] = torch.nan
-        finalize(engine, *arguments, **options)
+            group.buckets[-1].grad_data[7] = torch.nan
+        note(engine, group, **options)
 
     def spoil_loss(*arguments: Any) -> Any:
         result = loss(*arguments)
@@ -71,7 +71,7 @@ def spoilt_job(
         return result
 
     with (
-        mock.patch.object(LogProbEngine, "_finalize_gradients", spoil_gradient),
+        mock.patch.object(LogProbEngine, "_note_gradients", spoil_gradient),
         mock.patch.object(MegatronGPTKTOModel, "_micro_batch_loss", spoil_loss),
         mock.patch.object(ChainedOptimizer, "get_grad_norm", spoil_norm),
         mock.patch.object(DPOTrainer, "_optimizer_step", watch),

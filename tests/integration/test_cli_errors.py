@@ -125,7 +125,8 @@ def test_keys_of_one_algorithm_given_to_the_other(tmp_path: Path) -> None:
         "did you mean trainer.dpo.max_steps?\n"
         "  model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
         "`nemo-kto dpo --help` lists all keys\n"
-        "  model.dpo.label_smoothing must be left out with ipo, which does not take it, got 0.1; it is for dpo or simpo\n"
+        "  model.dpo.label_smoothing must be left out with ipo, which does not take it, got 0.1; "
+        "it is for dpo, robust or simpo\n"
     )
 
 
