@@ -74,7 +74,7 @@ def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStat
     """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on.
 
     Weights and nothing else, so that it is the same whether layers are megatron-core's or Transformer Engine's: what these
-    note of fp8 besides, which is not used here, is left out.
+    note of fp8 besides is left out: with the scales that are used here there is nothing to note.
     """
     finish_gathers(chunks)
     # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.

@@ -90,6 +90,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
         recompute_modules=cfg.recompute_modules,
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
+        fp8=cfg.fp8,
     )
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=cfg.seed)

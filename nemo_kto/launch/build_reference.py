@@ -171,6 +171,7 @@ def _open_cache(cfg: RunConfig, policy: Policy, other: ModelSource | None, engin
         "device": device.current_device().type,
         "mean over tokens": engine.average_log_probs,
         "attention within documents": cfg.model.data.reset_attention_mask,
+        **({} if cfg.model.fp8 is None else {"fp8": cfg.model.fp8}),
     }
     models = [policy.source, policy.base_model, policy.adapter_folder] if other is None else [other.base, other.adapters]
     folders = [Path(model) for model in models if model is not None]

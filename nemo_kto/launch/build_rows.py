@@ -56,7 +56,10 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
     """What is asked for, or what suits the device: that of this rank, or what a plan is made for."""
     model, on_gpu = cfg.model, device.on_gpu() if on_gpu is None else on_gpu
     multiple = width_multiple(
-        tensor_parallel=model.tensor_model_parallel_size, sequence_parallel=model.sequence_parallel, on_gpu=on_gpu
+        tensor_parallel=model.tensor_model_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        fp8=model.fp8 is not None,
+        on_gpu=on_gpu,
     )
     prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
     if prompts is None and tokens is None:

@@ -17,7 +17,7 @@ from nemo_kto.launch.plan_search import best_layouts
 from nemo_kto.launch.plan_text import plan_text, search_text
 from nemo_kto.launch.preview import integer_from
 from nemo_kto.launch.rules import broken_rules
-from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, gpu_rules
+from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, fp8_sizes, gpu_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import read_config_file
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS
@@ -57,8 +57,12 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory is not None:
         machines = machines.with_memory(flags.memory * 1e9)
     # what others' machines have is their affair
-    computes = computes_here(on_gpu=machines.on_gpu) if flags.gpus is None else Computes(on_gpu=True, engine=OLDEST_ENGINE)
-    if broken := list(gpu_rules(cfg, computes)):
+    computes = (
+        computes_here(on_gpu=machines.on_gpu)
+        if flags.gpus is None
+        else Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
+    )
+    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg)]:
         raise _refusal(broken)
     plan = make_plan(cfg, machines)
     if not searches:

@@ -100,6 +100,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
     training = Training(
         architecture=replace(architecture, tensor_parallel=tensor),
         element_bytes=DTYPES[cfg.trainer.precision].itemsize,
+        fp8=model.fp8 is not None,
         pipeline_parallel=pipeline,
         data_parallel=data,
         sequence_parallel=model.sequence_parallel,

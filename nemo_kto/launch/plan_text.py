@@ -70,7 +70,7 @@ def _run_lines(plan: Plan) -> dict[str, str]:
     model = f"{plan.cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"
     return {
         "model": f"{model}, {short(whole)} parameters, {how}",
-        "precision": plan.cfg.trainer.precision,
+        "precision": plan.cfg.trainer.precision + ("" if plan.cfg.model.fp8 is None else f", fp8 {plan.cfg.model.fp8}"),
         "step": f"{rows}, {step.tokens:,} tokens if all are {step.width:,} tokens long",
     }
 

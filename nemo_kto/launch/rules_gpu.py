@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch.packages import transformer_engine_version
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import PRECISIONS
 
-OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16
+OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
+_FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
 _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 
 
@@ -23,18 +26,21 @@ class Computes:
     Attributes:
         on_gpu: on GPUs.
         engine: version of Transformer Engine; None where there is none.
+        capability: NVIDIA's version of the GPU's instructions; None where that is not known yet.
     """
 
     on_gpu: bool
     engine: tuple[int, int] | None
+    capability: tuple[int, int] | None = None
 
 
 class _Option(NamedTuple):
-    """A key that was given, and the value that asks for nothing."""
+    """A key that was given, the value that asks for nothing, and whether the optimizer's state must be sharded for it."""
 
     key: str
     value: object
     off: str
+    sharded: bool = True
 
     def refused(self, where: str, remedy: str, *reads: str) -> ConfigError:
         return ConfigError(self.key, f"must be {self.off} {where}, got {self.value}; {remedy}", reads)
@@ -49,7 +55,7 @@ def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError
     """
     yield from _together(cfg)
     for option in _given(cfg):
-        if not cfg.model.optim.use_distributed_optimizer:
+        if option.sharded and not cfg.model.optim.use_distributed_optimizer:
             yield option.refused(f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
         if computes is not None and not computes.on_gpu:
             yield option.refused("on the CPU", "use a GPU, or leave it out", "trainer.accelerator")
@@ -58,32 +64,64 @@ def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError
             remedy = "use trainer.precision=bf16, on a GPU that has it"
             yield option.refused("with trainer.precision=32", remedy, "trainer.precision")
         if computes is not None and (computes.engine is None or computes.engine < OLDEST_ENGINE):
-            found = "none" if computes.engine is None else ".".join(map(str, computes.engine))
-            where = f"without Transformer Engine {OLDEST_ENGINE[0]}.{OLDEST_ENGINE[1]} or newer (here: {found})"
+            found = "none" if computes.engine is None else _version(computes.engine)
+            where = f"without Transformer Engine {_version(OLDEST_ENGINE)} or newer (here: {found})"
             yield option.refused(where, "install transformer-engine[pytorch] (docs/gpu/README.md)")
+        if option.key == "model.fp8" and computes is not None and (computes.capability or _FP8_CAPABILITY) < _FP8_CAPABILITY:
+            assert computes.capability is not None
+            where = f"on a GPU of compute capability {_version(computes.capability)}"
+            yield option.refused(where, f"use one of {_version(_FP8_CAPABILITY)} or more, or leave it out")
 
 
-def computes_here(*, on_gpu: bool) -> Computes:
+def computes_here(*, on_gpu: bool, capability: tuple[int, int] | None = None) -> Computes:
     """What this machine has; neither torch's CUDA nor Transformer Engine is started for it."""
-    return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None)
+    return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None, capability=capability)
 
 
 def check_gpu(cfg: RunConfig) -> None:
-    """The same rules on a rank, which knows its precision.
+    """The same rules on a rank, which knows its precision, its GPU and the sizes of the model.
 
     Raises:
         UserError: what is asked for cannot be done; all of it.
     """
-    if broken := list(gpu_rules(cfg, computes_here(on_gpu=device.on_gpu()))):
+    on_gpu = device.on_gpu()
+    computes = computes_here(on_gpu=on_gpu, capability=device.compute_capability() if on_gpu else None)
+    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg)]:
         raise UserError("\n  ".join(["nothing was started:", *map(str, broken)]))
 
 
+def fp8_sizes(cfg: RunConfig) -> Iterator[ConfigError]:
+    """Whether a rank's matrices have sizes that can be multiplied in fp8; reads the model's configuration for it."""
+    if cfg.model.fp8 is None:
+        return
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.parameters import rank_parameters
+    from nemo_kto.models.sequences import FP8_MULTIPLE
+
+    tensor, folder = cfg.model.tensor_model_parallel_size, config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
+    matrices = [each for each in rank_parameters(read_architecture(folder, tensor_parallel=tensor)) if each.is_multiplied]
+    odd = [each for each in matrices if any(size % FP8_MULTIPLE for size in each.shape)]
+    if odd:
+        shape = " x ".join(map(str, odd[0].shape))
+        text = (
+            f"must be null where a size of a rank's matrices is no multiple of {FP8_MULTIPLE}, got {cfg.model.fp8} with "
+            f"{odd[0].name} of {shape}; leave it out, or use another model.tensor_model_parallel_size than {tensor}"
+        )
+        yield ConfigError("model.fp8", text, ("model.tensor_model_parallel_size",))
+
+
+def _version(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
 def _given(cfg: RunConfig) -> Iterator[_Option]:
-    optim = cfg.model.optim
+    model, optim = cfg.model, cfg.model.optim
     if optim.moments_dtype != "fp32":
         yield _Option("model.optim.moments_dtype", optim.moments_dtype, "fp32")
     if optim.offload_fraction:
         yield _Option(_OFFLOAD, optim.offload_fraction, "0")
+    if model.fp8 is not None:
+        yield _Option("model.fp8", model.fp8, "null", sharded=False)
 
 
 def _together(cfg: RunConfig) -> Iterator[ConfigError]:

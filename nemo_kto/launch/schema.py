@@ -250,7 +250,7 @@ class GPTConfig(Section):
     expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
     sequence_parallel: bool
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
-    fp8: Annotated[None, Remedy(f"fp8 needs Transformer Engine and is {Unsupported}")]
+    fp8: Literal["hybrid", "e4m3"] | None
     activations_checkpoint_granularity: Literal["selective", "full"] | None
     activations_checkpoint_method: Literal["uniform", "block"] | None
     activations_checkpoint_num_layers: Count | None

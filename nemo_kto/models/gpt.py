@@ -108,6 +108,7 @@ def build_gpt(
     recompute_num_layers: int | None = None,
     recompute_modules: Sequence[str] | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    fp8: str | None = None,
     empty: bool = False,
 ) -> HiddenStateGPT:
     """Build this rank's part of the model, with random weights.
@@ -122,6 +123,8 @@ def build_gpt(
             of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
         recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
+        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": linear layers multiply in it, in Transformer Engine's layers.
+            Scales are those of the tensor at hand: nothing has to be kept from step to step. Weights stay as they are.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
             put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
 
@@ -139,25 +142,28 @@ def build_gpt(
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
         recompute_modules=list(recompute_modules or RECOMPUTED),
+        fp8=fp8,
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below
     )
+    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type)
     with torch.device("meta") if empty else contextlib.nullcontext():
-        model = HiddenStateGPT(
-            config=config,
-            transformer_layer_spec=_block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type),
-            vocab_size=architecture.padded_vocab_size,
-            max_sequence_length=architecture.max_position_embeddings,
-            share_embeddings_and_output_weights=architecture.tied,
-            position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
-            pre_process=pre_process,
-            post_process=post_process,
-        )
-    return _with_frequencies(model, architecture)
+        return _model(architecture, config, spec, engine=engine, pre_process=pre_process, post_process=post_process)
 
 
-def _with_frequencies(model: HiddenStateGPT, architecture: Architecture) -> HiddenStateGPT:
-    """The model with the frequencies of the architecture, where megatron-core's rotary embedding is used."""
-    if model.position_embedding_type == "rope":
+def _model(
+    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, *, engine: bool, **ends: bool
+) -> HiddenStateGPT:
+    """The model, with the architecture's frequencies where megatron-core's rotary embedding is used."""
+    model = HiddenStateGPT(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=architecture.padded_vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
+        **ends,
+    )
+    if engine:
         frequencies = architecture.rope.inverse_frequencies(architecture.head_dim)
         model.rotary_pos_emb.inv_freq = frequencies.to(device.current_device())
     return model
@@ -192,6 +198,7 @@ def _transformer_config(architecture: Architecture, *, engine: bool, **settings:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=settings["params_dtype"] == torch.bfloat16,
+        fp8_recipe="tensorwise",  # the scale of a tensor is found when it is needed; megatron-core's default remembers some
         pipeline_dtype=settings["params_dtype"],
         bias_activation_fusion=compiles(),
         # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it

@@ -25,6 +25,7 @@ class Hardware:
         name: what it is called.
         memory: bytes.
         flops: operations a second at best, by the bytes of a value: 2 for bf16, 4 for fp32 without TF32.
+        capability: NVIDIA's version of its instructions; None where it is not known.
         link, network: bytes a second that a GPU can send, to GPUs of its machine and to other machines; None on a CPU, whose
             ranks share one memory.
         measured: ``flops`` was measured on this machine just now, and is no peak.
@@ -33,6 +34,7 @@ class Hardware:
     name: str
     memory: float
     flops: dict[int, float]
+    capability: tuple[int, int] | None = None
     link: float | None = None
     network: float | None = None
     measured: bool = False
@@ -42,10 +44,13 @@ class Hardware:
         return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
 
 
+_HOPPER = {2: 989e12, 4: 67e12}
 GPUS = {
-    "a100": Hardware(name="A100 80GB", memory=80e9, flops={2: 312e12, 4: 19.5e12}, link=300e9, network=25e9),
-    "h100": Hardware(name="H100 80GB", memory=80e9, flops={2: 989e12, 4: 67e12}, link=450e9, network=50e9),
-    "h200": Hardware(name="H200", memory=141e9, flops={2: 989e12, 4: 67e12}, link=450e9, network=50e9),
+    "a100": Hardware(
+        name="A100 80GB", memory=80e9, flops={2: 312e12, 4: 19.5e12}, capability=(8, 0), link=300e9, network=25e9
+    ),
+    "h100": Hardware(name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
+    "h200": Hardware(name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
 }
 DEFAULT_GPU = "h100"
 

@@ -25,6 +25,7 @@ class Training:
     Attributes:
         architecture: the model; also says the tensor-parallel size.
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
+        fp8: linear layers multiply in fp8.
         pipeline_parallel, data_parallel: degrees.
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
@@ -48,6 +49,7 @@ class Training:
 
     architecture: Architecture
     element_bytes: int
+    fp8: bool = False
     pipeline_parallel: int = 1
     data_parallel: int = 1
     sequence_parallel: bool = False
@@ -183,7 +185,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         stage=stage,
         parameters=count,
         trained=trained,
-        weights=count * training.element_bytes,
+        weights=count * training.element_bytes + (_quantised(parameters) if training.fp8 else 0),
         gradients=trained * _FP32,
         optimizer=trained * training.state_bytes(),
         activations=activations,
@@ -196,6 +198,11 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
     )
+
+
+def _quantised(parameters: list[RankParameter]) -> int:
+    """Matrices in fp8, kept for all micro-batches of a step: as they are, and transposed for the backward pass."""
+    return 2 * sum(each.numel for each in parameters if each.is_multiplied)
 
 
 def stages_memory(training: Training) -> list[RankMemory]:

@@ -26,6 +26,11 @@ class RankParameter:
         """Number of values."""
         return math.prod(self.shape)
 
+    @property
+    def is_multiplied(self) -> bool:
+        """A matrix of a linear layer within the layers, which is what fp8 is for."""
+        return ".linear_" in self.name and self.name.endswith(".weight")
+
 
 def rank_parameters(
     architecture: Architecture, *, pipeline_parallel: int = 1, stage: int = 0, adapters: LoRASettings | None = None

@@ -18,12 +18,17 @@ from nemo_kto.losses.sequence import response_counts, response_positions
 from nemo_kto.parallel import device
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
+FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
 
 
-def width_multiple(*, tensor_parallel: int, sequence_parallel: bool, on_gpu: bool | None = None) -> int:
-    """What the width of a micro-batch is rounded up to, here or ``on_gpu``: sequence parallelism shards it."""
+def width_multiple(*, tensor_parallel: int, sequence_parallel: bool, fp8: bool = False, on_gpu: bool | None = None) -> int:
+    """What the width of a micro-batch is rounded up to, here or ``on_gpu``.
+
+    Sequence parallelism shards it; a shard, which is quantised by itself, has the size that ``fp8`` needs.
+    """
     on_gpu = device.on_gpu() if on_gpu is None else on_gpu
-    return math.lcm(tensor_parallel if sequence_parallel else 1, _GPU_WIDTHS if on_gpu else 1)
+    shards = tensor_parallel if sequence_parallel else 1
+    return math.lcm(shards * (FP8_MULTIPLE if fp8 else 1), _GPU_WIDTHS if on_gpu else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
+        capturable: bool = False,  # which megatron-core 0.19 gives
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,  # of main weights of its own
@@ -46,6 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         assert adam_w_mode
+        assert not capturable
         assert not use_decoupled_grad
         self.dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 from nemo_kto.data.records import DataError
-from nemo_kto.launch import build, compose
+from nemo_kto.launch import build, build_reference, compose
 from nemo_kto.launch.build_rows import micro_batch_limits, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.recipes import RECIPES
@@ -84,3 +85,14 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "model_tokenizer", lambda source: make_tokenizer())
     with pytest.raises(DataError, match="1 broken row"):
         build.train(config())
+
+
+def test_reference_log_probs_in_fp8_are_kept_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_reference, "ReferenceCache", lambda **kept: kept["settings"])
+    policy: Any = SimpleNamespace(source=Path("model"), base_model=Path("model"), adapter_folder=None)
+    engine: Any = SimpleNamespace(average_log_probs=False)
+
+    def settings(*overrides: str) -> Any:
+        return build_reference._open_cache(config(*overrides), policy, None, engine)
+
+    assert settings("model.fp8=e4m3") == settings() | {"fp8": "e4m3"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.launch import plan
 from nemo_kto.launch.packages import transformer_engine_version
-from nemo_kto.launch.rules_gpu import Computes, check_gpu, gpu_rules
+from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_sizes, gpu_rules
 from nemo_kto.parallel import device
+from tests.tiny import make_checkpoint
 from tests.unit.launch.conftest import Load, Said
 
 CPU = Computes(on_gpu=False, engine=None)
@@ -23,12 +25,13 @@ SHARDED = "model.optim.use_distributed_optimizer"
 
 
 class Asked(NamedTuple):
-    """An override, its key, and how a refusal begins and what it found."""
+    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
 
     override: str
     key: str
     off: str
     got: str
+    sharded: bool = True
 
     def refused(self, where: str, remedy: str) -> str:
         return f"{self.key} must be {self.off} {where}, got {self.got}; {remedy}"
@@ -37,6 +40,7 @@ class Asked(NamedTuple):
 ASKED = [
     Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
     Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+    Asked("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
 
 
@@ -65,13 +69,52 @@ def test_one_line_each(
     asked: Asked, overrides: list[str], computes: Computes | None, where: str | None, remedy: str | None, load: Load
 ) -> None:
     found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
-    assert found == ([] if where is None or remedy is None else [asked.refused(where, remedy)])
+    nothing = where is None or (f"{SHARDED}=false" in overrides and not asked.sharded)
+    assert found == ([] if nothing else [asked.refused(str(where), str(remedy))])
 
 
 def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
     cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
     told = "model.optim.moments_dtype must be fp32 with model.optim.offload_fraction above 0, got bf16; set one or the other"
     assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
+def test_gpus_that_have_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
+    computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
+    told = "model.fp8 must be null on a GPU of compute capability 8.0, got e4m3; use one of 8.9 or more, or leave it out"
+    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
+    assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
+
+
+def test_sizes_that_can_be_multiplied_in_fp8(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight heads of eight in four groups, MLPs 96 wide: two ranks have 48 of them, and four have 24."""
+    model = make_checkpoint(tmp_path / "small", "llama", intermediate_size=96)
+    base = ("model.fp8=hybrid", f"pretrained_checkpoint.restore_from_path={model}")
+    tensor = "model.tensor_model_parallel_size={}"
+    assert list(fp8_sizes(load(*base, tensor.format(2)))) == []
+    told = (
+        "model.fp8 must be null where a size of a rank's matrices is no multiple of 16, got hybrid with "
+        "decoder.layers.0.mlp.linear_fc2.weight of 64 x 24; leave it out, or use another model.tensor_model_parallel_size "
+        "than 4"
+    )
+    assert [str(mistake) for mistake in fp8_sizes(load(*base, tensor.format(4)))] == [told]
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    check_gpu(load(*base, tensor.format(2)))
+    with pytest.raises(UserError) as error:
+        check_gpu(load(*base, tensor.format(4)))
+    assert str(error.value) == f"nothing was started:\n  {told}"
+    with pytest.raises(UserError) as error:
+        plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
+    assert str(error.value) == f"nothing can be planned:\n  {told}"
+    assert plan.main(["kto", *base, tensor.format(2), "--gpus", "2"]) == 0
+    assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"on a GPU of compute capability 8\.0"):
+        plan.main(["kto", *base, tensor.format(2), "--gpus", "2", "--gpu", "a100"])
 
 
 def test_nothing_is_said_of_defaults(load: Load) -> None:

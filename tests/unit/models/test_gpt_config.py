@@ -18,12 +18,13 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
     return read_architecture(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"), tensor_parallel=1)
 
 
-def config_of(architecture: Architecture) -> TransformerConfig:
+def config_of(architecture: Architecture, **settings: object) -> TransformerConfig:
     return _transformer_config(
         architecture,
         engine=uses_transformer_engine(torch.bfloat16),
         params_dtype=torch.bfloat16,
         pipeline_model_parallel_size=1,
+        **settings,
     )
 
 
@@ -50,3 +51,14 @@ def test_the_cpu_gets_none(architecture: Architecture) -> None:
     config = config_of(architecture)
     assert not config.bias_activation_fusion
     assert not config.apply_rope_fusion
+
+
+@pytest.mark.parametrize("fp8", [None, "hybrid", "e4m3"])
+def test_fp8_has_scales_that_nothing_has_to_remember(
+    fp8: str | None, architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and attention stay in bf16."""
+    gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    config = config_of(architecture, fp8=fp8)
+    assert (config.fp8, config.fp8_recipe, config.params_dtype) == (fp8, "tensorwise", torch.bfloat16)
+    assert [config.fp8_param, config.fp8_dot_product_attention, config.fp8_multi_head_attention] == [False] * 3

@@ -91,6 +91,14 @@ def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str
     assert on_gpu.host == memory.reference + memory.checkpoint
 
 
+def test_matrices_in_fp8_are_held_beside_the_weights(architecture: Architecture) -> None:
+    """Each as it is and transposed, a byte a value: attention (8 heads and 2 x 4 of 8, output) and gated MLP."""
+    plain, quantised = (first(architecture, element_bytes=2, fp8=fp8, on_gpu=True) for fp8 in (False, True))
+    matrices = HIDDEN * (8 * 8 + 2 * 4 * 8) + 8 * 8 * HIDDEN + 3 * HIDDEN * architecture.ffn_hidden_size
+    assert quantised.weights - plain.weights == 2 * LAYERS * matrices
+    assert quantised.device - plain.device == 2 * LAYERS * matrices
+
+
 def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
     """Main weights, moments and gradients there; and while it is made, all main weights of the GPU's part."""
     memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)

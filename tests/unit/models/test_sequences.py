@@ -86,6 +86,11 @@ def test_widths(on_gpu: bool, tensor: int, sharded: bool, expected: int, monkeyp
     assert width_multiple(tensor_parallel=tensor, sequence_parallel=sharded) == expected
 
 
+@pytest.mark.parametrize(("tensor", "sharded", "expected"), [(8, False, 64), (4, True, 64), (8, True, 128)])
+def test_shards_in_fp8_are_multiples_of_16(tensor: int, sharded: bool, expected: int) -> None:
+    assert width_multiple(tensor_parallel=tensor, sequence_parallel=sharded, fp8=True, on_gpu=True) == expected
+
+
 def test_the_limits_in_words() -> None:
     assert str(MicroBatchLimits(prompts=4, tokens=None, multiple=1)) == "4"
     assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=64)) == "up to 8,192 tokens"
