@@ -188,7 +188,7 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
 
 
 def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides: list[str], folder: str) -> None:
-    """Train with nemo_kto's KTOTrainer on one rank; settings that are not given are those of conf/gpt_kto.yaml."""
+    """Train with nemo_kto's KTOTrainer on one rank, with its settings for a machine without GPUs (hardware=cpu)."""
     from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.checkpoint.cached_reference import CachedReference
     from nemo_kto.data.records import KTOExample
@@ -245,6 +245,7 @@ def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[s
     """The overrides that give TRL's settings."""
     lr = OPTIMIZER["learning_rate"]
     return [
+        "hardware=cpu",
         f"pretrained_checkpoint.restore_from_path={model}",
         f"model.data.data_prefix={rows}",
         "model.data.splits_string=null",
