@@ -12,7 +12,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch.packages import transformer_engine_version
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import PRECISIONS
+from nemo_kto.parallel.precision import DTYPES, PRECISIONS
 
 OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
 _FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
@@ -73,19 +73,25 @@ def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError
             yield option.refused(where, f"use one of {_version(_FP8_CAPABILITY)} or more, or leave it out")
 
 
-def computes_here(*, on_gpu: bool, capability: tuple[int, int] | None = None) -> Computes:
+def computes_here(*, on_gpu: bool) -> Computes:
     """What this machine has; neither torch's CUDA nor Transformer Engine is started for it."""
-    return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None, capability=capability)
+    return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None)
 
 
 def check_gpu(cfg: RunConfig) -> None:
-    """The same rules on a rank, which knows its precision, its GPU and the sizes of the model.
+    """The same rules on a rank, which knows its precision, its GPU, what it could import and the sizes of the model.
 
     Raises:
         UserError: what is asked for cannot be done; all of it.
     """
-    on_gpu = device.on_gpu()
-    computes = computes_here(on_gpu=on_gpu, capability=device.compute_capability() if on_gpu else None)
+    from nemo_kto.parallel.kernels import uses_transformer_engine
+
+    works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and not be importable
+    computes = Computes(
+        on_gpu=device.on_gpu(),
+        engine=transformer_engine_version() if works else None,
+        capability=device.compute_capability() if device.on_gpu() else None,
+    )
     if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg)]:
         raise UserError("\n  ".join(["nothing was started:", *map(str, broken)]))
 

@@ -267,6 +267,6 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     trained = [each.numel for each in parameters if each.trained]
     share = sum(trained) / (training.data_parallel if training.distributed_optimizer else 1)
     if training.on_gpu:
-        updated = share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32)
-        return max(updated, (1 - training.offload) * sum(trained) * _FP32 if training.offload else 0.0)
+        on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
+        return on_gpu * max(share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32), made)
     return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)

@@ -15,6 +15,7 @@ from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_sizes, gpu_rules
 from nemo_kto.parallel import device
 from tests.tiny import make_checkpoint
 from tests.unit.launch.conftest import Load, Said
+from tests.unit.parallel.test_kernels import RICH, gpu
 
 CPU = Computes(on_gpu=False, engine=None)
 GPU = Computes(on_gpu=True, engine=(2, 9))
@@ -101,13 +102,6 @@ def test_sizes_that_can_be_multiplied_in_fp8(
         "than 4"
     )
     assert [str(mistake) for mistake in fp8_sizes(load(*base, tensor.format(4)))] == [told]
-    monkeypatch.setattr(device, "on_gpu", lambda: True)
-    monkeypatch.setattr(device, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
-    check_gpu(load(*base, tensor.format(2)))
-    with pytest.raises(UserError) as error:
-        check_gpu(load(*base, tensor.format(4)))
-    assert str(error.value) == f"nothing was started:\n  {told}"
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
     assert str(error.value) == f"nothing can be planned:\n  {told}"
@@ -115,6 +109,21 @@ def test_sizes_that_can_be_multiplied_in_fp8(
     assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"on a GPU of compute capability 8\.0"):
         plan.main(["kto", *base, tensor.format(2), "--gpus", "2", "--gpu", "a100"])
+    gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    check_gpu(load(*base, tensor.format(2)))
+    with pytest.raises(UserError) as error:
+        check_gpu(load(*base, tensor.format(4)))
+    assert str(error.value) == f"nothing was started:\n  {told}"
+
+
+def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
+    with pytest.raises(UserError) as error:
+        check_gpu(load(asked.override))
+    line = asked.refused("without Transformer Engine 2.3 or newer (here: none)", INSTALL)
+    assert str(error.value).startswith(f"nothing was started:\n  {line}")
 
 
 def test_nothing_is_said_of_defaults(load: Load) -> None:

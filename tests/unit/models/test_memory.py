@@ -105,8 +105,9 @@ def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None
     assert memory.optimizer == memory.trained * 12 / 4 / 4
     assert memory.offloaded == memory.trained * 16 / 4 * 3 / 4
     assert memory.host == memory.offloaded + memory.checkpoint
-    assert memory.working == max(memory.trained, memory.trained * 4 / 4)
+    assert memory.working == memory.trained * 4 / 4
     assert first(architecture, element_bytes=2, data_parallel=4, offload=0.5, on_gpu=True).working == 2 * memory.trained
+    assert first(architecture, element_bytes=2, data_parallel=4, offload=1.0, on_gpu=True).working == 0
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
