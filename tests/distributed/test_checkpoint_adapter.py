@@ -126,6 +126,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(ranks: RankPool, 
                     "dropout": 0.0,
                     "target_modules": ["q_proj", "v_proj", "mlp"],
                     "layers": [4],
+                    "rslora": False,
                 },
             }
     assert sizes["adapters"] < sizes["model"] / 5
