@@ -21,6 +21,7 @@ from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
+from nemo_kto.models.rope import longest_sequence
 
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
@@ -111,9 +112,9 @@ def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
     if width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {_divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    positions, length = config.get("max_position_embeddings"), model.data.seq_length
+    (name, positions), length = longest_sequence(config), model.data.seq_length
     if positions is not None and length > positions:
-        text = f"must be at most max_position_embeddings = {positions} of {where}, got {length}; use {positions} or fewer"
+        text = f"must be at most {name} = {positions} of {where}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
 
 

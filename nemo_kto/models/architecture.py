@@ -136,6 +136,12 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
+    rope, rotates = read_rope(config.to_dict()), family.rotates(config)
+    if rope.attention_factor != 1.0 and not all(rotates):
+        raise ValueError(
+            "a rope type with an attention factor (yarn, longrope) must rotate every layer, got layers without rotary "
+            "embeddings, whose scores have no such factor; choose another model"
+        )
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -148,9 +154,9 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
-        rope=read_rope(config.to_dict()),
+        rope=rope,
         windows=family.windows(config),
-        rotates=family.rotates(config),
+        rotates=rotates,
         tied=bool(config.tie_word_embeddings),
         **flags,
     )

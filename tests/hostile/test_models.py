@@ -130,10 +130,18 @@ AT_START: dict[str, tuple[Break, str]] = {
     "rope_theta is zero": (config(rope_theta=0), "rope_theta must be a positive, finite number, got 0"),
     "rope_scaling is a string": (config(rope_scaling="linear"), "rope_scaling must be an object, got 'linear'"),
     "rope of a type that is not there": (
-        config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "the rope type must be one of default, linear, llama3, got 'yarn'",
+        config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
+        "the rope type must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
     ),
-    "rope type is a list": (config(rope_scaling={"rope_type": []}), "must be one of default, linear, llama3, got []"),
+    "rope type is a list": (
+        config(rope_scaling={"rope_type": []}),
+        "must be one of default, linear, llama3, yarn, dynamic, longrope, got []",
+    ),
+    "factors of longrope are no list": (
+        config(rope_scaling={"rope_type": "longrope", "short_factor": 2.0, "long_factor": [1.0, 0]}),
+        "rope_scaling.short_factor must be a list of positive, finite numbers, got 2.0; "
+        "rope_scaling.long_factor must be a list of positive, finite numbers, got [1.0, 0]",
+    ),
     "rope factor is a string": (
         config(rope_scaling={"rope_type": "linear", "factor": "4"}),
         "rope_scaling.factor must be a positive, finite number, got '4'",
@@ -359,6 +367,16 @@ def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
     assert said[2:4] == [
         f"model.pipeline_model_parallel_size must divide the 3 layers of {model}, got 2; use 1",
         f"model.data.seq_length must be at most max_position_embeddings = 64 of {model}, got 65; use 64 or fewer",
+    ]
+
+
+def test_longrope_is_as_long_as_its_short_factors_are_for(here: Path) -> None:
+    settings = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    config(rope_scaling={**settings, "original_max_position_embeddings": 32})(here / "model")
+    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=32") == []
+    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=33") == [
+        f"model.data.seq_length must be at most original_max_position_embeddings = 32 of {here / 'model'}, got 33; "
+        "use 32 or fewer"
     ]
 
 

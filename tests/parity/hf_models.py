@@ -60,6 +60,10 @@ CONFIGS = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "llama-yarn-rope": lambda: LlamaConfig(
+        **_SIZES,
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
+    ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
     "smollm3": lambda: SmolLM3Config(

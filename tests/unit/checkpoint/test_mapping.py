@@ -31,7 +31,7 @@ def architecture(
         vocab_size=11,
         max_position_embeddings=16,
         norm_epsilon=1e-6,
-        rope=Rope(theta=1e4),
+        rope=Rope(frequencies=(1.0,)),
         windows=(None, None),
         rotates=(True, True),
         tied=False,

@@ -9,7 +9,6 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.families import FAMILIES
-from nemo_kto.models.rope import Rope
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,7 +44,8 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
     assert read.family is FAMILIES["LlamaForCausalLM"]
     assert (read.num_layers, read.hidden_size, read.num_attention_heads, read.num_query_groups) == (3, 64, 8, 8)
     assert (read.head_dim, read.ffn_hidden_size, read.vocab_size, read.max_position_embeddings) == (8, 96, 259, 2048)
-    assert (read.norm_epsilon, read.rope, read.tied) == (1e-5, Rope(theta=5e5), False)
+    assert (read.norm_epsilon, read.rope.attention_factor, read.tied) == (1e-5, 1.0, False)
+    assert read.rope.frequencies == pytest.approx([5e5 ** -(pair / 4) for pair in range(4)], rel=1e-6)
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == (False, False, False, False)
     assert read.windows == (None, None, None)
 
@@ -139,7 +139,14 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
             "got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear, llama3, got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            "must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]},
+            "must rotate every layer, got layers without rotary embeddings, whose scores have no such factor",
+        ),
         ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
