@@ -159,11 +159,10 @@ def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: s
     for name in _OF_THE_CONFIG:
         if (value := config.get(name)) is not None:
             setattr(described, name, value)
-    theta = settings.get("rope_theta", config.get("rope_theta"))
-    # older versions of transformers read the first two, newer ones the third
-    described.rope_theta = theta
-    described.rope_scaling = {**settings, "rope_type": kind}
-    described.rope_parameters = {**settings, "rope_type": kind, "rope_theta": theta}
+    described.rope_theta = settings.get("rope_theta", config.get("rope_theta"))
+    is_new = hasattr(described, "standardize_rope_params")  # since transformers 5
+    parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
+    setattr(described, "rope_parameters" if is_new else "rope_scaling", parameters)
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
     return frequencies, attention_factor
 
