@@ -58,15 +58,17 @@ class RotaryTable:
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
 
     def rotate(self, heads_sbhd: Tensor) -> Tensor:
-        """Queries or keys [sequence, batch, heads, head size], each rotated by its place in the sequence."""
+        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place."""
         positions, kept = len(heads_sbhd), self._cos_and_sin
         if kept is None or len(kept[0]) < positions or kept[0].dtype != heads_sbhd.dtype:
             kept = self._cos_and_sin = self._tables_like(heads_sbhd)
-        rotated: Tensor = _Rotation.apply(heads_sbhd, *(table[:positions] for table in kept))  # type: ignore[no-untyped-call]
-        return rotated
+        cos_s11d, sin_s11c = (table[:positions] for table in kept)
+        first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
+        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c)  # type: ignore[no-untyped-call]
+        return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
     def _tables_like(self, heads_sbhd: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines [sequence, 1, 1, head size] and sines [.., half of it] in the dtype of the heads, computed in fp32."""
+        """Cosines [sequence, 1, 1, rotated channels], sines [.., half of them] in the heads' dtype, computed in fp32."""
         frequency_c = self._rope.inverse_frequencies().to(heads_sbhd.device)
         position_s = torch.arange(len(heads_sbhd), dtype=torch.float32, device=heads_sbhd.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
@@ -125,25 +127,39 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
     return "max_position_embeddings", config.get("max_position_embeddings")
 
 
-def read_rope(config: Mapping[str, Any]) -> Rope:
+def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     """Read the rotary embedding out of a Hugging Face configuration, in its old form (rope_theta, rope_scaling) or its new
     one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
 
     Args:
         config: the configuration as a dict, with the family's defaults filled in.
+        partial: the family has models that rotate only the first channels of each head.
 
     Raises:
-        ValueError: a rope type that is not implemented, or one of its numbers is missing.
+        ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
     """
     settings, kind = _settings(config), check_rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
         raise ValueError(f"{told}; add what is missing")
-    if given.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor must be 1.0, got {given['partial_rotary_factor']}; choose another model")
+    part, head_dim = given.get("partial_rotary_factor") or 1.0, _head_dim(config)
+    if part != 1.0 and not partial:
+        raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
+    if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
+        told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
+        raise ValueError(f"{told}, got {part}; choose another model")
     frequencies, attention_factor = _initialised(config, settings, kind)
+    if attention_factor != 1.0 and int(head_dim * part) < head_dim:
+        told = f"partial_rotary_factor must be 1.0 where the rope type {kind!r} has an attention factor, got {part}"
+        raise ValueError(
+            f"{told}: a softmax scale would multiply the channels that are not rotated too; choose another model"
+        )
     return Rope(frequencies=tuple(frequencies.tolist()), attention_factor=float(attention_factor))
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> tuple[Tensor, float]:
@@ -155,7 +171,7 @@ def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: s
         kind, settings = "linear", {**settings, "factor": 1.0}
     described = PretrainedConfig()
     described.hidden_size, described.num_attention_heads = config["hidden_size"], config["num_attention_heads"]
-    described.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    described.head_dim = _head_dim(config)
     for name in _OF_THE_CONFIG:
         if (value := config.get(name)) is not None:
             setattr(described, name, value)

@@ -37,7 +37,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM"
+FAMILIES = ", ".join(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
@@ -378,6 +378,17 @@ def test_longrope_is_as_long_as_its_short_factors_are_for(here: Path) -> None:
         f"model.data.seq_length must be at most original_max_position_embeddings = 32 of {here / 'model'}, got 33; "
         "use 32 or fewer"
     ]
+
+
+def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
+    config(architectures=["Phi3ForCausalLM"], model_type="phi3")(here / "model")
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_dense,mlp,q_proj]"]
+    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == [
+        "model.peft.lora_tuning.target_modules must be layers that phi3 has by themselves, got mlp, q_proj, of which it "
+        "fuses some; use of o_proj, down_proj, or model.peft.peft_scheme=none"
+    ]
+    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,down_proj]"
+    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 
 def test_tensor_parallel_sizes_that_the_model_cannot_have(here: Path) -> None:

@@ -24,6 +24,7 @@ BASE: dict[str, Any] = {
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
@@ -77,6 +78,8 @@ def test_head_size_of_its_own(tmp_path: Path) -> None:
     [
         ("MistralForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("Phi3ForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
+        ("Phi3ForCausalLM", {}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
     ],
@@ -97,6 +100,13 @@ def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], win
 def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any], rotates: tuple[bool, ...]) -> None:
     smollm3 = folder(tmp_path, **of("SmolLM3ForCausalLM"), **changes)
     assert read_architecture(smollm3, tensor_parallel=1).rotates == rotates
+
+
+@pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
+def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channels: int) -> None:
+    phi3 = folder(tmp_path, **of("Phi3ForCausalLM"), partial_rotary_factor=part, pad_token_id=0)
+    frequencies = [5e5 ** -(channel / channels) for channel in range(0, channels, 2)]
+    assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
 
 
 def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
@@ -135,8 +145,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, "
-            "got 'GPT2LMHeadModel'",
+            "must be one of LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
