@@ -21,11 +21,16 @@ from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
+from nemo_kto.models.families import Family
+from nemo_kto.models.lora_mappings import hf_module
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
+from nemo_kto.models.rope import longest_sequence
 
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
 _MAX_ROW_BYTES = 2**20  # of a first row; a file without lines may be as large as the disk
+_TARGETS = "model.peft.lora_tuning.target_modules"
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
 
 
@@ -38,11 +43,13 @@ def broken_files(cfg: RunConfig) -> Errors:
     yield from wrong or _use_of_sources(cfg, source)
     folder = config_folder(source)
     try:
-        config, _ = read_config_file(folder)
+        config, family = read_config_file(folder)
     except UserError:  # said above, or the folder is not there
-        config = {}
+        config, family = {}, None
     yield from _layout(cfg, config)
     yield from _adapter(cfg, config)
+    if family is not None and cfg.model.peft.peft_scheme != "none" and cfg.model.peft.restore_from_path is None:
+        yield from _targets(cfg, family)
     if os.path.isfile(folder / CONFIG):
         yield from _raised(_MODEL, lambda: check_tokenizer(folder, vocab_size=config.get("vocab_size")))
         yield from _rows(cfg, folder)
@@ -111,9 +118,9 @@ def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
     if width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {_divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    positions, length = config.get("max_position_embeddings"), model.data.seq_length
+    (name, positions), length = longest_sequence(config), model.data.seq_length
     if positions is not None and length > positions:
-        text = f"must be at most max_position_embeddings = {positions} of {where}, got {length}; use {positions} or fewer"
+        text = f"must be at most {name} = {positions} of {where}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
 
 
@@ -138,6 +145,16 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
         where = cfg.pretrained_checkpoint.restore_from_path
         text = f"must adapt layers from 1 to {layers}, which {where} has, got layer {max(selected or [0])}; correct it"
         yield ConfigError(key, text, tuple(reads))
+
+
+def _targets(cfg: RunConfig, family: Family) -> Errors:
+    """Linear layers to adapt that the model does not have by themselves."""
+    held = {hf_module(name) for mapping in family.mappings for name in mapping.hf_names}
+    targets = [target for target in cfg.model.peft.lora_tuning.target_modules if target in TARGET_MODULES]
+    if wrong := [target for target in targets if not held.issuperset(NEMO_TARGETS.get(target, (target,)))]:
+        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, of which it fuses some; "
+        remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in held)}, or {_SCHEME}=none"
+        yield ConfigError(_TARGETS, text + remedy, (_MODEL, _SCHEME))
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:

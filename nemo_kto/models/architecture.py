@@ -89,12 +89,15 @@ class Architecture:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by the names that the family tables use."""
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
         return {
             "vocabulary": self.vocab_size,
             "hidden": self.hidden_size,
-            "query": self.num_attention_heads * self.head_dim,
-            "key_value": self.num_query_groups * self.head_dim,
+            "query": query,
+            "key_value": key_value,
+            "query_key_value": query + 2 * key_value,
             "ffn": self.ffn_hidden_size,
+            "gate_and_up": 2 * self.ffn_hidden_size,
             "head": self.head_dim,
         }
 
@@ -136,6 +139,12 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
+    rope, rotates = read_rope(config.to_dict(), partial=family.partial_rotary), family.rotates(config)
+    if rope.attention_factor != 1.0 and not all(rotates):
+        raise ValueError(
+            "a rope type with an attention factor (yarn, longrope) must rotate every layer, got layers without rotary "
+            "embeddings, whose scores have no such factor; choose another model"
+        )
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -148,9 +157,9 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
-        rope=read_rope(config.to_dict()),
+        rope=rope,
         windows=family.windows(config),
-        rotates=family.rotates(config),
+        rotates=rotates,
         tied=bool(config.tie_word_embeddings),
         **flags,
     )

@@ -38,6 +38,9 @@ def _count(largest: int = _LARGEST) -> _Form:
 
 
 _POSITIVE = _Form(lambda value: _is_number(value) and 0 < value < math.inf, "a positive, finite number")
+_POSITIVES = _Form(
+    lambda value: isinstance(value, list) and all(map(_POSITIVE.holds, value)), "a list of positive, finite numbers"
+)
 _FLAG = _Form(lambda value: isinstance(value, bool), "true or false")
 _STRING = _Form(lambda value: isinstance(value, str), "a string")
 _STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value), "a list of strings")
@@ -48,15 +51,21 @@ _FIELDS = {
     "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
-    "head_dim": _count(), "sliding_window": _count(),
+    "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
     "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE,
     "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
     "rope_scaling": _MAPPING, "rope_parameters": _MAPPING, "quantization_config": _MAPPING,
 }  # fmt: skip
-_ROPE_NUMBERS = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    "partial_rotary_factor",
-)  # fmt: skip
+_ROPE_FIELDS = {
+    **dict.fromkeys(
+        (
+            "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "attention_factor",
+            "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+        ),
+        _POSITIVE,
+    ),
+    "short_factor": _POSITIVES, "long_factor": _POSITIVES, "truncate": _FLAG,
+}  # fmt: skip
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
 _MAY_BE_NULL = {"architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window"} | {
     name for name, form in _FIELDS.items() if form is _MAPPING
@@ -97,7 +106,7 @@ def _wrong_forms(config: Mapping[str, Any], forms: Mapping[str, _Form], where: s
 def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
     for section in ("rope_scaling", "rope_parameters"):
         if isinstance(settings := config.get(section), dict):
-            yield from _wrong_forms(settings, dict.fromkeys(_ROPE_NUMBERS, _POSITIVE), f"{section}.")
+            yield from _wrong_forms(settings, _ROPE_FIELDS, f"{section}.")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:

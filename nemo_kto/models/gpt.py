@@ -164,8 +164,7 @@ def _model(
         **ends,
     )
     if engine:
-        frequencies = architecture.rope.inverse_frequencies(architecture.head_dim)
-        model.rotary_pos_emb.inv_freq = frequencies.to(device.current_device())
+        model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
     return model
 
 
@@ -182,6 +181,7 @@ def _transformer_config(architecture: Architecture, *, engine: bool, **settings:
         num_attention_heads=architecture.padded_attention_heads,
         num_query_groups=architecture.padded_query_groups,
         kv_channels=architecture.head_dim,
+        softmax_scale=architecture.rope.softmax_scale(architecture.head_dim),
         ffn_hidden_size=architecture.ffn_hidden_size,
         tensor_model_parallel_size=architecture.tensor_parallel,
         normalization="RMSNorm",
@@ -233,7 +233,7 @@ def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    rotary = RotaryTable(rope=architecture.rope, head_dim=architecture.head_dim)
+    rotary = RotaryTable(rope=architecture.rope)
     parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention, params={"rotary": rotary})
     # a ModuleSpec, and from megatron-core 0.18 on a partial
     mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "llama3")
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Each rope type and what it cannot do without; transformers has a default for the rest.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+ROPE_TYPES = tuple(_NEEDED)
+_OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,36 +27,24 @@ class Rope:
     """Which rotation a position means.
 
     Attributes:
-        theta: base of the geometric row of wavelengths.
-        kind: default, linear (all wavelengths times ``factor``) or llama3 (only the long ones).
-        factor: how much longer the context became.
-        low_freq_factor: wavelengths above original_max_positions / low_freq_factor are stretched by the whole ``factor``.
-        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are not changed; between, a blend.
-        original_max_positions: tokens of context before the stretch.
+        frequencies: radians a position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs are
+            not rotated.
+        attention_factor: factor on cosines and sines, and so twice on each score; yarn and longrope have one.
     """
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians a position for each pair of channels, fp32 [head_dim / 2].
+    def inverse_frequencies(self) -> Tensor:
+        """The frequencies, fp32 [rotated channels / 2]."""
+        return torch.tensor(self.frequencies, dtype=torch.float32)
 
-        megatron-core can compute the llama3 stretch itself, but with fixed low and high factors and original context.
+    def softmax_scale(self, head_dim: int) -> float | None:
+        """The factor on the scores, attention_factor^2 / sqrt(head size); None for the usual one, 1 / sqrt(head size).
+
+        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used.
         """
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / (self.theta**exponents)
-        if self.kind == "linear":
-            return frequencies / self.factor
-        if self.kind != "llama3":
-            return frequencies
-        wavelengths = 2 * math.pi / frequencies
-        turns = self.original_max_positions / wavelengths  # full turns over the original context
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
-        return (1 - kept) * frequencies / self.factor + kept * frequencies
+        return None if self.attention_factor == 1.0 else self.attention_factor**2 / head_dim**0.5
 
 
 class RotaryTable:
@@ -57,21 +53,23 @@ class RotaryTable:
     megatron-core computes them again in each layer, of queries and of keys.
     """
 
-    def __init__(self, *, rope: Rope, head_dim: int) -> None:
-        self._rope, self._head_dim = rope, head_dim
+    def __init__(self, *, rope: Rope) -> None:
+        self._rope = rope
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
 
     def rotate(self, heads_sbhd: Tensor) -> Tensor:
-        """Queries or keys [sequence, batch, heads, head size], each rotated by its place in the sequence."""
+        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place."""
         positions, kept = len(heads_sbhd), self._cos_and_sin
         if kept is None or len(kept[0]) < positions or kept[0].dtype != heads_sbhd.dtype:
             kept = self._cos_and_sin = self._tables_like(heads_sbhd)
-        rotated: Tensor = _Rotation.apply(heads_sbhd, *(table[:positions] for table in kept))  # type: ignore[no-untyped-call]
-        return rotated
+        cos_s11d, sin_s11c = (table[:positions] for table in kept)
+        first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
+        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c)  # type: ignore[no-untyped-call]
+        return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
     def _tables_like(self, heads_sbhd: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines [sequence, 1, 1, head size] and sines [.., half of it] in the dtype of the heads, computed in fp32."""
-        frequency_c = self._rope.inverse_frequencies(self._head_dim).to(heads_sbhd.device)
+        """Cosines [sequence, 1, 1, rotated channels], sines [.., half of them] in the heads' dtype, computed in fp32."""
+        frequency_c = self._rope.inverse_frequencies().to(heads_sbhd.device)
         position_s = torch.arange(len(heads_sbhd), dtype=torch.float32, device=heads_sbhd.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
         cos_s11d, sin_s11c = angle_s11c.cos().repeat(1, 1, 1, 2), angle_s11c.sin()
@@ -116,31 +114,73 @@ def check_rope_type(config: Mapping[str, Any]) -> str:
     return kind
 
 
-def read_rope(config: Mapping[str, Any]) -> Rope:
+def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The most tokens of a sequence, None if the configuration does not say it, and the name of the field that does.
+
+    The frequencies of longrope and dynamic change beyond that length, for the whole batch: log-probs of a short sequence
+    would depend on those beside it, and so on the layout.
+    """
+    settings = _settings(config)
+    if check_rope_type(config) == "longrope":
+        name = "original_max_position_embeddings"
+        return name, config.get(name) or settings.get(name)
+    return "max_position_embeddings", config.get("max_position_embeddings")
+
+
+def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     """Read the rotary embedding out of a Hugging Face configuration, in its old form (rope_theta, rope_scaling) or its new
-    one (rope_parameters).
+    one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
 
     Args:
         config: the configuration as a dict, with the family's defaults filled in.
+        partial: the family has models that rotate only the first channels of each head.
 
     Raises:
-        ValueError: a rope type that is not implemented, or one of its numbers is missing.
+        ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
     """
     settings, kind = _settings(config), check_rope_type(config)
-    theta = settings.get("rope_theta", config.get("rope_theta"))
-    needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[kind]
-    missing = [name for name in needed if settings.get(name) is None] + ([] if theta is not None else ["rope_theta"])
-    if missing or theta is None:
+    given = {**config, **settings}
+    if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
         raise ValueError(f"{told}; add what is missing")
-    if settings.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor must be 1.0, got {settings['partial_rotary_factor']}; choose another model")
-    rope = Rope(theta=float(theta), kind=kind, factor=float(settings.get("factor") or 1.0))
-    if kind != "llama3":
-        return rope
-    low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
-    original = int(settings["original_max_position_embeddings"])
-    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_positions=original)
+    part, head_dim = given.get("partial_rotary_factor") or 1.0, _head_dim(config)
+    if part != 1.0 and not partial:
+        raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
+    if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
+        told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
+        raise ValueError(f"{told}, got {part}; choose another model")
+    frequencies, attention_factor = _initialised(config, settings, kind)
+    if attention_factor != 1.0 and int(head_dim * part) < head_dim:
+        told = f"partial_rotary_factor must be 1.0 where the rope type {kind!r} has an attention factor, got {part}"
+        raise ValueError(
+            f"{told}: a softmax scale would multiply the channels that are not rotated too; choose another model"
+        )
+    return Rope(frequencies=tuple(frequencies.tolist()), attention_factor=float(attention_factor))
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> tuple[Tensor, float]:
+    """Frequencies and attention factor, by transformers' function for this rope type."""
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind == "default":  # some versions of transformers have no function for it
+        kind, settings = "linear", {**settings, "factor": 1.0}
+    described = PretrainedConfig()
+    described.hidden_size, described.num_attention_heads = config["hidden_size"], config["num_attention_heads"]
+    described.head_dim = _head_dim(config)
+    for name in _OF_THE_CONFIG:
+        if (value := config.get(name)) is not None:
+            setattr(described, name, value)
+    described.rope_theta = settings.get("rope_theta", config.get("rope_theta"))
+    is_new = hasattr(described, "standardize_rope_params")  # since transformers 5
+    parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
+    setattr(described, "rope_parameters" if is_new else "rope_scaling", parameters)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
+    return frequencies, attention_factor
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

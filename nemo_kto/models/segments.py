@@ -6,6 +6,7 @@ rows of this weight, so many of that, so many zeros. A rank holds an equal part 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -53,6 +54,19 @@ def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tup
 
 def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     """The segments of a parameter, put together over the tensor-parallel group."""
+    parts = _segments(mapping, architecture)
+    if len(mapping.hf_names) > 1 or mapping.split not in (Split.QKV, Split.GATED):
+        return parts
+    # one tensor of the file holds all the weights, each below the one before
+    names = ("query", "key_value", "key_value") if mapping.split is Split.QKV else ("ffn", "ffn")
+    starts = [0, *itertools.accumulate(architecture.sizes[name] for name in names)]
+    return [
+        part if part.source is None else Segment(source=0, start=starts[part.source] + part.start, length=part.length)
+        for part in parts
+    ]
+
+
+def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     sizes, head = architecture.sizes, architecture.head_dim
     if mapping.split is Split.VOCABULARY:
         return _padded(sizes["vocabulary"], architecture.padded_vocab_size)

@@ -37,7 +37,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM"
+FAMILIES = ", ".join(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
@@ -130,10 +130,18 @@ AT_START: dict[str, tuple[Break, str]] = {
     "rope_theta is zero": (config(rope_theta=0), "rope_theta must be a positive, finite number, got 0"),
     "rope_scaling is a string": (config(rope_scaling="linear"), "rope_scaling must be an object, got 'linear'"),
     "rope of a type that is not there": (
-        config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "the rope type must be one of default, linear, llama3, got 'yarn'",
+        config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
+        "the rope type must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
     ),
-    "rope type is a list": (config(rope_scaling={"rope_type": []}), "must be one of default, linear, llama3, got []"),
+    "rope type is a list": (
+        config(rope_scaling={"rope_type": []}),
+        "must be one of default, linear, llama3, yarn, dynamic, longrope, got []",
+    ),
+    "factors of longrope are no list": (
+        config(rope_scaling={"rope_type": "longrope", "short_factor": 2.0, "long_factor": [1.0, 0]}),
+        "rope_scaling.short_factor must be a list of positive, finite numbers, got 2.0; "
+        "rope_scaling.long_factor must be a list of positive, finite numbers, got [1.0, 0]",
+    ),
     "rope factor is a string": (
         config(rope_scaling={"rope_type": "linear", "factor": "4"}),
         "rope_scaling.factor must be a positive, finite number, got '4'",
@@ -360,6 +368,27 @@ def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
         f"model.pipeline_model_parallel_size must divide the 3 layers of {model}, got 2; use 1",
         f"model.data.seq_length must be at most max_position_embeddings = 64 of {model}, got 65; use 64 or fewer",
     ]
+
+
+def test_longrope_is_as_long_as_its_short_factors_are_for(here: Path) -> None:
+    settings = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    config(rope_scaling={**settings, "original_max_position_embeddings": 32})(here / "model")
+    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=32") == []
+    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=33") == [
+        f"model.data.seq_length must be at most original_max_position_embeddings = 32 of {here / 'model'}, got 33; "
+        "use 32 or fewer"
+    ]
+
+
+def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
+    config(architectures=["Phi3ForCausalLM"], model_type="phi3")(here / "model")
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_dense,mlp,q_proj]"]
+    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == [
+        "model.peft.lora_tuning.target_modules must be layers that phi3 has by themselves, got mlp, q_proj, of which it "
+        "fuses some; use of o_proj, down_proj, or model.peft.peft_scheme=none"
+    ]
+    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,down_proj]"
+    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 
 def test_tensor_parallel_sizes_that_the_model_cannot_have(here: Path) -> None:

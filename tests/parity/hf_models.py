@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -60,8 +61,22 @@ CONFIGS = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "llama-yarn-rope": lambda: LlamaConfig(
+        **_SIZES,
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
+    ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "phi3-part-of-each-head": lambda: Phi3Config(
+        **_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
+    ),
+    "phi3-odd-heads-window-longrope": lambda: Phi3Config(
+        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        rope_parameters=_rope(1e5, rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0]),
+        original_max_position_embeddings=32,
+        sliding_window=7,
+        **_NO_TOKENS,
+    ),
     "smollm3": lambda: SmolLM3Config(
         **_SIZES,
         rope_parameters=_rope(2e6),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nemo_kto.models.families.table import (
     Family,
     ParamMapping,
@@ -55,6 +57,15 @@ _QK_NORM_MAPPINGS = tuple(
     for part in "qk"
 )
 
+# Phi-3's tensors hold what other families have in several.
+_FUSED = {
+    _MCORE + "self_attention.linear_qkv.weight": {_ATTENTION + "qkv_proj.weight": ("query_key_value", "hidden")},
+    _MCORE + "mlp.linear_fc1.weight": {_MLP + "gate_up_proj.weight": ("gate_and_up", "hidden")},
+}
+_FUSED_MAPPINGS = tuple(
+    replace(mapping, hf_names=_FUSED.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
+)
+
 # Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
 LLAMA = Family(
     name="llama",
@@ -64,6 +75,14 @@ LLAMA = Family(
 )
 # Llama with a window of attention in every layer where ``sliding_window`` is set.
 MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=_DENSE_MAPPINGS, windows=window_everywhere)
+# Phi 3, 3.5 and 4: Llama with fused tensors, a window as Mistral's, and perhaps a rotation of a part of each head.
+PHI3 = Family(
+    name="phi3",
+    hf_architecture="Phi3ForCausalLM",
+    mappings=_FUSED_MAPPINGS,
+    windows=window_everywhere,
+    partial_rotary=True,
+)
 # SmolLM 3: Llama of which every fourth layer has no rotary embeddings.
 SMOLLM3 = Family(
     name="smollm3",

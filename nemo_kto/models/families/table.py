@@ -32,6 +32,7 @@ class ParamMapping:
     Attributes:
         mcore_name: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
         hf_names: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
+            One name where the split has several weights: they lie one under the other in one tensor of the file.
         split: how the first comes from the second.
         required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
     """
@@ -87,6 +88,7 @@ class Family:
             decides it, or the constant it is.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
+        partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
     """
 
@@ -96,4 +98,5 @@ class Family:
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     windows: Callable[[PretrainedConfig], Windows] = no_window
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
+    partial_rotary: bool = False
     own_head_dim: bool = False

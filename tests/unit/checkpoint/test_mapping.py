@@ -31,7 +31,7 @@ def architecture(
         vocab_size=11,
         max_position_embeddings=16,
         norm_epsilon=1e-6,
-        rope=Rope(theta=1e4),
+        rope=Rope(frequencies=(1.0,)),
         windows=(None, None),
         rotates=(True, True),
         tied=False,
@@ -42,7 +42,12 @@ def architecture(
     )
 
 
-DIVIDED = [mapping for mapping in FAMILIES["Qwen3ForCausalLM"].mappings if split_dimension(mapping) is not None]
+DIVIDED = [
+    mapping
+    for family in ("Qwen3ForCausalLM", "Phi3ForCausalLM")  # the second has fused tensors
+    for mapping in FAMILIES[family].mappings
+    if split_dimension(mapping) is not None
+]
 
 
 def test_the_weights_that_are_divided_are_these() -> None:
@@ -102,6 +107,17 @@ def test_query_heads_lie_beside_their_key_and_value() -> None:
         Segment(source=s, start=a, length=n) for g in range(3) for s, a, n in ((0, 4 * g, 4), (1, 2 * g, 2), (2, 2 * g, 2))
     ]
     assert found == [*expected, Segment(source=None, start=0, length=8)]
+
+
+def test_fused_tensors_are_found_below_each_other() -> None:
+    mappings = {mapping.mcore_name.split(".", 4)[-1]: mapping for mapping in FAMILIES["Phi3ForCausalLM"].mappings}
+    model = architecture("Phi3ForCausalLM", tensor_parallel=2)
+    # of the queries' twelve rows, the keys' six from the twelfth on, and the values' six from the eighteenth on
+    expected = [
+        Segment(source=0, start=a, length=n) for g in range(3) for a, n in ((4 * g, 4), (12 + 2 * g, 2), (18 + 2 * g, 2))
+    ]
+    assert segments(mappings["linear_qkv.weight"], model) == [*expected, Segment(source=None, start=0, length=8)]
+    assert segments(mappings["linear_fc1.weight"], model) == [Segment(source=0, start=a, length=12) for a in (0, 24, 12, 36)]
 
 
 def test_gate_and_up_lie_together_on_each_rank() -> None:

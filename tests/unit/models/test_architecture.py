@@ -9,7 +9,6 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.families import FAMILIES
-from nemo_kto.models.rope import Rope
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +24,7 @@ BASE: dict[str, Any] = {
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
@@ -45,7 +45,8 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
     assert read.family is FAMILIES["LlamaForCausalLM"]
     assert (read.num_layers, read.hidden_size, read.num_attention_heads, read.num_query_groups) == (3, 64, 8, 8)
     assert (read.head_dim, read.ffn_hidden_size, read.vocab_size, read.max_position_embeddings) == (8, 96, 259, 2048)
-    assert (read.norm_epsilon, read.rope, read.tied) == (1e-5, Rope(theta=5e5), False)
+    assert (read.norm_epsilon, read.rope.attention_factor, read.tied) == (1e-5, 1.0, False)
+    assert read.rope.frequencies == pytest.approx([5e5 ** -(pair / 4) for pair in range(4)], rel=1e-6)
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == (False, False, False, False)
     assert read.windows == (None, None, None)
 
@@ -77,6 +78,8 @@ def test_head_size_of_its_own(tmp_path: Path) -> None:
     [
         ("MistralForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("Phi3ForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
+        ("Phi3ForCausalLM", {}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
     ],
@@ -97,6 +100,13 @@ def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], win
 def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any], rotates: tuple[bool, ...]) -> None:
     smollm3 = folder(tmp_path, **of("SmolLM3ForCausalLM"), **changes)
     assert read_architecture(smollm3, tensor_parallel=1).rotates == rotates
+
+
+@pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
+def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channels: int) -> None:
+    phi3 = folder(tmp_path, **of("Phi3ForCausalLM"), partial_rotary_factor=part, pad_token_id=0)
+    frequencies = [5e5 ** -(channel / channels) for channel in range(0, channels, 2)]
+    assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
 
 
 def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
@@ -135,11 +145,18 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, "
-            "got 'GPT2LMHeadModel'",
+            "must be one of LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear, llama3, got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            "must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]},
+            "must rotate every layer, got layers without rotary embeddings, whose scores have no such factor",
+        ),
         ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,6 +54,18 @@ def test_the_cpu_gets_none(architecture: Architecture) -> None:
     config = config_of(architecture)
     assert not config.bias_activation_fusion
     assert not config.apply_rope_fusion
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_attention_factor_of_yarn_is_in_the_softmax_scale(
+    on_gpu: bool, architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which both kinds of attention read; fused rotary embeddings have no factor, and stay."""
+    if on_gpu:
+        gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    yarn = replace(architecture, rope=replace(architecture.rope, attention_factor=1.25))
+    assert [config_of(model).softmax_scale for model in (architecture, yarn)] == [None, 1.25**2 / math.sqrt(8)]
+    assert config_of(yarn).apply_rope_fusion == on_gpu
 
 
 @pytest.mark.parametrize("fp8", [None, "hybrid", "e4m3"])

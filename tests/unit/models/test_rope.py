@@ -1,39 +1,94 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nemo_kto.models.rope import Rope, RotaryTable, read_rope
+from nemo_kto.models.rope import Rope, RotaryTable, longest_sequence, read_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONGROPE = {
+    "short_factor": [1.0 + 0.1 * pair for pair in range(64)],
+    "long_factor": [2.0 + pair for pair in range(64)],
+    "original_max_position_embeddings": 512,
+}
+
+
+def of_theta(theta: float, head_dim: int = 8) -> Rope:
+    return read_rope({"rope_theta": theta, "hidden_size": head_dim, "num_attention_heads": 1})
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "attention_factor"),
     [
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-        {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
-        {
-            "rope_type": "llama3",
-            "rope_theta": 1e5,
-            **LLAMA3,
-            "factor": 32.0,
-            "low_freq_factor": 2.0,
-            "high_freq_factor": 3.0,
-        },
-        {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 512},
+        ({"rope_type": "default", "rope_theta": 5e5}, 1.0),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1.0),
+        ({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, 1.0),
+        ({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 512}, 1.0),
+        (
+            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512},
+            0.1 * math.log(4) + 1,
+        ),
+        ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 8, "attention_factor": 0.5}, 0.5),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 1.0),
+        # the context became 2048 / 512 = 4 times longer
+        ({"rope_type": "longrope", "rope_theta": 1e4, **LONGROPE}, math.sqrt(1 + math.log(4) / math.log(512))),
     ],
 )
-def test_frequencies_are_those_of_transformers(settings: dict[str, Any]) -> None:
-    config = LlamaConfig(hidden_size=512, num_attention_heads=4, head_dim=128, rope_parameters=dict(settings))
-    expected, attention_factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu")
-    assert attention_factor == 1.0
-    torch.testing.assert_close(read_rope(config.to_dict()).inverse_frequencies(128), expected, rtol=1e-6, atol=0)
+def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, Any], attention_factor: float) -> None:
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, head_dim=128, max_position_embeddings=2048, rope_parameters=dict(settings)
+    )
+    expected, rope = LlamaRotaryEmbedding(config), read_rope(config.to_dict())
+    assert torch.equal(rope.inverse_frequencies(), expected.inv_freq)
+    assert rope.attention_factor == expected.attention_scaling == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 64}, ("max_position_embeddings", 64)),
+        ({}, ("max_position_embeddings", None)),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 16}},
+            ("original_max_position_embeddings", 16),
+        ),
+        # where Phi-3 has it
+        (
+            {"max_position_embeddings": 64, "original_max_position_embeddings": 8, "rope_scaling": {"type": "longrope"}},
+            ("original_max_position_embeddings", 8),
+        ),
+    ],
+)
+def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
+    assert longest_sequence(config) == expected
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_frequencies_of_transformers_stay_up_to_the_longest_sequence_and_change_beyond(kind: str) -> None:
+    more = LONGROPE if kind == "longrope" else {"factor": 4.0}
+    settings = {"rope_type": kind, "rope_theta": 1e4, **more}
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, head_dim=128, max_position_embeddings=600, rope_parameters=settings
+    )
+    embedding, (_, longest) = LlamaRotaryEmbedding(config), longest_sequence(config.to_dict())
+    assert longest == (512 if kind == "longrope" else 600)
+    ours, same = read_rope(config.to_dict()).inverse_frequencies(), []
+    for length in (longest, longest + 1):
+        embedding(torch.zeros(1), torch.arange(length)[None])
+        same.append(torch.equal(embedding.inv_freq, ours))
+    assert same == [True, False]
+
+
+def test_the_attention_factor_is_a_factor_on_the_scores() -> None:
+    """Cosines and sines of queries and of keys have it in transformers, so that it is there twice."""
+    assert Rope(frequencies=(1.0,)).softmax_scale(64) is None
+    assert Rope(frequencies=(1.0,), attention_factor=1.5).softmax_scale(64) == 1.5 * 1.5 / 8
 
 
 def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
@@ -47,7 +102,7 @@ def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
 
 def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
     torch.manual_seed(0)
-    table = RotaryTable(rope=Rope(theta=1e4), head_dim=8)
+    table = RotaryTable(rope=of_theta(1e4))
     for length in (5, 9, 7):  # the table grows, and serves what is shorter
         wide = torch.randn(length, 2, 3, 12, requires_grad=True)
         heads_sbhd, grad = wide[..., 2:10], torch.randn(length, 2, 3, 8)  # keys are a part of a wider tensor
@@ -58,7 +113,7 @@ def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
 
 
 def test_rotated_heads_keep_their_dtype() -> None:
-    table, heads_sbhd = RotaryTable(rope=Rope(theta=1e4), head_dim=8), torch.randn(4, 1, 2, 8)
+    table, heads_sbhd = RotaryTable(rope=of_theta(1e4)), torch.randn(4, 1, 2, 8)
     rotated = table.rotate(heads_sbhd)
     half = table.rotate(heads_sbhd.bfloat16())
     assert half.dtype == torch.bfloat16
@@ -68,36 +123,32 @@ def test_rotated_heads_keep_their_dtype() -> None:
 
 def test_default_frequencies() -> None:
     expected = torch.tensor([1.0, 1 / 10.0, 1 / 100.0, 1 / 1000.0])
-    torch.testing.assert_close(Rope(theta=1e4).inverse_frequencies(8), expected)
+    torch.testing.assert_close(of_theta(1e4).inverse_frequencies(), expected)
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "theta", "factor"),
     [
-        ({"rope_theta": 5e5}, Rope(theta=5e5)),
-        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(theta=5e5)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(theta=1e6)),
+        ({"rope_theta": 5e5}, 5e5, 1.0),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, 1.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, 1.0),
         # what an older transformers makes of a newer file: its own default beside the real value
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(theta=1e6)),
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}}, Rope(theta=1e4, kind="linear", factor=2.0)),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 32.0}},
-            Rope(theta=5e5, kind="llama3", factor=32.0),
-        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, 1.0),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}}, 1e4, 2.0),
     ],
 )
-def test_old_and_new_forms(config: dict[str, Any], expected: Rope) -> None:
-    assert read_rope(config) == expected
+def test_old_and_new_forms(config: dict[str, Any], theta: float, factor: float) -> None:
+    rope = read_rope({**config, "hidden_size": 32, "num_attention_heads": 4})
+    assert rope.frequencies == pytest.approx([theta ** -(pair / 4) / factor for pair in range(4)], rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "the rope type must be one of default, linear, llama3, got 'dynamic'",
+            {"rope_theta": 1e4, "rope_scaling": {"type": "proportional", "factor": 2.0}},
+            "the rope type must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "got 'yarn'"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "the same for all layers, got one set for each of full",
@@ -106,6 +157,10 @@ def test_old_and_new_forms(config: dict[str, Any], expected: Rope) -> None:
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
             "needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "rope_theta": 1e4}},
+            "rope type 'longrope' needs long_factor, original_max_position_embeddings",
         ),
         ({}, "rope type 'default' needs rope_theta"),
         (
@@ -116,4 +171,4 @@ def test_old_and_new_forms(config: dict[str, Any], expected: Rope) -> None:
 )
 def test_what_is_not_supported_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_rope(config)
+        read_rope({**config, "hidden_size": 32, "num_attention_heads": 4})
