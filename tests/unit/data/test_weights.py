@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nemo_kto.data.balance import balance_warning
+from nemo_kto.data.balance import MAX_BALANCE, balance_warning
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.dataset import DPODataset, KTODataset
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DataError, RowErrors, pair_of_row, records_of_row
+from nemo_kto.recipes.kto import loss_weights
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.launch.test_build_rows import config
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
@@ -79,3 +82,6 @@ def test_the_kinds_of_examples_weigh_what_their_rows_do(tmp_path: Path) -> None:
     assert train is not None
     assert train.class_weights == (5.5, 2.0)
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
+    section: Any = config("model.kto.auto_balance=true").loss
+    desirable, undesirable = loss_weights(section, train, lr=1e-6)
+    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "two rows of each kind would need none"
