@@ -1,7 +1,7 @@
 """Whether desirable and undesirable answers weigh what they should.
 
 With n_D desirable and n_U undesirable rows, the authors of KTO keep w_D n_D / (w_U n_U) between 1 and 4/3 (Ethayarajh et
-al. 2024, arXiv 2402.01306, section 4.2, equation 8).
+al. 2024, arXiv 2402.01306, section 4.2, equation 8). Where rows have weights of their own, n is the sum of these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MIN_LR, MAX_LR = 5e-7, 5e-6
 _SLACK = 1e-3  # so that weights which were rounded as the warning shows them are taken
 
 
-def loss_balance(desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float) -> float | None:
+def loss_balance(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> float | None:
     """w_D n_D / (w_U n_U); None where one kind of row is absent or has no weight.
 
     Examples:
@@ -24,7 +24,7 @@ def loss_balance(desirable: int, undesirable: int, desirable_weight: float, unde
 
 
 def balanced_weights(
-    desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float
+    desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float
 ) -> tuple[float, float]:
     """w_D and w_U with which the balance is in its range: the weight of the side that is too light is raised just so far.
 
@@ -44,13 +44,13 @@ def balanced_weights(
     return desirable_weight, undesirable_weight * balance / MAX_BALANCE
 
 
-def balance_warning(desirable: int, undesirable: int, desirable_weight: float, undesirable_weight: float) -> str | None:
+def balance_warning(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> str | None:
     """What to say of weights that do not balance the rows; None where they do."""
     balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
     if balance is None or MIN_BALANCE - _SLACK <= balance <= MAX_BALANCE + _SLACK:
         return None
     good, bad = balanced_weights(desirable, undesirable, desirable_weight, undesirable_weight)
-    figure = f"{desirable_weight:.4g} * {desirable} / ({undesirable_weight:.4g} * {undesirable}) = {balance:.4g}"
+    figure = f"{desirable_weight:.4g} * {desirable:.10g} / ({undesirable_weight:.4g} * {undesirable:.10g}) = {balance:.4g}"
     return (
         "desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be from 1 to 4/3, "
         f"got {figure}; set model.kto.desirable_loss_weight={good:.4g} and model.kto.undesirable_loss_weight={bad:.4g}, "
@@ -58,7 +58,7 @@ def balance_warning(desirable: int, undesirable: int, desirable_weight: float, u
     )
 
 
-def one_class_warning(desirable: int, undesirable: int, lr: float) -> str | None:
+def one_class_warning(desirable: float, undesirable: float, lr: float) -> str | None:
     """What to say of rows of only one kind, which nothing holds back; None where there are both, or the steps are small."""
     if (desirable and undesirable) or MIN_LR <= lr <= MAX_LR:
         return None

@@ -20,6 +20,7 @@ class KTOBatch(TypedDict):
     position_ids: NotRequired[Tensor]  # [B, S] int64; counted from 0 if absent
     attention_mask: NotRequired[Tensor]
     preference: Tensor  # [B] int64: 1 desirable, 0 undesirable
+    weights: NotRequired[Tensor]  # [B] float32, of the loss of each sample; 1 if absent
     kl_samples: NotRequired[Tensor]
     kl_sample_labels: NotRequired[Tensor]
     kl_sample_lengths: NotRequired[Tensor]
@@ -45,5 +46,6 @@ class DPOBatch(TypedDict):
     rejected_position_ids: NotRequired[Tensor]
     rejected_attention_mask: NotRequired[Tensor]
     rejected_rewards: Tensor
+    weights: NotRequired[Tensor]  # [B] float32, of the loss of each pair; 1 if absent
     ref_policy_log_probs_chosen: NotRequired[Tensor]  # [B] fp32
     ref_policy_log_probs_rejected: NotRequired[Tensor]  # [B] fp32

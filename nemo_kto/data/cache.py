@@ -25,7 +25,7 @@ from nemo_kto.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # raise it when the same data and tokenizer give other ids or other columns
+_FORMAT = 4  # raise it when the same data and tokenizer give other ids or other columns
 _IDS = Sequence(Value("int32"))
 Columns = dict[str, object]  # of one example
 Item = TypeVar("Item")
@@ -85,7 +85,7 @@ def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncat
                 "prompt_cut": len(prompt) < len(example.prompt_ids),
                 "response_cut": len(response) < len(example.response_ids),
             }
-            yield {**columns, **cuts, "line": record.line}
+            yield {**columns, **cuts, "line": record.line, "weight": record.weight}
         else:
             yield example
 
@@ -100,10 +100,17 @@ def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncat
         columns: Columns = {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad, "line": record.line}
         answers_cut = len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids)
         cuts = {"prompt_cut": len(prompt) < len(chosen.prompt_ids), "response_cut": answers_cut}
-        yield {**columns, **cuts, "chosen_reward": record.chosen_reward, "rejected_reward": record.rejected_reward}
+        rewards = {"chosen_reward": record.chosen_reward, "rejected_reward": record.rejected_reward}
+        yield {**columns, **cuts, **rewards, "weight": record.weight}
 
 
-_SHARED = {"prompt_ids": _IDS, "prompt_cut": Value("bool"), "response_cut": Value("bool"), "line": Value("int64")}
+_SHARED = {
+    "prompt_ids": _IDS,
+    "prompt_cut": Value("bool"),
+    "response_cut": Value("bool"),
+    "line": Value("int64"),
+    "weight": Value("float64"),
+}
 KTO_EXAMPLES = ExampleKind(
     name="kto",
     features=Features({**_SHARED, "response_ids": _IDS, "desirable": Value("bool")}),

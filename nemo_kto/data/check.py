@@ -36,6 +36,7 @@ class Counted:
         examples: [N] uint64, a hash of prompt, answers and label.
         opposites: [N] uint64, the same of the example that would contradict this one.
         desirable: [N] bool; True for pairs.
+        weights: [N] float64.
         characters, tokens: lengths by what is measured; of tokens only where there is a tokenizer.
         cut_prompts, cut_answers: examples that would be truncated there.
     """
@@ -48,6 +49,7 @@ class Counted:
     examples: np.ndarray
     opposites: np.ndarray
     desirable: np.ndarray
+    weights: np.ndarray
     characters: dict[str, np.ndarray]
     tokens: dict[str, np.ndarray]
     cut_prompts: int
@@ -100,6 +102,7 @@ class _Counter:
         self._lines: list[int] = []
         self._hashes: tuple[list[int], list[int], list[int]] = ([], [], [])  # prompt, example, opposite
         self._desirable: list[bool] = []
+        self._weights: list[float] = []
         self._characters: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._cut_prompts = self._cut_answers = 0
@@ -109,6 +112,7 @@ class _Counter:
         first, pair = sides[0], len(sides) == 2
         self._lines.append(first.line)
         self._desirable.append(first.desirable)
+        self._weights.append(first.weight)
         prompt = _digest(_text(first.prompt), json.dumps(first.template, sort_keys=True) if first.template else "")
         answers = [_digest(_text(side.response)) for side in sides]
         labels = ["", ""] if pair else [str(first.desirable), str(not first.desirable)]
@@ -147,6 +151,7 @@ class _Counter:
             examples=examples,
             opposites=opposites,
             desirable=np.array(self._desirable, dtype=bool),
+            weights=np.array(self._weights),
             characters={name: np.array(lengths, dtype=np.int32) for name, lengths in self._characters.items()},
             tokens={name: np.array(lengths, dtype=np.int32) for name, lengths in self._tokens.items()},
             cut_prompts=self._cut_prompts,
@@ -229,10 +234,13 @@ class Report:
             return
         good = int(sum(part.desirable.sum() for part in self._parts))
         yield f"examples        {total:,}: {good:,} desirable, {total - good:,} undesirable"
-        balance = loss_balance(good, total - good, 1.0, 1.0)
+        good_weight, bad_weight = (
+            sum(part.weights[part.desirable == kind].sum() for part in self._parts) for kind in (True, False)
+        )
+        balance = loss_balance(good_weight, bad_weight, 1.0, 1.0)
         if balance is None:
             yield f"balance         all examples are {'desirable' if good else 'undesirable'}"
-        elif (warning := balance_warning(good, total - good, 1.0, 1.0)) is not None:
+        elif (warning := balance_warning(good_weight, bad_weight, 1.0, 1.0)) is not None:
             yield f"balance         {warning}"
         else:
             fits = f"from {MIN_BALANCE:g} to {MAX_BALANCE:.4g}, as it should be"

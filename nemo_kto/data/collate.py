@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nemo_kto.data.batch import DPOBatch, KTOBatch
-from nemo_kto.data.records import DPOExample, KTOExample
+from nemo_kto.data.examples import DPOExample, KTOExample
 from nemo_kto.losses.sequence import IGNORED
 
 Ids = Sequence[int] | np.ndarray
@@ -74,7 +74,8 @@ def kto_custom_collate(
 
     Args:
         batch: ALL examples of the global batch: KL examples are formed over it, whichever are kept. They may be mappings of
-            NeMo-Aligner's form, with ``prompt_tokens``, ``response_tokens``, ``sample_labels`` and ``preference``.
+            NeMo-Aligner's form, with ``prompt_tokens``, ``response_tokens``, ``sample_labels`` and ``preference``; they may
+            have a ``weight``.
         eos_id: fills up the sequences on the right, and ends documents for the next three.
         reset_position_ids: positions start again at 0 after each EOS.
         reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
@@ -103,6 +104,7 @@ def kto_custom_collate(
         "position_ids": own.position_ids,
         "attention_mask": own.attention_mask,
         "preference": torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64),
+        "weights": torch.tensor([examples[k].weight for k in kept], dtype=torch.float32),
     }
     if with_kl:
         tensors["kl_samples"] = kl.tokens
@@ -121,7 +123,8 @@ def _kto_example(item: Item) -> KTOExample:
         response = response[:0]
     elif not np.array_equal(labels, [*[IGNORED] * len(prompt), *response]):
         raise ValueError("sample_labels must be -100 on the prompt and the tokens of the response after it, got others")
-    return KTOExample(prompt_ids=prompt, response_ids=response, desirable=bool(item["preference"]))
+    desirable, weight = bool(item["preference"]), float(item.get("weight", 1.0))
+    return KTOExample(prompt_ids=prompt, response_ids=response, desirable=desirable, weight=weight)
 
 
 def _kl_examples(
@@ -148,7 +151,7 @@ def dpo_custom_collate(
 
     Args:
         batch: the pairs, B of them. They may be mappings of NeMo-Aligner's form: ``chosen``, ``chosen_length``,
-            ``chosen_labels`` and ``chosen_reward``, and the same of ``rejected``.
+            ``chosen_labels`` and ``chosen_reward``, and the same of ``rejected``; they may have a ``weight``.
         eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
         seq_length: longest sequence. None: no limit.
 
@@ -178,6 +181,7 @@ def dpo_custom_collate(
         "rejected_position_ids": rejected.position_ids,
         "rejected_attention_mask": rejected.attention_mask,
         "rejected_rewards": torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32),
+        "weights": torch.tensor([pair.weight for pair in pairs], dtype=torch.float32),
     }
 
 
@@ -187,7 +191,8 @@ def _dpo_example(item: Item) -> DPOExample:
     if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
         raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
     rewards = {f"{name}_reward": float(item[f"{name}_reward"]) for name in ("chosen", "rejected")}
-    return DPOExample(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected, **rewards)
+    numbers = {**rewards, "weight": float(item.get("weight", 1.0))}
+    return DPOExample(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected, **numbers)
 
 
 def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:

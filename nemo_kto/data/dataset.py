@@ -19,10 +19,11 @@ from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, split
 from nemo_kto.data.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.counts import SplitCounts
+from nemo_kto.data.examples import DPOExample, KTOExample
 from nemo_kto.data.fingerprint import examples_hash
 from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, split_shares
 from nemo_kto.data.reader import Fields
-from nemo_kto.data.records import DataError, DPOExample, KTOExample, RowErrors
+from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
 
     def fingerprint(self) -> str:
-        """Hash of the token ids, labels and rewards of the examples in their order, wherever their files lie."""
+        """Hash of the token ids, labels, rewards and weights of the examples in their order, wherever their files lie."""
         return examples_hash([Path(file["filename"]) for file in self._table.cache_files], self._index)
 
     def origins(self, places: Sequence[int]) -> list[Origin]:
@@ -141,11 +142,17 @@ class KTODataset(_TokenDataset[KTOExample]):
     """Unpaired answers, each desirable or undesirable."""
 
     def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
-        prompts, responses = _ragged(table.column("prompt_ids")), _ragged(table.column("response_ids"))
-        desirable = table.column("desirable").to_pylist()
-        return [KTOExample(*example) for example in zip(prompts, responses, desirable, strict=True)]
+        columns: dict[str, list] = {name: _ragged(table.column(name)) for name in ("prompt_ids", "response_ids")}
+        columns |= {name: table.column(name).to_pylist() for name in ("desirable", "weight")}
+        return [KTOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
     _sequences = ("prompt_ids", "response_ids")
+
+    @property
+    def class_weights(self) -> tuple[float, float]:
+        """Sum of the weights of the desirable examples, and of the undesirable ones: their numbers where all weigh 1."""
+        desirable, weights = (self._table.data.column(name).to_numpy()[self._index] for name in ("desirable", "weight"))
+        return float(weights[desirable].sum()), float(weights[~desirable].sum())
 
     def _desirable(self) -> int:
         return self._number_of("desirable")
@@ -174,6 +181,7 @@ class DPODataset(_TokenDataset[DPOExample]):
         }
         for name, default in zip(("chosen_reward", "rejected_reward"), self._default_rewards, strict=True):
             columns[name] = table.column(name).fill_null(default).to_pylist()
+        columns["weight"] = table.column("weight").to_pylist()
         return [DPOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
 

@@ -35,19 +35,25 @@ def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
 
 
 def _file_hash(file: Path) -> str:
-    """Of token ids, labels and rewards, however the file groups them; the file's name says all that it was made of."""
+    """Of token ids, labels, rewards and weights, however the file groups them; its name says all that it was made of."""
     kept = file.parent / "hashes" / f"{file.stem}.sha256"
     if (known := kept_hash(kept)) is not None:
         return known
     table = Dataset.from_file(str(file)).data
     whole = hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
+        if name == "weight" and not _has_weights(table.column(name)):
+            continue  # rows without weights have the hash that they had before there were weights
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
     private = not file.stat().st_mode & 0o077  # as the file itself
     make_folder(kept.parent, private=private)
     with publish_file(kept, private=private) as writing:
         writing.write_text(whole.hexdigest(), encoding="ascii")
     return whole.hexdigest()
+
+
+def _has_weights(column: pyarrow.ChunkedArray) -> bool:
+    return any((chunk.to_numpy(zero_copy_only=False) != 1).any() for chunk in column.chunks)
 
 
 def _column_hash(column: pyarrow.ChunkedArray) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_kto.data.batch import DPOBatch, KTOBatch
 from nemo_kto.data.collate import kl_partners_of
 from nemo_kto.data.dataset import DPODataset, KTODataset
-from nemo_kto.data.records import KTOExample
+from nemo_kto.data.examples import KTOExample
 from nemo_kto.losses.sequence import IGNORED
 
 Decode = Callable[[list[int]], str]
@@ -61,7 +61,8 @@ class Preview:
             yield f"KL examples: as if the first {len(examples)} examples were a global batch; training shuffles them."
         for k, length in enumerate(batch["sample_lengths"].tolist()):
             prompt, kind = len(examples[k].prompt_ids), "desirable" if examples[k].desirable else "undesirable"
-            yield f"\n{origins[k].title}: {kind}, {self._count(prompt, length)}{origins[k].cuts}"
+            weight = _weight(examples[k].weight)
+            yield f"\n{origins[k].title}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
             yield from self._text(batch["samples"][k], batch["sample_labels"][k], prompt, length)
             if partners is not None:
                 same = ", which was given to the same prompt" if batch["kl_same_prompt"][k] else ""
@@ -75,7 +76,7 @@ class Preview:
         for k, origin in enumerate(dataset.origins(range(len(batch["chosen"])))):
             values = batch["chosen_rewards"][k].item(), batch["rejected_rewards"][k].item()
             rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
-            yield f"\n{origin.title}: a pair{rewards}{origin.cuts}"
+            yield f"\n{origin.title}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
             prompt = len(dataset[k].prompt_ids)
             length = int(batch["chosen_lengths"][k])
             yield f"  chosen, {self._count(prompt, length)}"
@@ -102,3 +103,8 @@ class Preview:
         """The text of a part, with the space that some tokenizers write only within a text."""
         before, until = self.decode(ids[:start]), self.decode(ids[:stop])
         return until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
+
+
+def _weight(weight: float) -> str:
+    """Such as ", weight 2", in the middle of a sentence; nothing for a weight of 1."""
+    return "" if weight == 1 else f", weight {weight:g}"

@@ -9,20 +9,19 @@ A row for KTO may be written in any of these forms, one for DPO in the last:
 
 Wherever a string stands, a list of messages may stand instead, or one message. A pair may leave out its prompt: it is what
 both sides share. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
-"chat_template_kwargs", which are for the chat template. ``reader.py`` says what becomes of further columns.
+"chat_template_kwargs", which are for the chat template; any row may have a "weight". ``reader.py`` says what becomes of
+further columns.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from nemo_kto.errors import UserError
 
@@ -37,6 +36,8 @@ _REWARDS = ("chosen_reward", "rejected_reward")
 _TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 _LABELS = ("preference", "label")
 _ANSWERS = ("response", "completion")
+_WEIGHT = "weight"
+_FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses are in fp32, and so are their weights
 # The columns that have a meaning; model.data.fields gives a column of another name one of theirs.
 COLUMNS = (
     "prompt",
@@ -46,6 +47,7 @@ COLUMNS = (
     *(key for keys in _PAIR_KEYS for key in keys),
     *_REWARDS,
     *_TEMPLATE_KEYS,
+    _WEIGHT,
 )
 # Arguments of apply_chat_template that are no variables of a template.
 _NOT_FOR_TEMPLATES = frozenset(
@@ -108,6 +110,7 @@ class KTORecord:
         desirable: whether the answer is one to learn.
         line: where it came from, counted from 1; the two records of a pair share it.
         template: what the chat template is given besides the messages: ``tools``, and variables of its own.
+        weight: of its loss.
     """
 
     prompt: TextOrMessages
@@ -115,21 +118,7 @@ class KTORecord:
     desirable: bool
     line: int
     template: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class KTOExample:
-    """One tokenised record.
-
-    Attributes:
-        prompt_ids: [P] int, P >= 1.
-        response_ids: [R] int, R >= 1, end-of-turn included where the answer was not cut.
-        desirable: whether the answer is one to learn.
-    """
-
-    prompt_ids: Sequence[int] | np.ndarray
-    response_ids: Sequence[int] | np.ndarray
-    desirable: bool
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +129,7 @@ class DPORecord:
         prompt: plain text, or the messages before the answer.
         chosen, rejected: plain text, or one assistant message in a list; of the same kind as ``prompt``.
         chosen_reward, rejected_reward: what the row says the answers are worth; both None if it says nothing.
-        line, template: see :class:`KTORecord`.
+        line, template, weight: see :class:`KTORecord`.
     """
 
     prompt: TextOrMessages
@@ -150,30 +139,14 @@ class DPORecord:
     rejected_reward: float | None
     line: int
     template: Mapping[str, object] = field(default_factory=dict)
+    weight: float = 1.0
 
     @property
     def sides(self) -> tuple[KTORecord, KTORecord]:
         """The prompt with the chosen answer, and with the rejected one."""
-        shared: dict[str, Any] = {"prompt": self.prompt, "line": self.line, "template": self.template}
+        shared: dict[str, Any] = {"prompt": self.prompt, "line": self.line, "template": self.template, "weight": self.weight}
         chosen = KTORecord(response=self.chosen, desirable=True, **shared)
         return chosen, KTORecord(response=self.rejected, desirable=False, **shared)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DPOExample:
-    """One tokenised pair.
-
-    Attributes:
-        prompt_ids: [P] int, P >= 1.
-        chosen_ids, rejected_ids: [C] and [R] int, at least 1, end-of-turn included where the answer was not cut.
-        chosen_reward, rejected_reward: what the answers are worth, in any unit.
-    """
-
-    prompt_ids: Sequence[int] | np.ndarray
-    chosen_ids: Sequence[int] | np.ndarray
-    rejected_ids: Sequence[int] | np.ndarray
-    chosen_reward: float
-    rejected_reward: float
 
 
 def records_of_row(row: Row, line: int) -> list[KTORecord]:
@@ -219,7 +192,15 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     if len(missing) == 1:
         raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing[0]}" is missing')
     prompt, template = chosen[0], _template(row, plain=isinstance(chosen[0], str))
-    return DPORecord(prompt=prompt, chosen=chosen[1], rejected=rejected[1], line=line, template=template, **rewards)
+    return DPORecord(
+        prompt=prompt,
+        chosen=chosen[1],
+        rejected=rejected[1],
+        line=line,
+        template=template,
+        weight=_weight(row),
+        **rewards,
+    )
 
 
 @lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
@@ -231,25 +212,35 @@ def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
         read = {"messages", *_LABELS}
     else:
         read = {"prompt", *_ANSWERS, *_LABELS}
-    return frozenset(read | {*_TEMPLATE_KEYS})
+    return frozenset(read | {*_TEMPLATE_KEYS, _WEIGHT})
 
 
 def _reward(row: Row, key: str) -> float | None:
     value = row.get(key)
-    if value is None:
-        return None
-    try:
-        reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # an integer of more than 308 digits
-        reward = math.inf
-    if not math.isfinite(reward):
+    if value is not None and not math.isfinite(reward := _number(value)):
         raise RowError(f'"{key}" must be a finite number, got {show(value)}; correct it or leave both rewards out')
-    return reward
+    return None if value is None else reward
+
+
+def _weight(row: Row) -> float:
+    value = row.get(_WEIGHT)
+    if value is not None and not _FP32_MIN <= (weight := _number(value)) <= _FP32_MAX:
+        raise RowError(f'"{_WEIGHT}" must be a number above 0 that fp32 has, got {show(value)}; correct it or leave it out')
+    return 1.0 if value is None else weight
+
+
+def _number(value: object) -> float:
+    """NaN where the value is no number."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf
 
 
 def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int, row: Row) -> KTORecord:
     template = _template(row, plain=isinstance(side[0], str))
-    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, line=line, template=template)
+    shared: dict[str, Any] = {"line": line, "template": template, "weight": _weight(row)}
+    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, **shared)
 
 
 def _template(row: Row, *, plain: bool) -> dict[str, object]:

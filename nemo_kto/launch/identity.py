@@ -44,7 +44,7 @@ MUST_STAY = (
     Rule(("model.NAME.*",), "the loss, its weights and options; `null` is the same as the default of the loss"),
     Rule(
         ("model.data.data_prefix", "model.data.splits_string", "model.data.fields"),
-        "tokens, labels and order of the training and the validation rows, by content",
+        "tokens, labels, weights and order of the training and the validation rows, by content",
     ),
     Rule(("trainer.NAME.limit_train_batches",), "the number of steps in an epoch"),
     Rule(("model.data.seq_length", "model.data.truncation_mode"), "the same"),

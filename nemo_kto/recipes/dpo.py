@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batch import DPOBatch
     from nemo_kto.data.dataset import DPODataset, Splits
+    from nemo_kto.data.examples import DPOExample
     from nemo_kto.data.preview import Preview
-    from nemo_kto.data.records import DPOExample
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
     from nemo_kto.models.sequences import SequenceBatch
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from nemo_kto.algorithms.kto import KTOTrainer
     from nemo_kto.data.batch import KTOBatch
     from nemo_kto.data.dataset import KTODataset, Splits
+    from nemo_kto.data.examples import KTOExample
     from nemo_kto.data.preview import Preview
-    from nemo_kto.data.records import KTOExample
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -74,7 +74,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> 
     from nemo_kto.data.balance import balance_warning, balanced_weights, one_class_warning
     from nemo_kto.parallel import state
 
-    desirable, undesirable = examples.counts.classes.values()
+    desirable, undesirable = examples.class_weights
     weights = section.desirable_loss_weight, section.undesirable_loss_weight
     warnings = [one_class_warning(desirable, undesirable, lr)]
     if section.auto_balance:

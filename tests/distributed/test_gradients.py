@@ -18,9 +18,10 @@ ROWS, WIDTH, PROMPT = 8, 20, 4
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Random rows of varied length; row 5 has no response, so it counts nowhere."""
+    """Random rows of varied length and weight; row 5 has no response, so it counts nowhere."""
     draw = torch.Generator().manual_seed(7)
     batch = {"preference": torch.tensor([1, 0, 1, 1, 0, 1, 0, 0])}
+    batch["weights"] = torch.tensor([1.0, 0.5, 2.0, 1.0, 3.0, 7.0, 0.25, 1.0])
     for name in ("sample", "kl_sample"):
         tokens = torch.randint(0, 256, (ROWS, WIDTH), generator=draw)  # no padding token: transformers gives it no gradient
         lengths = torch.randint(PROMPT + 1, WIDTH + 1, (ROWS,), generator=draw)
@@ -122,12 +123,13 @@ def oracle(
         W_UNDESIRABLE * (1 - torch.sigmoid(BETA * (z0 - ratios))),
     )
     counts = (batch["sample_labels"][:, 1:] != -100).sum(1)[valid]
-    sft = -(row_logps(model, "sample")[valid] / counts)[desirable].mean()
-    loss = W_PREFERENCE * losses.mean() + W_SFT * sft
+    sft = -(row_logps(model, "sample")[valid] / counts)[desirable]
+    weights = batch["weights"][valid]
+    loss = W_PREFERENCE * (weights * losses).mean() + W_SFT * (weights[desirable] * sft).mean()
     loss.backward()
     expected = {
         "loss": loss.item(),
-        "sft_loss": sft.item(),
+        "sft_loss": sft.mean().item(),
         "preference_loss": losses.mean().item(),
         "kl": z0.item(),
         "chosen": BETA * ratios[desirable].mean().item(),

@@ -185,6 +185,13 @@ PAIRS: dict[str, tuple[bytes, str]] = {
     "a reward that is no number": (f'{PAIR}"chosen_reward": NaN, "rejected_reward": 0}}'.encode(), "finite number, got nan"),
     "a reward without end": (f'{PAIR}"chosen_reward": Infinity, "rejected_reward": 0}}'.encode(), "finite number, got inf"),
     "a reward of 400 digits": (f'{PAIR}"chosen_reward": 1{"0" * 400}, "rejected_reward": 0}}'.encode(), "finite number"),
+    "a weight in quotes": (
+        f'{PAIR}"weight": "2"}}'.encode(),
+        "\"weight\" must be a number above 0 that fp32 has, got '2'",
+    ),
+    "a weight of 0": (f'{PAIR}"weight": 0}}'.encode(), '"weight" must be a number above 0 that fp32 has, got 0'),
+    "a weight of 400 digits": (f'{PAIR}"weight": 1{"0" * 400}}}'.encode(), "that fp32 has, got 1000"),
+    "a weight that is null": (f'{PAIR}"weight": null}}'.encode(), READ),
     "one reward": (f'{PAIR}"chosen_reward": 1}}'.encode(), '"rejected_reward" is missing'),
     "brackets without end": (b"[" * 100_000, "not JSON (maximum recursion depth exceeded"),
 }

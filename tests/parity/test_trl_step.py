@@ -113,14 +113,16 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
 
     from nemo_kto.data.chat import RecordEncoder
     from nemo_kto.data.collate import kto_custom_collate
+    from nemo_kto.data.examples import KTOExample
     from nemo_kto.data.reader import Fields, FileColumns, FileReader
-    from nemo_kto.data.records import KTOExample, RowErrors
+    from nemo_kto.data.records import RowErrors
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(FileReader(fields=Fields(), broken=RowErrors()).kto_records(rows, FileColumns()))
     encoded: list[Any] = RecordEncoder(tokenizer=tokenizer).encode(records)
     tokenised = [
-        KTOExample(row.prompt_ids, row.response_ids, record.desirable) for record, row in zip(records, encoded, strict=True)
+        KTOExample(prompt_ids=row.prompt_ids, response_ids=row.response_ids, desirable=record.desirable)
+        for record, row in zip(records, encoded, strict=True)
     ]
     # TRL gives a row the response of the row before it, we that of the row after it
     return [

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, dpo_custom_collate
 from nemo_kto.algorithms.kto import KTOTrainer, kto_custom_collate
-from nemo_kto.data.records import DPOExample, KTOExample
+from nemo_kto.data.examples import DPOExample, KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import RunTimer
@@ -150,6 +150,7 @@ def test_singles_of_aligner_are_collated_as_ours() -> None:
     ]
     theirs, expected = kto_custom_collate(SINGLES, EOS), kto_custom_collate(ours, EOS)
     assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert kto_custom_collate([{**SINGLES[0], "weight": 2.5}, SINGLES[1]], EOS)["weights"].tolist() == [2.5, 1.0]
     too_long = {**single([1, 2], [3, 0], 1), "sample_labels": torch.full((4,), -100)}  # it has no labels to learn from
     batch = kto_custom_collate([too_long, *SINGLES], EOS)
     assert (batch["sample_labels"][0] == -100).all()
@@ -167,6 +168,7 @@ def test_pairs_of_aligner_are_collated_as_ours() -> None:
     ]
     theirs, expected = dpo_custom_collate(PAIRS, EOS), dpo_custom_collate(ours, EOS)
     assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert dpo_custom_collate([PAIRS[0], {**PAIRS[1], "weight": 2.5}], EOS)["weights"].tolist() == [1.0, 2.5]
     masked = {f"{name}_labels": torch.full((5,), -100) for name in ("chosen", "rejected")}
     batch = dpo_custom_collate([{**PAIRS[0], **masked}], EOS)
     assert (batch["chosen_labels"] == -100).all()

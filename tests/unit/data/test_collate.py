@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -12,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.collate import kl_partners, kto_custom_collate
-from nemo_kto.data.records import KTOExample
+from nemo_kto.data.examples import KTOExample
 
 EOS = 0
 
 
-def row(prompt: list[int], response: list[int], desirable: bool = True) -> KTOExample:
-    return KTOExample(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32), desirable)
+def row(prompt: list[int], response: list[int], desirable: bool = True, weight: float = 1.0) -> KTOExample:
+    ids = {"prompt_ids": np.array(prompt, dtype=np.int32), "response_ids": np.array(response, dtype=np.int32)}
+    return KTOExample(**ids, desirable=desirable, weight=weight)
 
 
-THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False), row([7, 8, 9], [EOS])]
+THREE = [row([1, 2], [3, EOS]), row([4], [5, 6, EOS], desirable=False, weight=0.5), row([7, 8, 9], [EOS])]
 
 
 def same_prompt_pairs(prompts: Sequence[str | int], partners: Sequence[int]) -> int:
@@ -83,7 +85,9 @@ def test_every_tensor_of_a_small_batch() -> None:
     assert batch6["attention_mask"].dtype == torch.bool
     assert batch6["attention_mask"].tolist() == [[True] * 4 + [False] * 2] * 3
     assert batch6["kl_attention_mask"].sum(1).tolist() == [5, 2, 5]
-    assert set(batch6) == {*expected, "attention_mask", "kl_attention_mask"}
+    assert batch6["weights"].tolist() == [1.0, 0.5, 1.0]
+    assert batch6["weights"].dtype == torch.float32
+    assert set(batch6) == {*expected, "attention_mask", "kl_attention_mask", "weights"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -130,7 +134,7 @@ def test_same_prompts_are_marked() -> None:
 
 
 def test_lists_do_as_well_as_arrays() -> None:
-    lists = [KTOExample(each.prompt_ids.tolist(), each.response_ids.tolist(), each.desirable) for each in THREE]
+    lists = [replace(each, prompt_ids=list(each.prompt_ids), response_ids=list(each.response_ids)) for each in THREE]
     for name, tensor in kto_custom_collate(lists, EOS).items():
         assert torch.equal(tensor, kto_custom_collate(THREE, EOS)[name]), name
 

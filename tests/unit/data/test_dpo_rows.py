@@ -22,8 +22,9 @@ from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.dataset import DPODataset, KTODataset, build_splits
+from nemo_kto.data.examples import DPOExample
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DataError, DPOExample, RowError, RowErrors, pair_of_row
+from nemo_kto.data.records import DataError, RowError, RowErrors, pair_of_row
 from nemo_kto.data.truncation import Truncation
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 

@@ -13,8 +13,8 @@ import torch
 from nemo_kto.data.cache import KTO_EXAMPLES
 from nemo_kto.data.collate import kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_splits
+from nemo_kto.data.examples import KTOExample
 from nemo_kto.data.loader import build_dataloader
-from nemo_kto.data.records import KTOExample
 from nemo_kto.data.sampler import GlobalBatchSampler
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -77,7 +77,10 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
 
 
 def test_kl_rows_are_cut_to_seq_length() -> None:
-    rows = [KTOExample([1] * 6, [2], True), KTOExample([3], [4] * 6, False)]
+    rows = [
+        KTOExample(prompt_ids=[1] * 6, response_ids=[2], desirable=True),
+        KTOExample(prompt_ids=[3], response_ids=[4] * 6, desirable=False),
+    ]
     sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
     collate = partial(kto_custom_collate, eos_id=EOS, seq_length=8)
     (batch,) = build_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, take=collate)

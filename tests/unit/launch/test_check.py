@@ -68,6 +68,16 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "rows.jsonl") == REPORT
 
 
+def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
+    assert shown(capsys, "rows.jsonl")[3:5] == [
+        "examples        3: 1 desirable, 2 undesirable",
+        "balance         desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be "
+        "from 1 to 4/3, got 1 * 1 / (1 * 3.5) = 0.2857; set model.kto.desirable_loss_weight=3.5 and "
+        "model.kto.undesirable_loss_weight=1, or model.kto.auto_balance=true",
+    ]
+
+
 def test_with_a_model_it_counts_tokens_and_what_is_truncated(
     tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

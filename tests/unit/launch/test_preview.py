@@ -81,6 +81,14 @@ def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, *arguments, "--rows", "1")[2:] == ["", "line 1: a pair", *text]
     with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[2:]
     assert with_rewards == ["", "line 1: a pair, rewards 1 and 0", *text, "", "line 2: a pair, rewards 3.5 and 1", *text]
+    write_rows(Path("weights.jsonl"), [{**pair, "weight": 2.5}, pair])
+    with_weights = shown(capsys, "weights.jsonl", *arguments[1:])
+    assert [line for line in with_weights if line.startswith("line")] == ["line 1: a pair, weight 2.5", "line 2: a pair"]
+    with_weights = shown(capsys, "weights.jsonl", "--model", model, "--rows", "1")
+    assert [line[:28] for line in with_weights if line.startswith("line")] == [
+        "line 1: desirable, weight 2.",
+        "line 1: undesirable, weight ",
+    ]
     # the same file in KTO: a pair is two examples, and both are answers to one prompt
     lines = shown(capsys, "pairs.jsonl", "--model", model, "--rows", "1")
     assert [line for line in lines if line.startswith(("line", "  KL"))] == [

@@ -184,8 +184,8 @@ BROKEN = [
         1,
         [
             "model.data.fields must map names out of prompt, response, completion, messages, preference, label, chosen, "
-            "rejected, chosen_response, rejected_response, chosen_reward, rejected_reward, tools, chat_template_kwargs to "
-            "columns, got promt; did you mean prompt?"
+            "rejected, chosen_response, rejected_response, chosen_reward, rejected_reward, tools, chat_template_kwargs, "
+            "weight to columns, got promt; did you mean prompt?"
         ],
     ),
     (["model.data.seq_length=1"], 1, ["model.data.seq_length must be at least 2, got 1; a row has a prompt and an answer"]),

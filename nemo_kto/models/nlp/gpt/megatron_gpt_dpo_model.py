@@ -26,11 +26,13 @@ class PairTensors:
         answers: the chosen answers and then the rejected ones.
         reference_logps_B: in that order; None where they are not attached.
         reward_delta_P: reward of the chosen answer minus that of the rejected one.
+        weights_P: of the loss of each pair.
     """
 
     answers: SequenceBatch
     reference_logps_B: Tensor | None
     reward_delta_P: Tensor
+    weights_P: Tensor
 
     @classmethod
     def unpack(cls, batch: DPOBatch) -> PairTensors:
@@ -56,6 +58,7 @@ class PairTensors:
             answers=SequenceBatch.answers_to_one_prompt(chosen, rejected),
             reference_logps_B=reference_logps_B,
             reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
+            weights_P=batch.get("weights", torch.ones(len(chosen))),
         )
 
 
@@ -67,6 +70,7 @@ class AnswerValues:
     response_counts_B: Tensor
     reference_logps_B: Tensor | None
     reward_delta_P: Tensor
+    weights_P: Tensor
 
     @classmethod
     def of(cls, pairs: PairTensors) -> AnswerValues:
@@ -77,6 +81,7 @@ class AnswerValues:
             response_counts_B=pairs.answers.response_counts_B.to(there),
             reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
             reward_delta_P=pairs.reward_delta_P.to(there),
+            weights_P=pairs.weights_P.to(there),
         )
 
 
@@ -131,10 +136,11 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         rewards = {"reward_delta_P": answers.reward_delta_P[pair_index_p]} if objective.loss.needs_rewards else {}
         preference_p = objective.loss.function(chosen_p, rejected_p, beta=objective.beta, **rewards, **objective.options)
         sft_p = self.sft_losses(chosen_logps_p, answers.response_counts_B[pair_index_p])
+        losses_p = objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p
         chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)
         return MicroBatchLoss.of(
             preference_metric_sums(
-                objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p,
+                answers.weights_P[pair_index_p] * losses_p,
                 preference_losses_P=preference_p,
                 sft_losses_P=sft_p,
                 chosen_logratios_P=chosen_p,

@@ -27,6 +27,7 @@ class UnpairedTensors:
         desirable_B: 1 or True for a desirable answer.
         kl_samples: the prompts with the response to another prompt.
         same_prompt_B: 1 where that prompt is the same.
+        weights_B: of the loss of each sample.
         reference_logps_B: of the samples.
         kl_reference_logps_B: of the KL examples.
     """
@@ -35,6 +36,7 @@ class UnpairedTensors:
     desirable_B: Tensor
     kl_samples: SequenceBatch | None
     same_prompt_B: Tensor | None
+    weights_B: Tensor
     reference_logps_B: Tensor | None
     kl_reference_logps_B: Tensor | None
 
@@ -62,6 +64,7 @@ class UnpairedTensors:
             desirable_B=batch["preference"],
             kl_samples=kl_samples,
             same_prompt_B=batch.get("kl_same_prompt"),
+            weights_B=batch.get("weights", torch.ones(len(samples))),
             reference_logps_B=batch.get("ref_policy_log_probs_samples"),
             kl_reference_logps_B=batch.get("ref_policy_log_probs_kl_samples"),
         )
@@ -74,6 +77,7 @@ class SampleValues:
     desirable_B: Tensor
     valid_B: Tensor
     response_counts_B: Tensor
+    weights_B: Tensor
     reference_logps_B: Tensor | None
 
     @classmethod
@@ -84,6 +88,7 @@ class SampleValues:
             desirable_B=unpaired.desirable_B.to(there),
             valid_B=unpaired.samples.valid_B.to(there),
             response_counts_B=unpaired.samples.response_counts_B.to(there),
+            weights_B=unpaired.weights_B.to(there),
             reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
         )
 
@@ -183,9 +188,10 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **objective.options,
         )
         sft_b = self.sft_losses(logps_b, samples.response_counts_B[sequence_index_b])
+        losses_b = objective.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0)
         return MicroBatchLoss.of(
             kto_metric_sums(
-                objective.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0),
+                samples.weights_B[sequence_index_b] * losses_b,
                 preference_losses_N=kto_b,
                 sft_losses_N=sft_b,
                 log_ratios_N=log_ratios_b,

@@ -1,0 +1,87 @@
+"""Weights of rows: from a line of a file to the examples, and to the balance of both kinds of answers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.balance import MAX_BALANCE, balance_warning
+from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.dataset import DPODataset, KTODataset
+from nemo_kto.data.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.records import DataError, RowErrors, pair_of_row, records_of_row
+from nemo_kto.recipes.kto import loss_weights
+from tests.unit.data.test_fingerprint import fingerprint, splits
+from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.launch.test_build_rows import config
+
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
+MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
+PAIRS = partial(DPODataset, default_rewards=(1.0, 0.0))
+
+
+def test_any_form_of_a_row_may_have_a_weight() -> None:
+    rows: list[dict[str, object]] = [{"prompt": "p", "response": "a", "preference": "chosen"}, PAIR]
+    rows.append({"messages": MESSAGES, "label": False})
+    for row in rows:
+        assert {record.weight for record in records_of_row({**row, "weight": 3}, 1)} == {3.0}
+        assert {record.weight for record in records_of_row({**row, "weight": None}, 1)} == {1.0}
+        assert {record.weight for record in records_of_row(row, 1)} == {1.0}
+    pair = pair_of_row({**PAIR, "weight": 0.5}, 1)
+    assert [each.weight for each in (pair, *pair.sides)] == [0.5] * 3
+
+
+def test_wrong_weights_are_all_reported(tmp_path: Path) -> None:
+    wrong = ["2", True, 0, -1, float("nan"), float("inf"), 10**400, 1e39, 1e-39, [1]]
+    rows = [{**PAIR, "weight": weight} for weight in (1e-37, *wrong, 3e38)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    for as_pairs in (True, False):
+        broken = RowErrors()
+        reader = FileReader(fields=Fields(), broken=broken)
+        read = reader.dpo_records if as_pairs else reader.kto_records
+        assert [record.weight for record in read(file, FileColumns())] == [1e-37] * (2 - as_pairs) + [3e38] * (2 - as_pairs)
+        with pytest.raises(DataError) as error:
+            broken.raise_if_any()
+        shown = ["'2'", "True", "0", "-1", "nan", "inf", f"1{'0' * 56}...", "1e+39", "1e-39", "[1]"]
+        assert str(error.value).splitlines() == [
+            "10 broken rows:",
+            *(
+                f'  {file}:{line}: "weight" must be a number above 0 that fp32 has, got {value}; correct it or leave it out'
+                for line, value in enumerate(shown, start=2)
+            ),
+        ]
+
+
+def test_the_examples_of_a_file_have_the_weights_of_its_rows(tmp_path: Path) -> None:
+    singles = [{**row, "share": 0.5 + number} for number, row in enumerate(numbered_rows(3))]
+    train = splits(str(write_rows(tmp_path / "a.jsonl", singles)), tmp_path, fields={"weight": "share"}).train
+    assert train is not None
+    assert [example.weight for example in train.__getitems__(range(3))] == [0.5, 1.5, 2.5]
+    file = str(write_rows(tmp_path / "b.jsonl", [PAIR, {**PAIR, "weight": 4}]))
+    pairs = splits(file, tmp_path, kind=DPO_EXAMPLES, make=PAIRS).train
+    assert pairs is not None
+    assert [example.weight for example in pairs.__getitems__([1, 0])] == [4.0, 1.0]
+
+
+def test_other_weights_are_other_data_but_weights_of_1_are_none(tmp_path: Path) -> None:
+    rows = numbered_rows(5)
+    forms = [rows, [{**row, "weight": 1.0} for row in rows], [*rows[:4], {**rows[4], "weight": 2}]]
+    files = [str(write_rows(tmp_path / f"{number}.jsonl", form)) for number, form in enumerate(forms)]
+    none, ones, two = (fingerprint(file, tmp_path) for file in files)
+    assert none == ones != two
+    # as checkpoints have it that were written before rows could have weights
+    assert none == "9daeee2f954c98c701e4e658896eeabff188e4215aacfba1673a323b3d518e75"
+
+
+def test_the_kinds_of_examples_weigh_what_their_rows_do(tmp_path: Path) -> None:
+    rows = [{**row, "weight": weight} for row, weight in zip(numbered_rows(4), (2.0, 1.0, 3.5, 1.0), strict=True)]
+    train = splits(str(write_rows(tmp_path / "a.jsonl", rows)), tmp_path, kind=KTO_EXAMPLES, make=KTODataset).train
+    assert train is not None
+    assert train.class_weights == (5.5, 2.0)
+    assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
+    section: Any = config("model.kto.auto_balance=true").loss
+    desirable, undesirable = loss_weights(section, train, lr=1e-6)
+    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "two rows of each kind would need none"
