@@ -109,6 +109,8 @@ def check_rope_type(config: Mapping[str, Any]) -> str:
         told = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
         raise ValueError(f"{told}; choose another model")
     kind = settings.get("rope_type", settings.get("type", "default"))
+    if config.get("model_type") == "phi3" and kind == "yarn":
+        kind = "longrope"  # as transformers reads it there
     if kind not in ROPE_TYPES:
         raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}; choose another model")
     return kind

@@ -63,6 +63,15 @@ def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, An
             {"max_position_embeddings": 64, "original_max_position_embeddings": 8, "rope_scaling": {"type": "longrope"}},
             ("original_max_position_embeddings", 8),
         ),
+        # transformers reads yarn as longrope in Phi-3
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": 8, "rope_scaling": {"type": "yarn"}},
+            ("original_max_position_embeddings", 8),
+        ),
+        (
+            {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": {"type": "yarn"}},
+            ("max_position_embeddings", 64),
+        ),
     ],
 )
 def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
