@@ -72,7 +72,9 @@ CONFIGS = {
     ),
     "phi3-odd-heads-window-longrope": lambda: Phi3Config(
         **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
-        rope_parameters=_rope(1e5, rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0]),
+        rope_parameters=_rope(
+            1e5, rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0], attention_factor=0.7
+        ),
         original_max_position_embeddings=32,
         sliding_window=7,
         **_NO_TOKENS,
