@@ -142,8 +142,11 @@ def load_base_weights(policy: Policy, source: Path) -> None:
     folder = config_folder(base)
     found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
     values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
+    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if "head_dim" in differing:
+        differing.pop("rope", None)  # one frequency for two channels of a head: it says nothing more
     try:
-        refuse_other_shape(policy.folder, folder, {name: pair for name, pair in values.items() if pair[0] != pair[1]})
+        refuse_other_shape(policy.folder, folder, differing)
     except UserError as error:
         raise UserError(f"the reference {error}") from error
     if folder == base:

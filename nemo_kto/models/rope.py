@@ -35,6 +35,11 @@ class Rope:
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
 
+    def __str__(self) -> str:
+        """For messages."""
+        told = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
+        return told if self.attention_factor == 1.0 else f"{told} and attention factor {self.attention_factor:g}"
+
     def inverse_frequencies(self) -> Tensor:
         """The frequencies, fp32 [rotated channels / 2]."""
         return torch.tensor(self.frequencies, dtype=torch.float32)

@@ -175,14 +175,27 @@ def test_adapters_that_come_trained_are_the_reference(
         assert_same(steps, runs[0])
 
 
-def test_another_model_of_another_shape_is_refused(job: Callable[[str], Job], tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", hidden_size=32)
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"hidden_size": 32}, "hidden_size 32 instead of 64, head_dim 4 instead of 8"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope 4 frequencies from 0.5 to 0.0005 instead of 4 frequencies from 1 to 0.000177828",
+        ),
+    ],
+    ids=["sizes", "rope"],
+)
+def test_another_model_of_another_shape_is_refused(
+    changes: dict[str, Any], found: str, job: Callable[[str], Job], tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", **changes)
     run = job("dpo")
     with pytest.raises(RuntimeError) as error:
         run(f"model.reference.restore_from_path={other}")
     assert str(error.value).splitlines()[-1] == (
         f"nemo_kto.errors.UserError: the reference must be a model of the same shape as the policy in {run.model}, got "
-        f"{other} with hidden_size 32 instead of 64, head_dim 4 instead of 8; name another model, or train one of its shape"
+        f"{other} with {found}; name another model, or train one of its shape"
     )
 
 
