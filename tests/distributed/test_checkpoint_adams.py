@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.parallel import state
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
+from tests.distributed.saved_runs import SavedRun
 
 # name: type of the weights, whether the optimizer is distributed
 FORMS = {
@@ -24,35 +23,24 @@ FORMS = {
 CHANGES = {"torch_to_fused": (False, True), "fused_to_torch": (True, False), "fused": (True, True)}
 
 
-class Run:
+class Run(SavedRun):
     """A model in training, and its checkpoints."""
 
     def __init__(self, model: Path, folder: Path, form: str, *, fused: bool) -> None:
         dtype, distributed = FORMS[form]
         with fused_adam.used() if fused else contextlib.nullcontext():
-            self.chunks, _ = lora_jobs.build(model, state.Layout(), None, distributed=distributed, dtype=dtype)
-            self.optimizer = lora_jobs.optimizer_of(self.chunks, distributed=distributed, dtype=dtype)
-        self.fused, self.folder = fused, folder
-        self.manager = lora_jobs.manager_of(self.chunks, self.optimizer, folder, model)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            lora_jobs.backward(self.chunks)
-            self.manager.scheduler.step(1)
-            self.optimizer.step()
+            chunks, _ = lora_jobs.build(model, state.Layout(), None, distributed=distributed, dtype=dtype)
+            optimizer = lora_jobs.optimizer_of(chunks, distributed=distributed, dtype=dtype)
+        super().__init__(model, folder, chunks, optimizer)
+        self.fused = fused
 
     def save(self) -> None:
         with fused_adam.used() if self.fused else contextlib.nullcontext():
             self.manager.save({"step": 2}, {})
 
     def load(self) -> None:
-        newest = newest_checkpoint(self.folder)
-        assert newest is not None
         with fused_adam.used() if self.fused else contextlib.nullcontext():
-            self.manager.load(newest)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in unwrap_model(self.chunks[0]).parameters()]
+            super().load()
 
     def counts(self) -> list[float]:
         """What Adam has counted, wherever it does."""

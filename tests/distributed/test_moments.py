@@ -7,40 +7,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.models.memory import Training
 from nemo_kto.models.parameters import rank_parameters
 from nemo_kto.parallel import state
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
+from tests.distributed.saved_runs import SavedRun
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Run:
+class Run(SavedRun):
     """A model in bf16, in training, and its checkpoints."""
 
     def __init__(self, model: Path, folder: Path, moments: torch.dtype) -> None:
-        self.chunks, self.architecture = lora_jobs.build(model, state.Layout(), None, dtype=BF16)
-        self.optimizer = lora_jobs.optimizer_of(self.chunks, dtype=BF16, moments_dtype=moments)
-        self.folder = folder
-        self.manager = lora_jobs.manager_of(self.chunks, self.optimizer, folder, model)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            lora_jobs.backward(self.chunks)
-            self.manager.scheduler.step(1)
-            self.optimizer.step()
-
-    def load(self) -> None:
-        newest = newest_checkpoint(self.folder)
-        assert newest is not None
-        self.manager.load(newest)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in unwrap_model(self.chunks[0]).parameters()]
+        chunks, self.architecture = lora_jobs.build(model, state.Layout(), None, dtype=BF16)
+        super().__init__(model, folder, chunks, lora_jobs.optimizer_of(chunks, dtype=BF16, moments_dtype=moments))
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         """Main weight and moments of each piece."""

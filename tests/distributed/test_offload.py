@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.parallel import state
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
+from tests.distributed.saved_runs import SavedRun
 
 # What is on the host before and after the checkpoint.
 CHANGES = {"kept": (0.5, 0.5), "all": (1.0, 1.0), "to_host": (0.0, 0.5), "from_host": (0.5, 0.0), "more": (0.5, 1.0)}
@@ -62,31 +61,16 @@ def _on_gpus() -> Iterator[None]:
         yield
 
 
-class Run:
+class Run(SavedRun):
     """A model in bf16, in training, and its checkpoints."""
 
     def __init__(self, model: Path, folder: Path, fraction: float) -> None:
-        self.chunks, _ = lora_jobs.build(model, state.Layout(), None, dtype=torch.bfloat16)
-        self.optimizer = lora_jobs.optimizer_of(self.chunks, dtype=torch.bfloat16, offload_fraction=fraction)
-        self.folder = folder
-        self.manager = lora_jobs.manager_of(self.chunks, self.optimizer, folder, model)
+        chunks, _ = lora_jobs.build(model, state.Layout(), None, dtype=torch.bfloat16)
+        optimizer = lora_jobs.optimizer_of(chunks, dtype=torch.bfloat16, offload_fraction=fraction)
+        super().__init__(model, folder, chunks, optimizer)
 
-    def steps(self, count: int) -> list[float]:
-        """The norm of the gradient of each."""
-        norms = []
-        for _ in range(count):
-            lora_jobs.backward(self.chunks)
-            self.manager.scheduler.step(1)
-            norms.append(float(self.optimizer.step()[1]))
-        return norms
-
-    def load(self) -> None:
-        newest = newest_checkpoint(self.folder)
-        assert newest is not None
-        self.manager.load(newest)
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([weight.detach().float().flatten() for weight in unwrap_model(self.chunks[0]).parameters()])
+    def flat_weights(self) -> torch.Tensor:
+        return torch.cat([weight.float().flatten() for weight in self.weights()])
 
     @property
     def inner(self) -> Any:
@@ -122,7 +106,7 @@ def trained(model: Path, folder: Path, change: str) -> dict[str, Any]:
         again = second.counts()
         second.manager.save({"step": 4}, {})
     return {
-        "weights": float((second.weights() - plain.weights()).abs().max()),
+        "weights": float((second.flat_weights() - plain.flat_weights()).abs().max()),
         "norms": max(abs(one - other) / other for one, other in zip(mine, norms, strict=True)),
         "counts": again,
         "on_host": second.on_host() if after else 0.0,
@@ -153,7 +137,7 @@ def saved_at_once(model: Path, folder: Path) -> float:
         other.load()
         run.steps(1)
         other.steps(1)
-    return float((run.weights() - other.weights()).abs().max())
+    return float((run.flat_weights() - other.flat_weights()).abs().max())
 
 
 def test_a_checkpoint_before_the_first_step(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:

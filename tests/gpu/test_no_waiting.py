@@ -43,13 +43,14 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
         runs.forward_backward(sequences, loss, forward_only=True)
 
     passes()  # loads kernels
-    original = engine_module.get_forward_backward_func
+    original, watched_calls = engine_module.get_forward_backward_func, []
 
     def watched() -> Any:
         schedule = original()
 
         def call(**arguments: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
+            watched_calls.append(arguments)
+            torch.cuda.set_sync_debug_mode("error")  # torch raises where the host would wait
             try:
                 return schedule(**arguments)
             finally:
@@ -59,6 +60,7 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine_module, "get_forward_backward_func", watched)
     passes()
+    assert len(watched_calls) == 2
 
 
 def test_an_upload_is_what_was_given() -> None:
