@@ -22,9 +22,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_kto.models.rope import RotaryTable
+from nemo_kto.models.spans import PackedSequences, causal_spans
 
 if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -87,36 +87,55 @@ class TorchAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
-            query: [sequence, batch, heads of this rank, head size].
-            key: [sequence, batch, key-value heads of this rank, head size].
+            query: [sequence, batch, heads of this rank, head size]; [tokens, heads of this rank, head size] of a row of
+                sequences.
+            key: [sequence, batch, key-value heads of this rank, head size]; of a row without the batch.
             value: as ``key``.
             attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type
                 is arbitrary, and then in place of the causal order. Every row must leave at least one token to see.
             attn_mask_type: overrides the type given at construction.
             attention_bias: must be None.
-            packed_seq_params: must be None.
+            packed_seq_params: a row of sequences, which do not see each other (``PackedSequences``); None where a batch has
+                one in each row.
 
         Returns:
-            [sequence, batch, heads * head size].
+            [sequence, batch, heads * head size]; of a row [tokens, heads * head size].
 
         Raises:
-            ValueError: packed sequences, a bias on the scores, or a mask type other than causal and arbitrary.
+            ValueError: a bias on the scores, a mask type other than causal and arbitrary, or a mask on a row of sequences.
         """
-        if packed_seq_params is not None:
-            raise ValueError("packed_seq_params must be None: packed sequences need Transformer Engine's attention")
         if attention_bias is not None:
             raise ValueError("attention_bias must be None: torch's attention takes a mask, not a bias on the scores")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
             raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
-        seen = self._seen(query.size(0), attention_mask if kind == AttnMaskType.arbitrary else None, query.device)
+        if packed_seq_params is None:
+            return self._attend(query, key, value, None, attention_mask if kind == AttnMaskType.arbitrary else None)
+        if kind == AttnMaskType.arbitrary:
+            raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
+        heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
+        return self._attend(*heads, packed_seq_params.lengths, None).squeeze(1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...] | None, masked: Tensor | None
+    ) -> Tensor:
+        """[sequence, batch, ...] in and out; ``lengths`` are those of a row of sequences."""
         if self.rotary is not None:
-            query, key = self.rotary.rotate(query), self.rotary.rotate(key)
+            query, key = self.rotary.rotate(query, lengths), self.rotary.rotate(key, lengths)
+        contexts = [
+            self._attend_span(query[span.queries], key[span.keys], value[span.keys], masked)
+            for span in causal_spans(lengths or (query.size(0),))
+        ]
+        return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
+
+    def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
+        """One after the other: a kernel for rows of unlike length would compute with their padding."""
+        seen = self._seen(query.size(0), masked, query.device)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
             context = F.scaled_dot_product_attention(

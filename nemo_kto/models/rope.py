@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_kto.models.spans import token_positions
+from nemo_kto.parallel import device
+
 # Each rope type and what it cannot do without; transformers has a default for the rest.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -61,24 +64,43 @@ class RotaryTable:
     def __init__(self, *, rope: Rope) -> None:
         self._rope = rope
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
+        self._of_row: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
 
-    def rotate(self, heads_sbhd: Tensor) -> Tensor:
-        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place."""
-        positions, kept = len(heads_sbhd), self._cos_and_sin
-        if kept is None or len(kept[0]) < positions or kept[0].dtype != heads_sbhd.dtype:
-            kept = self._cos_and_sin = self._tables_like(heads_sbhd)
-        cos_s11d, sin_s11c = (table[:positions] for table in kept)
+    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
+        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place.
+
+        Args:
+            heads_sbhd: what is rotated.
+            lengths: of the sequences that lie one after the other, each of which begins at 0; None for one.
+        """
+        tables = self._from_zero(len(heads_sbhd), heads_sbhd) if lengths is None else self._row(lengths, heads_sbhd)
+        cos_s11d, sin_s11c = tables
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
         rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c)  # type: ignore[no-untyped-call]
         return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
-    def _tables_like(self, heads_sbhd: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines [sequence, 1, 1, rotated channels], sines [.., half of them] in the heads' dtype, computed in fp32."""
-        frequency_c = self._rope.inverse_frequencies().to(heads_sbhd.device)
-        position_s = torch.arange(len(heads_sbhd), dtype=torch.float32, device=heads_sbhd.device)
+    def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines [positions, 1, 1, rotated channels], sines [.., half of them]."""
+        kept = self._cos_and_sin
+        if kept is None or len(kept[0]) < positions or kept[0].dtype != like.dtype:
+            kept = self._cos_and_sin = self._tables_like(positions, like)
+        return kept[0][:positions], kept[1][:positions]
+
+    def _row(self, lengths: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for a row of sequences; that of the last row is kept, for its other layers."""
+        if self._of_row is None or self._of_row[0] != lengths or self._of_row[1][0].dtype != like.dtype:
+            cos_s11d, sin_s11c = self._from_zero(max(lengths), like)
+            (position_t,) = device.upload([token_positions(lengths)])
+            self._of_row = lengths, (cos_s11d[position_t], sin_s11c[position_t])
+        return self._of_row[1]
+
+    def _tables_like(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of ``like``, computed in fp32."""
+        frequency_c = self._rope.inverse_frequencies().to(like.device)
+        position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
         cos_s11d, sin_s11c = angle_s11c.cos().repeat(1, 1, 1, 2), angle_s11c.sin()
-        return cos_s11d.to(heads_sbhd.dtype), sin_s11c.to(heads_sbhd.dtype)
+        return cos_s11d.to(like.dtype), sin_s11c.to(like.dtype)
 
 
 class _Rotation(torch.autograd.Function):

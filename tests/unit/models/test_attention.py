@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.rope import RotaryTable, read_rope
+from nemo_kto.models.spans import PackedSequences
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
@@ -125,10 +127,35 @@ def test_dropout_draws_from_the_model_parallel_generator(generators: Any) -> Non
     torch.testing.assert_close(layer.eval()(*heads(), None), reference(CAUSAL))
 
 
+def row_of(lengths: tuple[int, ...]) -> PackedSequences:
+    return PackedSequences.of(lengths, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_sequences_of_a_row_are_evaluated_as_each_by_itself(window: tuple[int, int] | None) -> None:
+    layer = attention(window_size=window)
+    layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    row = [each[:, 0].clone().requires_grad_() for each in heads()]
+    alone = [each[:, :1].clone().requires_grad_() for each in heads()]
+    lengths, grad = (3, 6, 1), torch.randn(S, HEADS * D)
+    found = layer(*row, None, packed_seq_params=row_of(lengths))
+    parts = zip(*(each.split(lengths) for each in alone), strict=True)
+    expected = torch.cat([layer(*part, None) for part in parts]).squeeze(1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    found_grads, expected_grads = torch.autograd.grad(found, row, grad), torch.autograd.grad(expected, alone, grad)
+    for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(found_grad, expected_grad.squeeze(1), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_of_sequences_takes_no_mask() -> None:
+    row = [each[:, 0] for each in heads()]
+    with pytest.raises(ValueError, match="attn_mask_type must be causal for a row of sequences, got arbitrary"):
+        attention(kind=AttnMaskType.arbitrary)(*row, torch.zeros(1), packed_seq_params=row_of((S,)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params must be None"),
         ({"attention_bias": torch.zeros(1)}, "attention_bias must be None"),
         ({"attn_mask_type": AttnMaskType.padding}, "attn_mask_type must be causal or arbitrary, got padding"),
     ],

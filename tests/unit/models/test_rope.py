@@ -130,6 +130,16 @@ def test_rotated_heads_keep_their_dtype() -> None:
     assert torch.equal(table.rotate(heads_sbhd), rotated), "the table is fp32 again"
 
 
+def test_each_sequence_of_a_row_begins_at_zero() -> None:
+    table, heads_sbhd = RotaryTable(rope=of_theta(1e4)), torch.randn(9, 1, 2, 8)
+    for lengths in ((2, 4, 3), (2, 4, 3), (8, 1)):
+        parts = heads_sbhd.split(lengths)
+        expected = torch.cat([rotated_by_transformers(part) for part in parts])
+        torch.testing.assert_close(table.rotate(heads_sbhd, lengths), expected, rtol=1e-6, atol=1e-6)
+    half = table.rotate(heads_sbhd.bfloat16(), (8, 1))
+    assert half.dtype == torch.bfloat16, "the row that was kept is fp32"
+
+
 def test_default_frequencies() -> None:
     expected = torch.tensor([1.0, 1 / 10.0, 1 / 100.0, 1 / 1000.0])
     torch.testing.assert_close(of_theta(1e4).inverse_frequencies(), expected)
