@@ -29,6 +29,7 @@ from nemo_kto.files import make_folder, publish_file
 from nemo_kto.locks import one_writer
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
+from nemo_kto.parallel.context import leads_context_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class ReferenceCache:
 
     def flush(self) -> None:
         """Write what all ranks have noted, and let all of them know it; collective."""
-        leads = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
+        of_model = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
+        leads = of_model and leads_context_parallel()
         noted: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
         dist.all_gather_object(noted, self._pending if leads else {})
         known = {key: logp for part in noted for key, logp in part.items()}

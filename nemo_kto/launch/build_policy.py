@@ -82,6 +82,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         architecture,
         params_dtype=dtype,
         pipeline_parallel=cfg.pipeline_model_parallel_size,
+        context_parallel=cfg.context_parallel_size,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=cfg.sequence_parallel,
@@ -108,9 +109,9 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
 
 
 def overlaps(optim: OptimConfig) -> bool:
-    """Whether data-parallel ranks communicate while they compute."""
+    """Whether the ranks that sum their gradients communicate while they compute."""
     if optim.overlap is None:
-        return device.on_gpu() and parallel_state.get_data_parallel_world_size() > 1
+        return device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     return optim.overlap
 
 

@@ -13,8 +13,8 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.parallel import device
 
-# Tokens of a micro-batch: with few, time goes into launches and the accumulation of gradients. A CPU launches nothing, and
-# with more, sequences of unlike length share a micro-batch: padding then costs what is won.
+# Tokens of a micro-batch on a rank: with few, time goes into launches and the accumulation of gradients. A CPU launches
+# nothing, and with more, sequences of unlike length share a micro-batch: padding then costs what is won.
 _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
@@ -58,13 +58,14 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
     multiple = width_multiple(
         tensor_parallel=model.tensor_model_parallel_size,
         sequence_parallel=model.sequence_parallel,
+        context_parallel=model.context_parallel_size,
         fp8=model.fp8 is not None,
         on_gpu=on_gpu,
     )
     prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
     if prompts is None and tokens is None:
-        tokens = _GPU_TOKENS if on_gpu else _CPU_TOKENS
-    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple)
+        tokens = (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
+    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple, context_parallel=model.context_parallel_size)
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -137,11 +138,13 @@ def _paths_in(value: object) -> list[str]:
 
 def _layout(cfg: RunConfig, ranks: int) -> Errors:
     model = cfg.model
-    degrees = ("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size")
-    one_model = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    names += ["context_parallel_size"] * (model.context_parallel_size > 1)
+    degrees, sizes = tuple(f"model.{name}" for name in names), [getattr(model, name) for name in names]
+    one_model = math.prod(sizes)
     if ranks % one_model:
-        factors = f"{model.tensor_model_parallel_size} * {model.pipeline_model_parallel_size}"
-        text = f"* pipeline_model_parallel_size = {factors} = {one_model} must divide the number of ranks, got {ranks}"
+        product = f"{' * '.join(names[1:])} = {' * '.join(map(str, sizes))} = {one_model}"
+        text = f"* {product} must divide the number of ranks, got {ranks}"
         remedy = f"use a multiple of {one_model} ranks (trainer.devices) or smaller sizes"
         yield ConfigError(degrees[0], f"{text}; {remedy}", (*degrees, *_RANKS))
     elif model.global_batch_size % (step := (model.micro_batch_size or 1) * (ranks // one_model)):
@@ -155,6 +158,10 @@ def _layout(cfg: RunConfig, ranks: int) -> Errors:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         text = "needs model.tensor_model_parallel_size above 1, got 1; raise it or set model.sequence_parallel=false"
         yield ConfigError("model.sequence_parallel", text, degrees[:1])
+    if model.context_parallel_size > 1 and model.data.reset_attention_mask:
+        text = "must be false with model.context_parallel_size above 1, whose ranks see a part of a row each, got true"
+        reads = ("model.context_parallel_size",)
+        yield ConfigError("model.data.reset_attention_mask", f"{text}; set one or the other", reads)
 
 
 def _recompute(cfg: RunConfig) -> Errors:

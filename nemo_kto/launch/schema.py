@@ -246,7 +246,7 @@ class GPTConfig(Section):
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count
     virtual_pipeline_model_parallel_size: Annotated[None, Remedy(f"virtual pipelines are {Unsupported}")]
-    context_parallel_size: Annotated[Literal[1], Remedy(f"context parallelism is {Unsupported}")]
+    context_parallel_size: Count
     expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
     sequence_parallel: bool
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]

@@ -5,6 +5,8 @@ Shape suffixes: B sequences of a padded batch, S tokens of each, T response toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,14 @@ def response_counts(labels_BS: Tensor) -> Tensor:
     return (labels_BS[:, 1:] != IGNORED).sum(dim=1)
 
 
-def sequence_sums(token_logps_T: Tensor, sequence_T: Tensor, num_sequences: int, *, average: bool) -> Tensor:
+def sequence_sums(
+    token_logps_T: Tensor,
+    sequence_T: Tensor,
+    num_sequences: int,
+    *,
+    average: bool,
+    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Tensor:
     """Add up the token log-probs of each sequence. Differentiable.
 
     The sum is carried in float64 and rounded once, so it does not depend on the order of the tokens.
@@ -57,6 +66,7 @@ def sequence_sums(token_logps_T: Tensor, sequence_T: Tensor, num_sequences: int,
         sequence_T: the sequence of each token, in [0, N); int64.
         num_sequences: N.
         average: give the mean over a sequence's tokens instead of the sum.
+        over_ranks: adds the sums of all ranks that have tokens of these sequences; called once, differentiable.
 
     Returns:
         [N], in the dtype of ``token_logps_T``; 0 for a sequence without tokens.
@@ -69,8 +79,9 @@ def sequence_sums(token_logps_T: Tensor, sequence_T: Tensor, num_sequences: int,
         [-1.5, 0.0, -4.0]
     """
     sums_N = token_logps_T.new_zeros(num_sequences, dtype=torch.float64).index_add(0, sequence_T, token_logps_T.double())
-    if average:
-        # not bincount, which asks the device for the largest value
-        counts_N = torch.zeros_like(sums_N).index_add(0, sequence_T, torch.ones_like(token_logps_T, dtype=torch.float64))
-        sums_N = sums_N / counts_N.clamp(min=1)
-    return sums_N.to(token_logps_T.dtype)
+    if not average:
+        return over_ranks(sums_N).to(token_logps_T.dtype)
+    # not bincount, which asks the device for the largest value
+    counts_N = torch.zeros_like(sums_N).index_add(0, sequence_T, torch.ones_like(token_logps_T, dtype=torch.float64))
+    sums_N, counts_N = over_ranks(torch.stack((sums_N, counts_N)))
+    return (sums_N / counts_N.clamp(min=1)).to(token_logps_T.dtype)

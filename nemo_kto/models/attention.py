@@ -20,9 +20,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.models.rope import RotaryTable
-from nemo_kto.models.spans import PackedSequences, causal_spans
+from nemo_kto.models.spans import PackedSequences, causal_spans, in_row_order
+from nemo_kto.parallel.context import gather_shares
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -39,8 +41,8 @@ class TorchAttention(MegatronModule):
         attention_type: self attention; there is no other in this project.
         attention_dropout: probability; ``config.attention_dropout`` where None.
         softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
-        cp_comm_type: how context-parallel ranks would talk; without meaning at context parallel size 1.
-        pg_collection: process groups; each rank has whole heads, so none is needed.
+        cp_comm_type: how context-parallel ranks talk in Transformer Engine; here each gathers the keys and values of all.
+        pg_collection: process groups, of which the context-parallel one is used where ranks share a sequence.
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
 
@@ -61,10 +63,6 @@ class TorchAttention(MegatronModule):
         rotary: RotaryTable | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"context_parallel_size must be 1 without Transformer Engine, got {config.context_parallel_size}"
-            )
         if config.apply_query_key_layer_scaling:
             raise ValueError(
                 "apply_query_key_layer_scaling must be False; torch's attention keeps its sums in fp32 and needs none"
@@ -72,6 +70,7 @@ class TorchAttention(MegatronModule):
         if getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
+        self.context = None if config.context_parallel_size == 1 or pg_collection is None else pg_collection.cp
         self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -93,7 +92,7 @@ class TorchAttention(MegatronModule):
 
         Args:
             query: [sequence, batch, heads of this rank, head size]; [tokens, heads of this rank, head size] of a row of
-                sequences.
+                sequences. Context-parallel ranks have a share of the sequence, as ``models/spans.py`` says.
             key: [sequence, batch, key-value heads of this rank, head size]; of a row without the batch.
             value: as ``key``.
             attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type
@@ -101,21 +100,23 @@ class TorchAttention(MegatronModule):
             attn_mask_type: overrides the type given at construction.
             attention_bias: must be None.
             packed_seq_params: a row of sequences, which do not see each other (``PackedSequences``); None where a batch has
-                one in each row.
+                one in each row. Its lengths are those of the whole sequences.
 
         Returns:
             [sequence, batch, heads * head size]; of a row [tokens, heads * head size].
 
         Raises:
-            ValueError: a bias on the scores, a mask type other than causal and arbitrary, or a mask on a row of sequences.
+            ValueError: a bias on the scores, a mask type other than causal and arbitrary, a mask on a row of sequences or
+                on a share of one, or a length that cannot be shared out.
         """
         if attention_bias is not None:
             raise ValueError("attention_bias must be None: torch's attention takes a mask, not a bias on the scores")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
             raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
+        masked = attention_mask if kind == AttnMaskType.arbitrary else None
         if packed_seq_params is None:
-            return self._attend(query, key, value, None, attention_mask if kind == AttnMaskType.arbitrary else None)
+            return self._attend(query, key, value, None, masked)
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
@@ -125,17 +126,25 @@ class TorchAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...] | None, masked: Tensor | None
     ) -> Tensor:
         """[sequence, batch, ...] in and out; ``lengths`` are those of a row of sequences."""
+        rank, size = (0, 1) if self.context is None else (self.context.rank(), self.context.size())
+        if size > 1 and masked is not None:
+            raise ValueError("attention_mask must be None where context-parallel ranks share a sequence, got a mask")
+        whole = lengths or (query.size(0) * size,)
         if self.rotary is not None:
-            query, key = self.rotary.rotate(query, lengths), self.rotary.rotate(key, lengths)
+            row = None if lengths is None and size == 1 else whole
+            query, key = (self.rotary.rotate(each, row, rank=rank, size=size) for each in (query, key))
+        if self.context is not None:
+            gathered = gather_shares(torch.cat((key, value), dim=2), group=self.context)
+            key, value = in_row_order(gathered, whole, size=size).chunk(2, dim=2)
         contexts = [
             self._attend_span(query[span.queries], key[span.keys], value[span.keys], masked)
-            for span in causal_spans(lengths or (query.size(0),))
+            for span in causal_spans(whole, rank=rank, size=size)
         ]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
     def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
         """One after the other: a kernel for rows of unlike length would compute with their padding."""
-        seen = self._seen(query.size(0), masked, query.device)
+        seen = self._seen(query.size(0), key.size(0), masked, query.device)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
             context = F.scaled_dot_product_attention(
@@ -150,12 +159,17 @@ class TorchAttention(MegatronModule):
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
-    def _seen(self, length: int, masked: Tensor | None, device: torch.device) -> Tensor | None:
-        """True where a query (row) sees a key (column); None for the plain causal order, which needs no tensor."""
+    def _seen(self, queries: int, keys: int, masked: Tensor | None, device: torch.device) -> Tensor | None:
+        """True where a query (row) sees a key (column): the last query sees all keys, the one before one less.
+
+        None for the plain causal order, and torch's description of it where there are more keys: fused kernels then need no
+        tensor.
+        """
         seen = None if masked is None else ~masked
-        if self.window is None or length <= self.window:
-            return seen
-        distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+        if self.window is None or keys <= self.window:
+            return seen if queries == keys else causal_lower_right(queries, keys)
+        place = torch.arange(keys, device=device)
+        distance = place[keys - queries :, None] - place[None, :]
         near = (distance >= 0) & (distance < self.window)
         return near if seen is None else near & seen
 

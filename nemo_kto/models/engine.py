@@ -1,4 +1,4 @@
-"""Log-probs of sequences under a GPT policy, over tensor- and pipeline-parallel ranks: forward, or forward and backward.
+"""Log-probs of sequences under a GPT policy, over the ranks that share a model: forward, or forward and backward.
 
 Sequences are cut into micro-batches, sent through megatron-core's pipeline schedule, and come back as one log-prob each. The
 loss is a function that the caller gives; the engine knows no algorithm.
@@ -26,6 +26,7 @@ from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
+from nemo_kto.parallel.context import leads_context_parallel, sum_over_context_parallel
 from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
 from nemo_kto.parallel.overlap import bucket_groups, finish_gathers
 from nemo_kto.parallel.reduce import from_last_stage
@@ -71,7 +72,8 @@ class LogProbEngine:
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
         forward_flops: operations of one forward pass, to be counted.
-        forward_clock: runs during the forward passes of this rank, in which only tensor-parallel ranks wait for each other.
+        forward_clock: runs during the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
+            each other.
     """
 
     chunks: list[DistributedDataParallel]
@@ -85,7 +87,7 @@ class LogProbEngine:
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
-        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.finalize_model_grads_func = _finalize_gradients
         self._local_norms: list[Tensor] = []
         self._look_at_local_gradients()
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
@@ -182,7 +184,7 @@ class LogProbEngine:
     ) -> Callable[..., list[Mapping[str, Tensor]]]:
         """megatron-core's schedule with its arguments bound: micro-batches within the limits, each given to ``loss``."""
         check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
-        micro_batches = sequences.micro_batches(limits)
+        micro_batches = sequences.micro_batches(limits, context_rank=parallel_state.get_context_parallel_rank())
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
@@ -219,7 +221,11 @@ class LogProbEngine:
             reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
         )
         return sequence_sums(
-            logps_T, micro_batch.sequence_T, len(micro_batch.sequence_index_b), average=self.average_log_probs
+            logps_T,
+            micro_batch.sequence_T,
+            len(micro_batch.sequence_index_b),
+            average=self.average_log_probs,
+            over_ranks=sum_over_context_parallel,
         )
 
     @contextlib.contextmanager
@@ -232,3 +238,12 @@ class LogProbEngine:
         finally:
             for chunk in self.chunks:
                 chunk.train(was_training)
+
+
+def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:
+    """megatron-core's sum of gradients over data- and context-parallel ranks, divided by the number of examples.
+
+    It sums that number over the same ranks, and context-parallel ones have the same examples: one of them counts.
+    """
+    counted = num_examples if leads_context_parallel() else torch.zeros_like(num_examples)
+    finalize_model_grads(chunks, counted, **options)

@@ -100,6 +100,7 @@ def build_gpt(
     *,
     params_dtype: torch.dtype,
     pipeline_parallel: int = 1,
+    context_parallel: int = 1,
     pre_process: bool = True,
     post_process: bool = True,
     sequence_parallel: bool = False,
@@ -117,6 +118,7 @@ def build_gpt(
         architecture: the model; also says the tensor-parallel size.
         params_dtype: dtype of parameters and activations.
         pipeline_parallel: number of pipeline stages.
+        context_parallel: number of ranks that share a sequence.
         pre_process, post_process: this part begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
@@ -137,6 +139,7 @@ def build_gpt(
         engine=engine,
         params_dtype=params_dtype,
         pipeline_model_parallel_size=pipeline_parallel,
+        context_parallel_size=context_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,

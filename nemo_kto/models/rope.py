@@ -66,15 +66,19 @@ class RotaryTable:
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
         self._of_row: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
 
-    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
+    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
         """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place.
 
         Args:
             heads_sbhd: what is rotated.
             lengths: of the sequences that lie one after the other, each of which begins at 0; None for one.
+            rank, size: of the context-parallel group, whose ranks share the sequences; their lengths are needed then. The
+                same in every call.
         """
-        tables = self._from_zero(len(heads_sbhd), heads_sbhd) if lengths is None else self._row(lengths, heads_sbhd)
-        cos_s11d, sin_s11c = tables
+        if lengths is None:
+            cos_s11d, sin_s11c = self._from_zero(len(heads_sbhd), heads_sbhd)
+        else:
+            cos_s11d, sin_s11c = self._row(lengths, heads_sbhd, rank=rank, size=size)
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
         rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c)  # type: ignore[no-untyped-call]
         return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
@@ -86,11 +90,11 @@ class RotaryTable:
             kept = self._cos_and_sin = self._tables_like(positions, like)
         return kept[0][:positions], kept[1][:positions]
 
-    def _row(self, lengths: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _row(self, lengths: tuple[int, ...], like: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """The same for a row of sequences; that of the last row is kept, for its other layers."""
         if self._of_row is None or self._of_row[0] != lengths or self._of_row[1][0].dtype != like.dtype:
             cos_s11d, sin_s11c = self._from_zero(max(lengths), like)
-            (position_t,) = device.upload([token_positions(lengths)])
+            (position_t,) = device.upload([token_positions(lengths, rank=rank, size=size)])
             self._of_row = lengths, (cos_s11d[position_t], sin_s11c[position_t])
         return self._of_row[1]
 

@@ -8,27 +8,37 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
+from nemo_kto.models.spans import row_places
 from nemo_kto.parallel import device
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
 FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
 
 
-def width_multiple(*, tensor_parallel: int, sequence_parallel: bool, fp8: bool = False, on_gpu: bool | None = None) -> int:
+def width_multiple(
+    *,
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    context_parallel: int = 1,
+    fp8: bool = False,
+    on_gpu: bool | None = None,
+) -> int:
     """What the width of a micro-batch is rounded up to, here or ``on_gpu``.
 
-    Sequence parallelism shards it; a shard, which is quantised by itself, has the size that ``fp8`` needs.
+    Context-parallel ranks have two chunks of it each, and sequence parallelism shards these; a shard, which is quantised by
+    itself, has the size that ``fp8`` needs.
     """
     on_gpu = device.on_gpu() if on_gpu is None else on_gpu
-    shards = tensor_parallel if sequence_parallel else 1
-    return math.lcm(shards * (FP8_MULTIPLE if fp8 else 1), _GPU_WIDTHS if on_gpu else 1)
+    shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
+    of_shard = FP8_MULTIPLE if fp8 else 2 if context_parallel > 1 else 1
+    return math.lcm(shards * of_shard, _GPU_WIDTHS if on_gpu else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +49,13 @@ class MicroBatchLimits:
         prompts: at most so many; None for no limit.
         tokens: at most so many, padding included; None for no limit.
         multiple: its width is a multiple of it.
+        context_parallel: so many ranks share each sequence.
     """
 
     prompts: int | None
     tokens: int | None
     multiple: int
+    context_parallel: int = 1
 
     def __str__(self) -> str:
         """Such as "up to 8,192 tokens"."""
@@ -133,13 +145,14 @@ class SequenceBatch:
             mask_B1SS=None if mask is None else mask[sequence_index_b],
         )
 
-    def micro_batches(self, limits: MicroBatchLimits) -> list[MicroBatch]:
+    def micro_batches(self, limits: MicroBatchLimits, *, context_rank: int = 0) -> list[MicroBatch]:
         """Cut into micro-batches of prompts of like length, each no wider than its longest sequence needs.
 
         A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
-        answers to its prompts, then the second ones, if there are any.
+        answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
         """
-        return MicroBatch.on_device([self._micro_batch(index_b, limits) for index_b in self._by_length(limits)])
+        whole = [self._micro_batch(index_b, limits) for index_b in self._by_length(limits)]
+        return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
         """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
@@ -193,6 +206,28 @@ class MicroBatch:
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
+
+    def share(self, rank: int, size: int) -> MicroBatch:
+        """What a rank of a context-parallel group of this size has: tokens, and those that they predict.
+
+        Raises:
+            ValueError: the width cannot be shared out.
+        """
+        if size == 1:
+            return self
+        rows, width = self.tokens_bs.shape
+        place_s = row_places((width,), rank=rank, size=size)
+        index_s = torch.full((width,), -1).index_copy(0, place_s, torch.arange(len(place_s)))  # -1: on another rank
+        index_T, row_T = index_s[self.hidden_index_T // rows], self.hidden_index_T % rows
+        is_here_T = index_T >= 0
+        return replace(
+            self,
+            tokens_bs=self.tokens_bs[:, place_s],
+            positions_bs=self.positions_bs[:, place_s],
+            hidden_index_T=(index_T * rows + row_T)[is_here_T],
+            target_T=self.target_T[is_here_T],
+            sequence_T=self.sequence_T[is_here_T],
+        )
 
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -1,6 +1,10 @@
 """Sequences that lie one after the other in a row: where each token stands in its own, and which tokens it may see.
 
-Shape suffixes: t tokens of a row, n its sequences.
+Context-parallel ranks share a row. Each of its sequences is cut into 2 * size equal chunks, and rank r has chunks r and
+2 * size - 1 - r, one after the other, as megatron-core and Transformer Engine expect it: a late chunk sees many keys and an
+early one few, so that the ranks have equal work. A rank's share of a row is the shares of its sequences in their order.
+
+Shape suffixes: t tokens of a row or of a rank's share of it, n its sequences.
 """
 
 from __future__ import annotations
@@ -46,22 +50,87 @@ class Span(NamedTuple):
     keys: slice
 
 
-def causal_spans(lengths: Sequence[int]) -> list[Span]:
+def causal_spans(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> list[Span]:
     """Each sequence sees itself.
+
+    Args:
+        lengths: tokens of each sequence of a row, multiples of 2 * size where the size is above 1.
+        rank, size: of the context-parallel group. Queries are those of this rank, keys those of the whole row.
 
     Examples:
         >>> causal_spans((3, 2))
         [Span(queries=slice(0, 3, None), keys=slice(0, 3, None)), Span(queries=slice(3, 5, None), keys=slice(3, 5, None))]
+        >>> causal_spans((8,), rank=0, size=2)
+        [Span(queries=slice(0, 2, None), keys=slice(0, 2, None)), Span(queries=slice(2, 4, None), keys=slice(0, 8, None))]
     """
-    ends = list(accumulate(lengths))
-    return [Span(whole := slice(end - length, end), whole) for end, length in zip(ends, lengths, strict=True)]
+    begins = (0, *accumulate(lengths))[:-1]
+    if size == 1:
+        return [Span(whole := slice(begin, begin + length), whole) for begin, length in zip(begins, lengths, strict=True)]
+    spans, queries = list[Span](), 0
+    for begin, length in zip(begins, lengths, strict=True):
+        width = _chunk(length, size)
+        for chunk in _chunks_of(rank, size):
+            spans.append(Span(slice(queries, queries + width), slice(begin, begin + (chunk + 1) * width)))
+            queries += width
+    return spans
 
 
-def token_positions(lengths: Sequence[int]) -> Tensor:
-    """Of each token its place in its sequence: int64 [t], on the host.
+def token_positions(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> Tensor:
+    """Of each token of this rank its place in its sequence: int64 [t], on the host; arguments of :func:`causal_spans`.
 
     Examples:
         >>> token_positions((3, 2)).tolist()
         [0, 1, 2, 0, 1]
+        >>> token_positions((8, 4), rank=1, size=2).tolist()
+        [2, 3, 4, 5, 1, 2]
     """
-    return torch.cat([torch.arange(length) for length in lengths])
+    if size == 1:
+        return torch.cat([torch.arange(length) for length in lengths])
+    chunks = [torch.arange(length).view(2 * size, _chunk(length, size)) for length in lengths]
+    return torch.cat([of_sequence[list(_chunks_of(rank, size))].flatten() for of_sequence in chunks])
+
+
+def row_places(lengths: Sequence[int], *, rank: int, size: int) -> Tensor:
+    """Of each token of this rank its place in the whole row: int64 [t], on the host; arguments of :func:`causal_spans`.
+
+    Examples:
+        >>> row_places((8, 4), rank=1, size=2).tolist()
+        [2, 3, 4, 5, 9, 10]
+    """
+    begins = (0, *accumulate(lengths))[:-1]
+    shares = [torch.full((length // size,), begin) for begin, length in zip(begins, lengths, strict=True)]
+    return torch.cat(shares) + token_positions(lengths, rank=rank, size=size)
+
+
+def in_row_order(shares_t: Tensor, lengths: Sequence[int], *, size: int) -> Tensor:
+    """The shares of all ranks, one after the other in the order of the ranks, as the row they are of.
+
+    Args:
+        shares_t: [tokens, ...].
+        lengths, size: of :func:`causal_spans`.
+
+    Examples:
+        >>> in_row_order(torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]), (8,), size=2).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    widths = [_chunk(length, size) for length in lengths]
+    places = [(number, chunk) for rank in range(size) for number in range(len(widths)) for chunk in _chunks_of(rank, size)]
+    parts = dict(zip(places, shares_t.split([widths[number] for number, _ in places]), strict=True))
+    return torch.cat([parts[place] for place in sorted(parts)])
+
+
+def _chunk(length: int, size: int) -> int:
+    """Tokens of a chunk.
+
+    Raises:
+        ValueError: the chunks of a sequence would not be equal.
+    """
+    if length % (2 * size):
+        raise ValueError(
+            f"the length of a sequence must be a multiple of 2 * context parallel size = {2 * size}, got {length}"
+        )
+    return length // (2 * size)
+
+
+def _chunks_of(rank: int, size: int) -> tuple[int, int]:
+    return rank, 2 * size - 1 - rank

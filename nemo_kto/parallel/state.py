@@ -33,17 +33,19 @@ class Layout:
     Attributes:
         tensor: ranks that share every layer (tensor parallel).
         pipeline: ranks that hold consecutive groups of layers (pipeline parallel).
+        context: ranks that share every sequence (context parallel).
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     sequence_parallel: bool = False
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that hold one copy of the model."""
-        return self.tensor * self.pipeline
+        """Number of ranks that evaluate a sequence together; the others have other sequences."""
+        return self.tensor * self.pipeline * self.context
 
 
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -65,12 +67,13 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         rendezvous.join("nccl" if device.on_gpu() else "gloo", timeout=timeout)
     if world_size() % layout.model_ranks:
         raise ValueError(
-            f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) = {layout.model_ranks} must divide the number of "
-            f"ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
+            f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) x context ({layout.context}) = {layout.model_ranks} "
+            f"must divide the number of ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     seed += 100 * pipeline_stage()

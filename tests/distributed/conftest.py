@@ -9,6 +9,6 @@ from tests.distributed.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(max_ranks=4)
+    pool = RankPool(max_ranks=8)
     yield pool
     pool.close()

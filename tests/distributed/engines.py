@@ -26,12 +26,17 @@ def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 
     from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 
     config = get_model_config(chunks[0])
-    multiple = width_multiple(tensor_parallel=config.tensor_model_parallel_size, sequence_parallel=config.sequence_parallel)
+    context = config.context_parallel_size
+    multiple = width_multiple(
+        tensor_parallel=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        context_parallel=context,
+    )
 
     return LogProbEngine(
         chunks=chunks,
         vocab_size=architecture.vocab_size,
-        limits=MicroBatchLimits(prompts=micro_batch_size, tokens=None, multiple=multiple),
+        limits=MicroBatchLimits(prompts=micro_batch_size, tokens=None, multiple=multiple, context_parallel=context),
         forward_micro_batch_size=3,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,

@@ -14,7 +14,12 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
-ROWS, WIDTH, PROMPT = 8, 20, 4
+ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "window": ("mistral", {"sliding_window": 7}),
+}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -55,6 +60,7 @@ def kto_step(
         architecture,
         params_dtype=torch.float32,
         pipeline_parallel=layout.get("pipeline", 1),
+        context_parallel=layout.get("context", 1),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=layout.get("sequence_parallel", False),
@@ -96,8 +102,9 @@ def oracle(
     from transformers import AutoModelForCausalLM
 
     base = tmp_path_factory.mktemp("gradients")
-    policy = make_checkpoint(base / "policy", request.param)
-    reference = make_checkpoint(base / "reference", request.param, seed=1)
+    family, changes = FAMILIES[request.param]
+    policy = make_checkpoint(base / "policy", family, **changes)
+    reference = make_checkpoint(base / "reference", family, seed=1, **changes)
     batch = make_batch()
 
     def row_logps(model: Any, name: str) -> torch.Tensor:
@@ -145,6 +152,9 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "tp2": (2, {"tensor": 2}, 2),
     "pp2": (2, {"pipeline": 2}, 1),
     "dp2": (2, {}, 2),
+    "cp2": (2, {"context": 2}, 2),
+    "cp2_dp2": (4, {"context": 2}, 1),
+    "cp2_tp2_sequence_parallel": (4, {"context": 2, "tensor": 2, "sequence_parallel": True}, 2),
     "tp2_pp2_sequence_parallel": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2),
 }
 
@@ -155,8 +165,10 @@ QUICK = {
     ("llama", "recompute"),
     ("llama", "tp2"),
     ("llama", "pp2"),
+    ("llama", "cp2_tp2_sequence_parallel"),
     ("llama", "tp2_pp2_sequence_parallel"),
     ("qwen2", "dp2"),
+    ("window", "cp2"),
 }
 
 
@@ -164,8 +176,9 @@ QUICK = {
     ("oracle", "case"),
     [
         pytest.param(family, case, id=f"{family}-{case}", marks=[pytest.mark.full] * ((family, case) not in QUICK))
-        for family in ("llama", "qwen2")
+        for family in FAMILIES
         for case in CASES
+        if family != "window" or case in ("one_rank", "cp2", "cp2_tp2_sequence_parallel")
     ],
     indirect=["oracle"],
     scope="module",

@@ -31,6 +31,42 @@ LAYOUTS = {
         4,
         ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.sequence_parallel=true"],
     ),
+    "cp2": (2, ["model.context_parallel_size=2"]),
+    "cp4": (4, ["model.context_parallel_size=4"]),
+    "cp2_dp2": (4, ["model.context_parallel_size=2"]),
+    "cp2_dp2_replicated_optimizer": (4, ["model.context_parallel_size=2", "model.optim.use_distributed_optimizer=false"]),
+    "cp2_pp2": (4, ["model.context_parallel_size=2", "model.pipeline_model_parallel_size=2"]),
+    "cp2_tp2_sequence_parallel": (
+        4,
+        ["model.context_parallel_size=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+    ),
+    "cp2_tp2_90_tokens": (
+        4,
+        [
+            "model.context_parallel_size=2",
+            "model.tensor_model_parallel_size=2",
+            "model.micro_batch_size=null",
+            "model.micro_batch_tokens=90",
+        ],
+    ),
+    "cp2_tp2_pp2": (
+        8,
+        [
+            "model.context_parallel_size=2",
+            "model.tensor_model_parallel_size=2",
+            "model.pipeline_model_parallel_size=2",
+            "model.sequence_parallel=true",
+        ],
+    ),
+    "cp2_recompute_full": (
+        2,
+        [
+            "model.context_parallel_size=2",
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
     "micro_batch_1": (1, ["model.micro_batch_size=1"]),
     "micro_batch_2": (1, ["model.micro_batch_size=2"]),
     "micro_batches_of_90_tokens": (1, ["model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
@@ -88,6 +124,9 @@ RUNS: dict[str, tuple[str, list[str], float | None]] = {
 }
 DPO_LAYOUTS = (
     "tp2",
+    "cp2",
+    "cp2_dp2",
+    "cp2_tp2_sequence_parallel",
     "dp4",
     "tp2_pp2",
     "sequence_parallel",
@@ -99,9 +138,10 @@ DPO_LAYOUTS = (
 EVERY_CASE = [
     *(("kto", layout) for layout in LAYOUTS),
     *(("dpo", layout) for layout in DPO_LAYOUTS),
-    *(("simpo", layout) for layout in ("tp2_pp2",)),
-    *(("rpo", layout) for layout in ("pp2_dp2",)),
+    *(("simpo", layout) for layout in ("tp2_pp2", "cp2_pp2")),
+    *(("rpo", layout) for layout in ("pp2_dp2", "cp2_dp2")),
     *(("lora", layout) for layout in ("tp2", "tp4", "pp2", "dp2", "tp2_pp2", "sequence_parallel_pp2", "recompute_full")),
+    *(("lora", layout) for layout in ("cp2", "cp2_tp2_sequence_parallel")),
     *(("lora_dpo", layout) for layout in ("tp2_pp2", "micro_batch_1", "forward_micro_batch_3")),
 ]
 # Steps of the cases of the quick matrix; those of five are taken ten steps far in the full one.
@@ -112,6 +152,8 @@ QUICK = {
     ("kto", "dp2_replicated_optimizer"): 5,
     ("kto", "tp2_pp2"): 10,
     ("kto", "sequence_parallel"): 5,
+    ("kto", "cp2"): 5,
+    ("kto", "cp2_tp2_sequence_parallel"): 5,
     ("kto", "micro_batch_1"): 5,
     ("kto", "tp2_dp2_sequence_parallel_90_tokens"): 5,
     ("kto", "recompute_full"): 5,

@@ -60,6 +60,21 @@ def test_sums_and_means() -> None:
     assert sequence_sums(logps_T, sequence_T, 4, average=True).tolist() == [-2.0, -10.0, 0.0, -0.375]
 
 
+def test_tokens_of_one_sequence_on_several_ranks() -> None:
+    """The mean is over the tokens of all ranks, and not a mean of means."""
+    sums = []
+
+    def over_ranks(own: torch.Tensor) -> torch.Tensor:
+        sums.append(own)
+        return sum(sums, start=torch.zeros_like(own))
+
+    for average, expected in ((False, [-9.0, -4.0]), (True, [-3.0, -4.0])):
+        sums.clear()
+        sequence_sums(torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), 2, average=average, over_ranks=over_ranks)
+        parts_T, of_T = torch.tensor([-6.0, -4.0]), torch.tensor([0, 1])
+        assert sequence_sums(parts_T, of_T, 2, average=average, over_ranks=over_ranks).tolist() == expected
+
+
 def test_the_sum_of_a_long_row_is_rounded_once() -> None:
     torch.manual_seed(0)
     logps_T = -torch.rand(20000) * 9

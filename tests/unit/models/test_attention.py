@@ -168,7 +168,6 @@ def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size must be 1"),
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling must be False"),
         ({"softmax_type": "off-by-one"}, "softmax_type must be 'vanilla'.* got 'off-by-one'"),
     ],

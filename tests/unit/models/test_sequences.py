@@ -86,9 +86,40 @@ def test_widths(on_gpu: bool, tensor: int, sharded: bool, expected: int, monkeyp
     assert width_multiple(tensor_parallel=tensor, sequence_parallel=sharded) == expected
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "tensor", "context", "expected"),
+    [(False, 1, 2, 4), (False, 2, 2, 8), (False, 3, 4, 24), (True, 2, 4, 64), (True, 8, 8, 128)],
+)
+def test_widths_of_two_chunks_a_rank(on_gpu: bool, tensor: int, context: int, expected: int) -> None:
+    found = width_multiple(tensor_parallel=tensor, sequence_parallel=True, context_parallel=context, on_gpu=on_gpu)
+    assert found == expected
+
+
 @pytest.mark.parametrize(("tensor", "sharded", "expected"), [(8, False, 64), (4, True, 64), (8, True, 128)])
 def test_shards_in_fp8_are_multiples_of_16(tensor: int, sharded: bool, expected: int) -> None:
     assert width_multiple(tensor_parallel=tensor, sequence_parallel=sharded, fp8=True, on_gpu=True) == expected
+
+
+def test_ranks_that_share_sequences_have_their_tokens_and_what_these_predict() -> None:
+    tokens_BS = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22, 0, 0, 0, 0, 0]])
+    labels_BS = torch.where((torch.arange(8) > 1) & (tokens_BS > 0), tokens_BS, -100)
+    positions_BS = torch.arange(8).expand_as(tokens_BS)
+    batch = SequenceBatch(
+        tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=torch.tensor([8, 3]), positions_BS=positions_BS
+    )
+    limits = MicroBatchLimits(prompts=None, tokens=None, multiple=4, context_parallel=2)
+    (first,), (second,) = (batch.micro_batches(limits, context_rank=rank) for rank in range(2))
+    assert first.tokens_bs.tolist() == [[10, 11, 16, 17], [20, 21, 0, 0]]
+    assert first.positions_bs.tolist() == [[0, 1, 6, 7]] * 2
+    assert second.tokens_bs.tolist() == [[12, 13, 14, 15], [22, 0, 0, 0]]
+    # the hidden state before each response token, as place * rows + row of the share
+    predicted = [list(zip(*(values.tolist() for values in of_rank), strict=True)) for of_rank in (
+        (first.hidden_index_T, first.target_T, first.sequence_T),
+        (second.hidden_index_T, second.target_T, second.sequence_T),
+    )]  # fmt: skip
+    assert predicted[0] == [(2, 12, 0), (4, 17, 0), (3, 22, 1)]
+    assert predicted[1] == [(0, 13, 0), (2, 14, 0), (4, 15, 0), (6, 16, 0)]
+    assert first.sequence_index_b.tolist() == second.sequence_index_b.tolist() == [0, 1]
 
 
 def test_the_limits_in_words() -> None:

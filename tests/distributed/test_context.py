@@ -1,0 +1,113 @@
+"""Ranks that share sequences attend as one rank does: results and gradients, of padded rows and of packed ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.engines import engine
+from tests.distributed.ranks import RankPool
+
+HEADS, GROUPS, HEAD_DIM = 6, 2, 4
+
+
+def attention(*, context: int, window: tuple[int, int] | None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from nemo_kto.models.attention import TorchAttention
+    from nemo_kto.models.rope import RotaryTable, read_rope
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM,
+        attention_dropout=0.0,
+        window_size=window,
+        context_parallel_size=context,
+    )
+    groups = ProcessGroupCollection(cp=parallel_state.get_context_parallel_group())
+    rope = read_rope({"rope_theta": 1e4, "hidden_size": HEAD_DIM, "num_attention_heads": 1})
+    return TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=groups, rotary=RotaryTable(rope=rope), cp_comm_type="p2p"
+    )
+
+
+def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None) -> list[float]:
+    """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
+    from itertools import accumulate
+
+    from nemo_kto.models.spans import PackedSequences, row_places
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(context=size), seed=1)
+    rank, tokens = state.rank(), sum(lengths)
+    draw = torch.Generator().manual_seed(0)
+    batch = () if packed else (2,)
+    heads = [torch.randn(tokens, *batch, number, HEAD_DIM, generator=draw) for number in (HEADS, GROUPS, GROUPS)]
+    grad = torch.randn(tokens, *batch, HEADS * HEAD_DIM, generator=draw)
+    place_t = row_places(lengths, rank=rank, size=size)
+    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    row = PackedSequences.of(lengths, begins) if packed else None
+    whole = [each.clone().requires_grad_() for each in heads]
+    expected = attention(context=1, window=window)(*whole, None, packed_seq_params=row)
+    own = [each[place_t].clone().requires_grad_() for each in heads]
+    found = attention(context=size, window=window)(*own, None, packed_seq_params=row)
+    found_grads, expected_grads = torch.autograd.grad(found, own, grad[place_t]), torch.autograd.grad(expected, whole, grad)
+    pairs = [(found, expected), *zip(found_grads, expected_grads, strict=True)]
+    return [float((mine - other[place_t]).abs().max()) for mine, other in pairs]
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths", "packed", "window"),
+    [
+        (2, (16,), False, None),
+        (2, (16,), False, (4, 0)),
+        (2, (4, 12, 8), True, None),
+        (4, (8, 24), True, (4, 0)),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_the_whole_row(
+    ranks: RankPool, size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None
+) -> None:
+    for of_rank in ranks.run(size, differences, size, lengths, packed, window):
+        assert max(of_rank) < 2e-6
+
+
+def sequence_logps(model: Path, context: int, lengths: tuple[int, ...], average: bool) -> list[float]:
+    """On a rank: log-probs of sequences whose first token is the prompt, in rows as wide as the ranks need."""
+    from dataclasses import replace
+
+    from nemo_kto.checkpoint.huggingface import load_weights
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.sequences import SequenceBatch
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(context=context), seed=1)
+    architecture = read_architecture(model, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=torch.float32, context_parallel=context)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, model)
+    width = -(-max(lengths) // (2 * context)) * 2 * context
+    tokens = torch.randint(1, 256, (len(lengths), 32), generator=torch.Generator().manual_seed(3))[:, :width]
+    length_B = torch.tensor(lengths)
+    is_response = (torch.arange(width) > 0) & (torch.arange(width) < length_B[:, None])
+    sequences = SequenceBatch.of(tokens, torch.where(is_response, tokens, -100), length_B, None, None)
+    return replace(engine(chunks, architecture), average_log_probs=average).logprobs(sequences).tolist()
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_sequences_shorter_than_the_chunks_of_all_ranks(ranks: RankPool, tiny_llama: Path, average: bool) -> None:
+    lengths = (2, 3, 7, 5)
+    (expected,) = ranks.run(1, sequence_logps, tiny_llama, 1, lengths, average)
+    for found in ranks.run(4, sequence_logps, tiny_llama, 4, lengths, average):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,60 @@
+"""Which tokens of a row a context-parallel rank has, and what they see, against the causal order written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_kto.models.spans import causal_spans, in_row_order, row_places, token_positions
+
+
+def seen_by(lengths: tuple[int, ...], places_t: torch.Tensor) -> torch.Tensor:
+    """True where the token at a place of the row (row) sees a token of the row (column): its own sequence, up to itself."""
+    number_t = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    causal = torch.ones(sum(lengths), sum(lengths), dtype=torch.bool).tril()
+    return (causal & (number_t[:, None] == number_t[None, :]))[places_t]
+
+
+def seen_in_spans(lengths: tuple[int, ...], *, rank: int, size: int) -> torch.Tensor:
+    """The same from the spans: the last query of a span sees all of its keys, the one before one less."""
+    seen = torch.zeros(sum(lengths) // size, sum(lengths), dtype=torch.bool)
+    for span in causal_spans(lengths, rank=rank, size=size):
+        queries, keys = (each.stop - each.start for each in span)
+        seen[span.queries, span.keys] = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return seen
+
+
+def test_a_row_of_two_sequences_on_two_ranks() -> None:
+    assert row_places((8, 4), rank=0, size=2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert row_places((8, 4), rank=1, size=2).tolist() == [2, 3, 4, 5, 9, 10]
+    assert token_positions((8, 4), rank=0, size=2).tolist() == [0, 1, 6, 7, 0, 3]
+    assert [(each.queries, each.keys) for each in causal_spans((8, 4), rank=1, size=2)] == [
+        (slice(0, 2), slice(0, 4)),
+        (slice(2, 4), slice(0, 6)),
+        (slice(4, 5), slice(8, 10)),
+        (slice(5, 6), slice(8, 11)),
+    ]
+
+
+@given(size=st.integers(1, 4), chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_each_token_is_on_one_rank_and_sees_what_it_would_in_the_whole_row(size: int, chunks: list[int]) -> None:
+    lengths = tuple(2 * size * width for width in chunks)
+    places = [row_places(lengths, rank=rank, size=size) for rank in range(size)]
+    whole = token_positions(lengths)
+    assert sorted(torch.cat(places).tolist()) == list(range(sum(lengths)))
+    assert torch.equal(in_row_order(torch.cat(places), lengths, size=size), torch.arange(sum(lengths)))
+    for rank, places_t in enumerate(places):
+        assert torch.equal(token_positions(lengths, rank=rank, size=size), whole[places_t])
+        assert torch.equal(seen_in_spans(lengths, rank=rank, size=size), seen_by(lengths, places_t))
+
+
+def test_ranks_have_equal_work() -> None:
+    pairs = [int(seen_in_spans((48, 16), rank=rank, size=4).sum()) for rank in range(4)]
+    assert len(set(pairs)) == 1
+
+
+def test_a_length_that_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be a multiple of 2 \\* context parallel size = 4, got 6"):
+        causal_spans((8, 6), rank=0, size=2)
