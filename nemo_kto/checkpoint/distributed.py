@@ -389,4 +389,5 @@ def _layout() -> dict[str, int]:
         "world": state.world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
     }

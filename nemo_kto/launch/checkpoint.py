@@ -77,13 +77,14 @@ def _row(path: Path) -> tuple[str, ...]:
         return (path.name.removeprefix("step_").lstrip("0") or "0", "", "", "", "", f"damaged: {found}")
     records = file_records(found.info)
     layout = found.info.get("layout", {})
-    model_ranks = layout.get("tensor", 1) * layout.get("pipeline", 1)
-    parts = (layout.get("world", model_ranks) // model_ranks, layout.get("tensor", 1), layout.get("pipeline", 1))
+    tensor, pipeline, context = (layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    model_ranks = tensor * pipeline * context
+    parts = (layout.get("world", model_ranks) // model_ranks, tensor, pipeline)
     return (
         str(found.step),
         datetime.fromtimestamp((path / INFO).stat().st_mtime).strftime("%Y-%m-%d %H:%M"),
         size_text(sum(record.size for record in records.values())),
-        " x ".join(map(str, parts)),
+        " x ".join(map(str, parts)) + (f", {context} context" if context > 1 else ""),
         ", ".join(_metrics(found.info.get("metrics", {}))),
         "complete",
     )

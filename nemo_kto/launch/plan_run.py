@@ -15,7 +15,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.launch.build_rows import micro_batch_limits
 from nemo_kto.launch.choices import adapter_settings, choose_mode
 from nemo_kto.launch.rules import local_ranks, world_size
-from nemo_kto.launch.schema import RunConfig
+from nemo_kto.launch.schema import GPTConfig, RunConfig
 from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
@@ -90,9 +90,9 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         UserError: the model's configuration cannot be read.
     """
     model = cfg.model
-    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    tensor, pipeline, context = degrees(model)
     architecture = _architecture(cfg.pretrained_checkpoint.restore_from_path)
-    data = machines.ranks // (tensor * pipeline)
+    data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(cfg, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
     width = limits.width(model.data.seq_length)
     prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
@@ -103,6 +103,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         fp8=model.fp8 is not None,
         pipeline_parallel=pipeline,
         data_parallel=data,
+        context_parallel=context,
         sequence_parallel=model.sequence_parallel,
         adapters=adapter_settings(model.peft),
         distributed_optimizer=model.optim.use_distributed_optimizer,
@@ -126,6 +127,11 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
     with_kl = cfg.loss.record.needs_z0  # the policy evaluates the KL examples, and so does a live reference
     step = Step(rows=model.global_batch_size * answers, width=width, forward_only=live * (1 + with_kl) + with_kl)
     return Plan(cfg=cfg, machines=machines, training=training, step=step, stages=stages_memory(training))
+
+
+def degrees(model: GPTConfig) -> tuple[int, int, int]:
+    """Ranks that share a layer, the layers, and a sequence."""
+    return model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
 
 
 def gpus_elsewhere(ranks: int, gpu: str) -> Machines:

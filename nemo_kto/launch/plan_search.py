@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from nemo_kto.launch.plan_run import Plan, make_plan, with_model
+from nemo_kto.launch.plan_run import Plan, degrees, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
 
@@ -18,17 +18,20 @@ _FULL: Values = {
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # of a micro-batch
+_CHUNK = 2048  # tokens: with shorter chunks, context-parallel ranks wait for keys and values instead of computing
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
     """Values of model that make a layout of the same ranks: all that the model and the batch allow.
 
-    Tensor-parallel ranks share a machine, and sequence parallelism goes with them: it costs nothing more.
+    Tensor-parallel ranks share a machine, and sequence parallelism goes with them: it costs nothing more. Ranks share
+    sequences where these are long.
     """
     ranks, model, architecture = plan.machines.ranks, plan.cfg.model, plan.training.architecture
     answers = plan.step.rows // model.global_batch_size
-    for tensor, pipeline in product(_divisors(ranks), _divisors(ranks)):
-        data, rest = divmod(ranks, tensor * pipeline)
+    contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
+    for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
+        data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or architecture.num_layers % pipeline:
             continue
         if model.global_batch_size % data:
@@ -36,6 +39,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
         degrees = {
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
+            "context_parallel_size": context,
             "sequence_parallel": tensor > 1,
         }
         for recompute, rows in product(_RECOMPUTE, _ROWS):
@@ -46,10 +50,9 @@ def layouts(plan: Plan) -> Iterator[Values]:
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
     """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
     fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
-    best: dict[tuple[int, int], Plan] = {}
+    best: dict[tuple[int, int, int], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
-        model = found.cfg.model
-        best.setdefault((model.tensor_model_parallel_size, model.pipeline_model_parallel_size), found)
+        best.setdefault(degrees(found.cfg.model), found)
     return list(best.values())[:count]
 
 
@@ -61,9 +64,10 @@ def remedies(plan: Plan) -> list[str]:
         {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
     ]
     pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
+    context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
     lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
-    for kinds in ([[one_row], [_FULL], tensor, pipeline], [together], [[lora, {**lora, **_FULL, **one_row}]]):
+    for kinds in ([[one_row], [_FULL], tensor, pipeline, context], [together], [[lora, {**lora, **_FULL, **one_row}]]):
         if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
             return [overrides(change) for change in found]
     return []
@@ -80,7 +84,8 @@ def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
 def values_of(plan: Plan) -> Values:
     """The values of model that make the layout of a plan, but for those that are null anyway."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", *_FULL, "micro_batch_tokens")
-    values = {name: getattr(plan.cfg.model, name) for name in names}
+    shared = ("context_parallel_size",) if plan.training.context_parallel > 1 else ()
+    values = {name: getattr(plan.cfg.model, name) for name in (*names[:2], *shared, *names[2:])}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -95,11 +100,17 @@ def overrides(values: Values) -> str:
 
 def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     model, architecture = cfg.model, plan.training.architecture
-    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    data, rest = divmod(plan.machines.ranks, tensor * pipeline)
+    tensor, pipeline, context = degrees(model)
+    data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
     fits_model = architecture.ffn_hidden_size % tensor == 0 and architecture.num_layers % pipeline == 0
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
-    return fits_model and fits_batch and tensor <= GPUS_PER_MACHINE
+    is_new = context == plan.training.context_parallel or _are_long(plan, context)
+    return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE
+
+
+def _are_long(plan: Plan, context: int) -> bool:
+    """Whether so many ranks may share the sequences."""
+    return context == 1 or plan.training.micro_batch_width // (2 * context) >= _CHUNK
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from nemo_kto.launch.plan_search import overrides, values_of
 from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.models.memory import RankMemory
 from nemo_kto.models.parameters import rank_parameters
-from nemo_kto.telemetry.summary import short, table
+from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 
 _ESTIMATE = "an estimate from published figures, not measured"
@@ -77,11 +77,14 @@ def _run_lines(plan: Plan) -> dict[str, str]:
 
 def _layout(plan: Plan) -> str:
     training = plan.training
-    degrees = (
-        f"{training.data_parallel} data x {training.tensor_parallel} tensor x {training.pipeline_parallel} pipeline parallel"
+    degrees = layout_text(
+        data=training.data_parallel,
+        context=training.context_parallel,
+        tensor=training.tensor_parallel,
+        pipeline=training.pipeline_parallel,
+        sequence_parallel=training.sequence_parallel,
     )
-    sharded = ", sequence parallel" if training.sequence_parallel else ""
-    ranks = f"{plan.machines.ranks} ranks = {degrees}{sharded}" if plan.machines.ranks > 1 else "1 rank"
+    ranks = f"{plan.machines.ranks} ranks = {degrees}" if plan.machines.ranks > 1 else "1 rank"
     return f"{ranks}, {training.recompute or 'no'} recomputation"
 
 
@@ -106,7 +109,9 @@ def _host_lines(plan: Plan, largest: RankMemory) -> dict[str, str]:
 
 def _traffic(plan: Plan) -> str:
     traffic = plan.speed.traffic
-    return f"{size(traffic.tensor)} tensor, {size(traffic.pipeline)} pipeline, {size(traffic.data)} data parallel, a step"
+    context = f"{size(traffic.context)} context, " if plan.training.context_parallel > 1 else ""
+    sent = f"{size(traffic.tensor)} tensor, {size(traffic.pipeline)} pipeline, {context}{size(traffic.data)} data parallel"
+    return f"{sent}, a step"
 
 
 def _rate(plan: Plan) -> str:

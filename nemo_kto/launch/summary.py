@@ -52,6 +52,7 @@ def say_start(
         global_batch=cfg.model.global_batch_size,
         micro_batch=str(micro_batch_limits(cfg)),
         data_parallel=parallel_state.get_data_parallel_world_size(),
+        context_parallel=cfg.model.context_parallel_size,
         tensor_parallel=cfg.model.tensor_model_parallel_size,
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,

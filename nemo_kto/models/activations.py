@@ -30,6 +30,7 @@ class Activations:
         architecture: the model; also says the tensor-parallel size.
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         sequence_parallel: norms and what surrounds them are sharded over the tensor-parallel ranks.
+        context_parallel: so many ranks share a sequence. Bytes are for each token that a rank has.
         adapters: what is adapted; None where all weights are trained.
         on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU it rotates them,
             and norms in bf16 are several operations, which save their input and their normalised input, both in fp32.
@@ -38,6 +39,7 @@ class Activations:
     architecture: Architecture
     element_bytes: int
     sequence_parallel: bool = False
+    context_parallel: int = 1
     adapters: LoRASettings | None = None
     on_gpu: bool = False
 
@@ -94,10 +96,13 @@ class Activations:
     def _attention(self, *, core: bool) -> float:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
+        rotates_before = core or self.on_gpu  # else the core attention keeps what it gets: queries, and two views
         # the fused queries, keys and values that the values are a view of, and the output
         saved: float = self.element_bytes * (query + 2 * key_value + query)
-        rotates_before = core or self.on_gpu  # else the core attention keeps what it gets: queries, and two views
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
+        if self.context_parallel > 1 and core and not self.on_gpu:
+            # queries, the keys and values of all ranks, the outputs of two chunks, and these put together
+            saved = self.element_bytes * (3 * query + 2 * self.context_parallel * key_value)
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
         if architecture.qk_norm:

@@ -26,10 +26,10 @@ class Training:
         architecture: the model; also says the tensor-parallel size.
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         fp8: linear layers multiply in fp8.
-        pipeline_parallel, data_parallel: degrees.
+        pipeline_parallel, data_parallel, context_parallel: degrees.
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
-        distributed_optimizer: its state is sharded over the data-parallel ranks.
+        distributed_optimizer: its state is sharded over the data- and context-parallel ranks.
         moment_bytes: of a value of each of Adam's two moments.
         offload: the part of its state that lies on the host of a GPU.
         swapped: the reference is a copy on the host: of all weights, of those that are trained, or None.
@@ -39,7 +39,7 @@ class Training:
         recompute_modules: with "selective": "mlp", "core_attn" or both.
         recompute_method, recompute_layers: with "full": "uniform" keeps the input of each group of so many layers, "block"
             recomputes so many layers of a stage and keeps the others.
-        micro_batch_tokens: the most that a micro-batch holds.
+        micro_batch_tokens: the most that a micro-batch holds, on all ranks that share its sequences.
         micro_batch_width: tokens of its longest row.
         micro_batches: of a step, for each data-parallel rank.
         logprob_chunk: tokens whose logits exist at the same time.
@@ -52,6 +52,7 @@ class Training:
     fp8: bool = False
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    context_parallel: int = 1
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
     distributed_optimizer: bool = True
@@ -77,6 +78,16 @@ class Training:
         return self.architecture.tensor_parallel
 
     @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, and sum their gradients."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def rank_tokens(self) -> float:
+        """The most that a rank has of a micro-batch."""
+        return self.micro_batch_tokens / self.context_parallel
+
+    @property
     def recomputed(self) -> frozenset[str]:
         """The modules of a layer that are recomputed one by one; none where whole layers are, or nothing is."""
         return frozenset(self.recompute_modules if self.recompute == "selective" else ())
@@ -100,16 +111,16 @@ class Training:
         return self.offload * 4 * _FP32 / self._state_shards
 
     def saved_bytes(self) -> float:
-        """What a rank writes into a checkpoint, for each trained parameter: data-parallel ranks share it out.
+        """What a rank writes into a checkpoint, for each trained parameter: those with the same weights share it out.
 
         The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
         """
         main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
-        return (self.element_bytes + main + 2 * self.moment_bytes) / self.data_parallel
+        return (self.element_bytes + main + 2 * self.moment_bytes) / self.replicas
 
     @property
     def _state_shards(self) -> int:
-        return self.data_parallel if self.distributed_optimizer else 1
+        return self.replicas if self.distributed_optimizer else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +227,7 @@ def saved_by_layers(training: Training) -> Activations:
         architecture=training.architecture,
         element_bytes=training.element_bytes,
         sequence_parallel=training.sequence_parallel,
+        context_parallel=training.context_parallel,
         adapters=training.adapters,
         on_gpu=training.on_gpu,
     )
@@ -223,7 +235,7 @@ def saved_by_layers(training: Training) -> Activations:
 
 def _activations(training: Training, stage: int, parameters: list[RankParameter]) -> float:
     """Of 1F1B: a stage has begun as many micro-batches as there are stages from it to the last, before one comes back."""
-    saved, tokens = saved_by_layers(training), training.micro_batch_tokens
+    saved, tokens = saved_by_layers(training), training.rank_tokens
     layers = training.architecture.num_layers // training.pipeline_parallel
     on_their_way = min(training.pipeline_parallel - stage, training.micro_batches)
     each = saved.layer(training.recomputed) * tokens + saved.adapter_matrices(training.recomputed)
@@ -234,7 +246,8 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
         uniform = training.recompute_method != "block"
         inputs, kept, again = (-(-layers // count), 0, count * each) if uniform else (count, layers - count, each)
     held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
-    once = saved.rotations() * training.micro_batch_width + saved.gradients_of_layer() * tokens + again
+    rotations = saved.rotations() * training.micro_batch_width / training.context_parallel
+    once = rotations + saved.gradients_of_layer() * tokens + again
     return on_their_way * held + once + _weight_gradient(training, parameters)
 
 
@@ -247,7 +260,7 @@ def _weight_gradient(training: Training, parameters: list[RankParameter]) -> flo
 
 def _logprobs(training: Training) -> float:
     """Hidden states that meet the vocabulary, and a chunk of logits; in bf16 the chunk once more, as a factor."""
-    saved, tokens = saved_by_layers(training), training.micro_batch_tokens
+    saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
     narrow = training.element_bytes if training.element_bytes < _FP32 else 0
     total = saved.head() * tokens + min(training.logprob_chunk, tokens) * rows * (_FP32 + narrow)
@@ -265,7 +278,7 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
-    share = sum(trained) / (training.data_parallel if training.distributed_optimizer else 1)
+    share = sum(trained) / (training.replicas if training.distributed_optimizer else 1)
     if training.on_gpu:
         on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
         return on_gpu * max(share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32), made)

@@ -37,10 +37,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that a rank sends in a step to its tensor-, pipeline- and data-parallel group."""
+    """Bytes that a rank sends in a step to its tensor-, pipeline- and context-parallel group, and as a gradient's sum."""
 
     tensor: float
     pipeline: float
+    context: float
     data: float
 
 
@@ -68,8 +69,8 @@ def step_flops(training: Training, step: Step) -> int:
 
 def step_traffic(training: Training, step: Step) -> Traffic:
     """What a rank sends: of an all-reduce of n bytes among k ranks 2 n (k - 1) / k, of its two halves one half each."""
-    architecture, tensor, data = training.architecture, training.tensor_parallel, training.data_parallel
-    tokens = step.tokens / data
+    architecture, tensor, replicas = training.architecture, training.tensor_parallel, training.replicas
+    tokens = step.tokens / replicas
     hidden = tokens * architecture.hidden_size * training.element_bytes
     half = (tensor - 1) / tensor * hidden  # an all-gather or a reduce-scatter
     layers = architecture.num_layers / training.pipeline_parallel
@@ -85,8 +86,21 @@ def step_traffic(training: Training, step: Step) -> Traffic:
     return Traffic(
         tensor=of_layers + logprobs if tensor > 1 else 0.0,
         pipeline=sent,
-        data=(data - 1) / data * (largest.trained * _FP32 + gathered),
+        context=_keys_and_values(training, forwards=forwards) * tokens,
+        data=(replicas - 1) / replicas * (largest.trained * _FP32 + gathered),
     )
+
+
+def _keys_and_values(training: Training, *, forwards: float) -> float:
+    """What a rank sends of each of its tokens: keys and values to each of the others, and back what gradient they have.
+
+    Transformer Engine sends them around a ring, and once more in the backward pass; otherwise they are gathered and kept.
+    """
+    architecture = training.architecture
+    groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
+    each = 2 * groups * architecture.head_dim * training.element_bytes
+    layers = architecture.num_layers / training.pipeline_parallel
+    return (training.context_parallel - 1) * layers * each * (forwards + (2 if training.on_gpu else 1))
 
 
 def _again(training: Training, step: Step) -> int:
@@ -101,14 +115,15 @@ def _again(training: Training, step: Step) -> int:
 
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """The estimate for a step."""
-    ranks = training.tensor_parallel * training.pipeline_parallel * training.data_parallel
+    model_ranks = training.tensor_parallel * training.pipeline_parallel * training.context_parallel
+    ranks = model_ranks * training.data_parallel
     flops, traffic = step_flops(training, step), step_traffic(training, step)
     work = flops + _again(training, step)
     bubble = (training.pipeline_parallel - 1) / (training.micro_batches + training.pipeline_parallel - 1)
     seconds = work / ranks / hardware.reached(training.element_bytes)
     if hardware.link is not None and hardware.network is not None:
-        model_ranks = training.tensor_parallel * training.pipeline_parallel
         seconds += traffic.tensor / (hardware.link * LINK_EFFICIENCY)
-        for sent, reach in ((traffic.pipeline, model_ranks), (traffic.data, ranks)):
+        near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
+        for sent, reach in ((traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks)):
             seconds += sent / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

@@ -60,7 +60,7 @@ class RunStart:
         resumed_step: steps that are done already; None for a new run.
         global_batch: examples of a step.
         micro_batch: at most so much in one pass on one rank.
-        data_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
+        data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
         sequence_parallel: activations are sharded over the sequence too.
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
@@ -81,6 +81,7 @@ class RunStart:
     global_batch: int
     micro_batch: str
     data_parallel: int
+    context_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
     sequence_parallel: bool
@@ -110,11 +111,17 @@ class RunStart:
         return table(self.command, lines)
 
     def _layout(self) -> str:
-        ranks = self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        ranks = self.data_parallel * self.context_parallel * self.tensor_parallel * self.pipeline_parallel
         if ranks == 1:
             return "1 rank"
-        degrees = f"{self.data_parallel} data x {self.tensor_parallel} tensor x {self.pipeline_parallel} pipeline parallel"
-        return f"{ranks} ranks = {degrees}" + (", sequence parallel" if self.sequence_parallel else "")
+        degrees = layout_text(
+            data=self.data_parallel,
+            context=self.context_parallel,
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return f"{ranks} ranks = {degrees}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +170,13 @@ class RunEnd:
             "metrics": self.metrics,
         }
         return table(f"{self.command} {state} after {of} in {duration_text(self.seconds)}", lines)
+
+
+def layout_text(*, data: int, context: int, tensor: int, pipeline: int, sequence_parallel: bool) -> str:
+    """The degrees of a layout, whose product is the number of ranks; context parallelism where there is any."""
+    shared = f"{context} context x " if context > 1 else ""
+    sharded = ", sequence parallel" if sequence_parallel else ""
+    return f"{data} data x {shared}{tensor} tensor x {pipeline} pipeline parallel{sharded}"
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:

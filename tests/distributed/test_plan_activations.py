@@ -24,13 +24,14 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.parallel import state
 
-    tensor, recompute = options.get("tensor", 1), options.get("recompute")
-    layout = state.Layout(tensor=tensor, sequence_parallel=options.get("sequence_parallel", False))
+    tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")
+    layout = state.Layout(tensor=tensor, context=context, sequence_parallel=options.get("sequence_parallel", False))
     state.init_distributed(layout=layout, seed=1)
     architecture = read_architecture(model, tensor_parallel=tensor)
     gpt = build_gpt(
         architecture,
         params_dtype=getattr(torch, dtype),
+        context_parallel=context,
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=recompute,
         recompute_modules=options.get("modules"),
@@ -53,9 +54,9 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
             kept[storage.data_ptr()] = storage
         return tensor
 
-    tokens = torch.randint(0, 200, (SEQUENCES, LENGTH))
+    tokens = torch.randint(0, 200, (SEQUENCES, LENGTH // context))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        chunk(tokens, torch.arange(LENGTH).expand_as(tokens), None)
+        chunk(tokens, torch.arange(LENGTH // context).expand_as(tokens), None)
     return float(sum(storage.nbytes() for storage in kept.values()))
 
 
@@ -67,13 +68,15 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
         architecture=read_architecture(model, tensor_parallel=options.get("tensor", 1)),
         element_bytes={"float32": 4, "bfloat16": 2}[dtype],
         sequence_parallel=options.get("sequence_parallel", False),
+        context_parallel=options.get("context", 1),
         adapters=adapters,
     )
-    tokens = SEQUENCES * LENGTH
+    length = LENGTH // options.get("context", 1)
+    tokens = SEQUENCES * length
     if options.get("recompute") == "full":
         return 0.0
     recomputed = options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ()
-    return saved.layer(recomputed) * tokens + saved.rotations() * LENGTH + saved.adapter_matrices(recomputed)
+    return saved.layer(recomputed) * tokens + saved.rotations() * length + saved.adapter_matrices(recomputed)
 
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
@@ -92,9 +95,11 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("llama", {}, "float32", None),
         ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", None),
+        ("llama", {"context": 2}, "float32", None),
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
         ("llama", {"recompute": "full"}, "float32", None),
+        pytest.param("qwen3", {"context": 2}, "bfloat16", ALL, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),
@@ -113,6 +118,8 @@ def test_a_layer_saves_what_the_formula_says(
     dtype: str,
     adapters: LoRASettings | None,
 ) -> None:
-    found = ranks.run(options.get("tensor", 1), saved_by_layer, wide_models[family], options, dtype, adapters)
+    found = ranks.run(
+        options.get("tensor", 1) * options.get("context", 1), saved_by_layer, wide_models[family], options, dtype, adapters
+    )
     wanted = expected(wide_models[family], options, dtype, adapters)
     assert found == [pytest.approx(wanted, rel=0.015)] * len(found)
