@@ -37,6 +37,7 @@ def broken_rules(
     checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
     checks += [
         _loss,
+        _packing,
         _recompute,
         _learning_rate,
         _reference,
@@ -155,6 +156,13 @@ def _layout(cfg: RunConfig, ranks: int) -> Errors:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         text = "needs model.tensor_model_parallel_size above 1, got 1; raise it or set model.sequence_parallel=false"
         yield ConfigError("model.sequence_parallel", text, degrees[:1])
+
+
+def _packing(cfg: RunConfig) -> Errors:
+    data = cfg.model.data
+    if data.packing and data.reset_attention_mask:
+        text = "must be false with model.data.packing=true, whose rows of sequences take no mask, got true"
+        yield ConfigError("model.data.reset_attention_mask", f"{text}; set one or the other", ("model.data.packing",))
 
 
 def _recompute(cfg: RunConfig) -> Errors:

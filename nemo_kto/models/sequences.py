@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
+from nemo_kto.models.spans import PackedSequences, packed_rows
 from nemo_kto.parallel import device
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
@@ -39,17 +42,19 @@ class MicroBatchLimits:
         prompts: at most so many; None for no limit.
         tokens: at most so many, padding included; None for no limit.
         multiple: its width is a multiple of it.
+        packed: its sequences lie one after the other in one row, without padding between them.
     """
 
     prompts: int | None
     tokens: int | None
     multiple: int
+    packed: bool = False
 
     def __str__(self) -> str:
         """Such as "up to 8,192 tokens"."""
         prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
         tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
-        return ", ".join(prompts + tokens)
+        return ", ".join(prompts + tokens + ["packed"] * self.packed)
 
     def width(self, longest: int) -> int:
         """Of a micro-batch whose longest sequence has so many tokens."""
@@ -134,30 +139,37 @@ class SequenceBatch:
         )
 
     def micro_batches(self, limits: MicroBatchLimits) -> list[MicroBatch]:
-        """Cut into micro-batches of prompts of like length, each no wider than its longest sequence needs.
+        """Cut into micro-batches: of prompts of like length, each no wider than its longest sequence needs, or packed.
 
         A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
         answers to its prompts, then the second ones, if there are any.
         """
-        return MicroBatch.on_device([self._micro_batch(index_b, limits) for index_b in self._by_length(limits)])
+        return MicroBatch.on_device([self._micro_batch(index_b, limits) for index_b in self._parts(limits)])
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
         """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
-        return sum(len(index_b) * self._width(index_b, limits) for index_b in self._by_length(limits))
+        rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
+        return sum(count * width for count, width in rows)
 
-    def _by_length(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
+    def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
+        """The sequences of each micro-batch."""
         prompts = len(self) // self.answers
-        longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
-        order = torch.argsort(longest_of_prompt, descending=True, stable=True)
-        while len(order):
-            count = limits.fitting(int(longest_of_prompt[order[0]]), answers=self.answers)
-            part, order = order[:count], order[count:]
+        lengths_of_prompt = self.lengths_B.view(self.answers, prompts)
+        if limits.packed:
+            rows = packed_rows(lengths_of_prompt.sum(dim=0).tolist(), tokens=limits.tokens, prompts=limits.prompts)
+            parts: Iterable[Tensor] = map(torch.tensor, rows)
+        else:
+            parts = _by_length(lengths_of_prompt.amax(dim=0), limits, answers=self.answers)
+        for part in parts:
             yield torch.cat([part + prompts * k for k in range(self.answers)])
 
     def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
-        return limits.width(int(self.lengths_B[sequence_index_b].max()))
+        lengths_b = self.lengths_B[sequence_index_b]
+        return limits.width(int(lengths_b.sum() if limits.packed else lengths_b.max()))
 
     def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        if limits.packed:
+            return self._packed_micro_batch(sequence_index_b, limits)
         width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
         return MicroBatch(
@@ -169,6 +181,36 @@ class SequenceBatch:
             target_T=target_T,
             sequence_T=sequence_T,
         )
+
+    def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        """One row; padding at its end, if any, belongs to the last sequence, which does not see it."""
+        width, lengths = self._width(sequence_index_b, limits), self.lengths_B[sequence_index_b].tolist()
+        padding, starts_b = width - sum(lengths), torch.tensor([0, *accumulate(lengths)])[:-1]
+        sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
+
+        def row(values_BS: Tensor) -> Tensor:
+            parts = [values_BS[number, :length] for number, length in zip(sequence_index_b.tolist(), lengths, strict=True)]
+            return F.pad(torch.cat(parts), (0, padding)).unsqueeze(0)
+
+        return MicroBatch(
+            sequence_index_b=sequence_index_b,
+            tokens_bs=row(self.tokens_BS),
+            positions_bs=row(self.positions_BS),
+            mask_b1ss=None,
+            hidden_index_T=starts_b[sequence_T] + position_T,
+            target_T=target_T,
+            sequence_T=sequence_T,
+            lengths=(*lengths[:-1], lengths[-1] + padding),
+        )
+
+
+def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
+    """Prompts of like length together, the longest first."""
+    order = torch.argsort(longest_of_prompt, descending=True, stable=True)
+    while len(order):
+        count = limits.fitting(int(longest_of_prompt[order[0]]), answers=answers)
+        part, order = order[:count], order[count:]
+        yield part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +226,8 @@ class MicroBatch:
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
+        lengths: of the sequences of a packed row, the padding at its end with the last; None where each has a row.
+        packed: the same for the attention, on the device.
     """
 
     sequence_index_b: Tensor
@@ -193,14 +237,23 @@ class MicroBatch:
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
+    lengths: tuple[int, ...] | None = None
+    packed: PackedSequences | None = None
 
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same on this rank's device, in one transfer: nothing is left to wait for between two micro-batches."""
-        names = [each.name for each in fields(cls) if each.name != "mask_b1ss"]
+        """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
+        names = ("sequence_index_b", "tokens_bs", "positions_bs", "hidden_index_T", "target_T", "sequence_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
         masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
+        rows = [each.lengths for each in micro_batches if each.lengths is not None]
+        packed = iter(PackedSequences.of(rows))
         return [
-            cls(mask_b1ss=None if each.mask_b1ss is None else next(masks), **{name: next(there) for name in names})
+            cls(
+                mask_b1ss=None if each.mask_b1ss is None else next(masks),
+                lengths=each.lengths,
+                packed=None if each.lengths is None else next(packed),
+                **{name: next(there) for name in names},
+            )
             for each in micro_batches
         ]
