@@ -13,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.data.shares import every_nth
 
 Example = TypeVar("Example")
 Share = TypeVar("Share")
 
 
-def share(batch: Sequence[Example], *, kept: range) -> list[Example]:
+def share(batch: Sequence[Example], *, kept: Sequence[int]) -> list[Example]:
     """The examples ``kept`` of a global batch, as they are; the trainer collates them."""
     return [batch[number] for number in kept]
 
@@ -30,9 +31,10 @@ def build_dataloader(
     rank: int,
     size: int,
     take: Callable[..., Share],
+    shares: Callable[..., list[list[int]]] = every_nth,
     num_workers: int = 0,
 ) -> DataLoader[Share]:
-    """A loader that yields examples rank, rank + size, ... of each global batch of ``sampler``.
+    """A loader that yields this rank's share of each global batch of ``sampler``.
 
     Every rank reads the whole global batch, because KL examples are formed over all of it; examples are memory-mapped, so
     this is cheap. Where the next iteration starts is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
@@ -43,6 +45,7 @@ def build_dataloader(
         rank, size: of this process in the data-parallel group, and of that group.
         take: (global batch, kept=numbers of this rank) -> what is yielded: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
+        shares: (global batch, ranks=size) -> numbers of the examples of each rank.
         num_workers: processes that read ahead; the batches are the same for any number.
 
     Raises:
@@ -53,7 +56,7 @@ def build_dataloader(
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # torch types a loader by what it reads, and not by what it yields
         batch_sampler=sampler,
-        collate_fn=partial(_take, take=take, rank=rank, size=size),
+        collate_fn=partial(_take, take=take, shares=shares, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
@@ -77,5 +80,12 @@ def _end_workers() -> None:
             child.kill()
 
 
-def _take(batch: Sequence[Example], *, take: Callable[..., Share], rank: int, size: int) -> Share:
-    return take(batch, kept=range(rank, len(batch), size))
+def _take(
+    batch: Sequence[Example],
+    *,
+    take: Callable[..., Share],
+    shares: Callable[..., list[list[int]]],
+    rank: int,
+    size: int,
+) -> Share:
+    return take(batch, kept=shares(batch, ranks=size)[rank])

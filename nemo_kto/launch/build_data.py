@@ -16,7 +16,7 @@ from nemo_kto.data.dataset import Splits
 from nemo_kto.data.loader import build_dataloader
 from nemo_kto.data.records import DataError
 from nemo_kto.data.sampler import GlobalBatchSampler
-from nemo_kto.launch.build_rows import collate_settings, source_settings, too_few_rows
+from nemo_kto.launch.build_rows import collate_settings, shares_of, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
 from nemo_kto.telemetry.progress import progress_bar
@@ -87,6 +87,7 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
         rank=parallel_state.get_data_parallel_rank(),
         size=parallel_state.get_data_parallel_world_size(),
         take=take,
+        shares=shares_of(cfg, training=training),
         num_workers=cfg.model.data.num_workers,
     )
     return loader

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.data.shares import SequenceCost, by_cost, every_nth
+from nemo_kto.launch.choices import choose_mode
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.parallel import device
 
@@ -65,7 +71,30 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
     prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
     if prompts is None and tokens is None:
         tokens = (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
-    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple, context_parallel=model.context_parallel_size)
+    return MicroBatchLimits(
+        prompts=prompts,
+        tokens=tokens,
+        multiple=multiple,
+        packed=model.data.packing,
+        context_parallel=model.context_parallel_size,
+    )
+
+
+def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]]]:
+    """How the examples of a global batch are shared out over the data-parallel ranks."""
+    if not cfg.model.data.packing:
+        return every_nth
+    source = Path(cfg.pretrained_checkpoint.restore_from_path)
+    flops = ForwardFlops.of_model(read_architecture(config_folder(source), tensor_parallel=1))
+    reference = int(choose_mode(cfg)[0] in ("swap", "adapter"))  # is evaluated at each step
+    policy = training_passes(frozen=cfg.model.peft.peft_scheme != "none") if training else 1
+    costs = cfg.recipe.costs(
+        cost=SequenceCost(per_token=flops.per_token, per_pair=flops.per_token_pair),
+        seq_length=cfg.model.data.seq_length,
+        passes=policy + reference,
+        kl_passes=(1 + reference) if cfg.loss.record.needs_z0 else 0,
+    )
+    return partial(by_cost, costs=costs)
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:

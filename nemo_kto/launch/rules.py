@@ -38,6 +38,7 @@ def broken_rules(
     checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
     checks += [
         _loss,
+        _packing,
         _recompute,
         _learning_rate,
         _reference,
@@ -162,6 +163,13 @@ def _layout(cfg: RunConfig, ranks: int) -> Errors:
         text = "must be false with model.context_parallel_size above 1, whose ranks see a part of a row each, got true"
         reads = ("model.context_parallel_size",)
         yield ConfigError("model.data.reset_attention_mask", f"{text}; set one or the other", reads)
+
+
+def _packing(cfg: RunConfig) -> Errors:
+    data = cfg.model.data
+    if data.packing and data.reset_attention_mask:
+        text = "must be false with model.data.packing=true, whose rows of sequences take no mask, got true"
+        yield ConfigError("model.data.reset_attention_mask", f"{text}; set one or the other", ("model.data.packing",))
 
 
 def _recompute(cfg: RunConfig) -> Errors:

@@ -229,6 +229,7 @@ class DataConfig(Section):
     fields: dict[str, Name] | None
     seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
+    packing: bool
     num_workers: Annotated[int, Ge(0)]
     preprocess_workers: Count | None
     cache_dir: FilePath

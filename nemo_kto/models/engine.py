@@ -189,7 +189,12 @@ class LogProbEngine:
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
             with self.forward_clock.running():
-                output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
+                output = chunk(
+                    micro_batch.tokens_bs,
+                    micro_batch.positions_bs,
+                    micro_batch.mask_b1ss,
+                    packed_seq_params=micro_batch.packed,
+                )
                 if unwrap_model(chunk).post_process:
                     output = self._sequence_logps(micro_batch, output)
             return output, partial(loss, micro_batch.sequence_index_b)
@@ -202,7 +207,7 @@ class LogProbEngine:
             num_microbatches=len(micro_batches),
             # the schedule exchanges the true shapes: variable_seq_lengths
             seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
-            micro_batch_size=len(micro_batches[0].sequence_index_b),
+            micro_batch_size=micro_batches[0].tokens_bs.shape[0],
             forward_only=forward_only,
         )
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
-from nemo_kto.models.spans import row_places
+from nemo_kto.models.spans import PackedSequences, packed_rows, row_places
 from nemo_kto.parallel import device
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
@@ -49,23 +51,30 @@ class MicroBatchLimits:
         prompts: at most so many; None for no limit.
         tokens: at most so many, padding included; None for no limit.
         multiple: its width is a multiple of it.
-        context_parallel: so many ranks share each sequence.
+        packed: its sequences lie one after the other in one row, without padding between them.
+        context_parallel: so many ranks share each sequence, which is padded for it where it is packed.
     """
 
     prompts: int | None
     tokens: int | None
     multiple: int
+    packed: bool = False
     context_parallel: int = 1
 
     def __str__(self) -> str:
         """Such as "up to 8,192 tokens"."""
         prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
         tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
-        return ", ".join(prompts + tokens)
+        return ", ".join(prompts + tokens + ["packed"] * self.packed)
 
     def width(self, longest: int) -> int:
         """Of a micro-batch whose longest sequence has so many tokens."""
         return -(-longest // self.multiple) * self.multiple
+
+    def in_row(self, lengths: Tensor) -> Tensor:
+        """Tokens that sequences of these lengths take of a packed row: ranks that share them have two equal chunks each."""
+        chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return -(-lengths // chunks) * chunks
 
     def fitting(self, longest: int, *, answers: int) -> int:
         """Prompts of a micro-batch with so many answers to each, whose longest sequence has so many tokens."""
@@ -146,31 +155,39 @@ class SequenceBatch:
         )
 
     def micro_batches(self, limits: MicroBatchLimits, *, context_rank: int = 0) -> list[MicroBatch]:
-        """Cut into micro-batches of prompts of like length, each no wider than its longest sequence needs.
+        """Cut into micro-batches: of prompts of like length, each no wider than its longest sequence needs, or packed.
 
         A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
         answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
         """
-        whole = [self._micro_batch(index_b, limits) for index_b in self._by_length(limits)]
+        whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
         return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
         """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
-        return sum(len(index_b) * self._width(index_b, limits) for index_b in self._by_length(limits))
+        rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
+        return sum(count * width for count, width in rows)
 
-    def _by_length(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
+    def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
+        """The sequences of each micro-batch."""
         prompts = len(self) // self.answers
-        longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
-        order = torch.argsort(longest_of_prompt, descending=True, stable=True)
-        while len(order):
-            count = limits.fitting(int(longest_of_prompt[order[0]]), answers=self.answers)
-            part, order = order[:count], order[count:]
+        if limits.packed:
+            of_prompt = limits.in_row(self.lengths_B).view(self.answers, prompts).sum(dim=0)
+            rows = packed_rows(of_prompt.tolist(), tokens=limits.tokens, prompts=limits.prompts)
+            parts: Iterable[Tensor] = map(torch.tensor, rows)
+        else:
+            longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
+            parts = _by_length(longest_of_prompt, limits, answers=self.answers)
+        for part in parts:
             yield torch.cat([part + prompts * k for k in range(self.answers)])
 
     def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
-        return limits.width(int(self.lengths_B[sequence_index_b].max()))
+        lengths_b = self.lengths_B[sequence_index_b]
+        return limits.width(int(limits.in_row(lengths_b).sum() if limits.packed else lengths_b.max()))
 
     def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        if limits.packed:
+            return self._packed_micro_batch(sequence_index_b, limits)
         width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
         return MicroBatch(
@@ -182,6 +199,37 @@ class SequenceBatch:
             target_T=target_T,
             sequence_T=sequence_T,
         )
+
+    def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        """One row; padding belongs to the sequence before it, which does not see it: at the end of the row to the last."""
+        lengths = limits.in_row(self.lengths_B[sequence_index_b]).tolist()
+        lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
+        starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
+        sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
+
+        def row(values_BS: Tensor) -> Tensor:
+            own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
+            return torch.cat([F.pad(each, (0, of_row - len(each))) for each, of_row in zip(own, lengths, strict=True)])[None]
+
+        return MicroBatch(
+            sequence_index_b=sequence_index_b,
+            tokens_bs=row(self.tokens_BS),
+            positions_bs=row(self.positions_BS),
+            mask_b1ss=None,
+            hidden_index_T=starts_b[sequence_T] + position_T,
+            target_T=target_T,
+            sequence_T=sequence_T,
+            lengths=tuple(lengths),
+        )
+
+
+def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
+    """Prompts of like length together, the longest first."""
+    order = torch.argsort(longest_of_prompt, descending=True, stable=True)
+    while len(order):
+        count = limits.fitting(int(longest_of_prompt[order[0]]), answers=answers)
+        part, order = order[:count], order[count:]
+        yield part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +245,8 @@ class MicroBatch:
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
+        lengths: of the whole sequences of a packed row, each with its padding; None where each has a row.
+        packed: the same for the attention, on the device.
     """
 
     sequence_index_b: Tensor
@@ -206,6 +256,8 @@ class MicroBatch:
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
+    lengths: tuple[int, ...] | None = None
+    packed: PackedSequences | None = None
 
     def share(self, rank: int, size: int) -> MicroBatch:
         """What a rank of a context-parallel group of this size has: tokens, and those that they predict.
@@ -216,7 +268,7 @@ class MicroBatch:
         if size == 1:
             return self
         rows, width = self.tokens_bs.shape
-        place_s = row_places((width,), rank=rank, size=size)
+        place_s = row_places(self.lengths or (width,), rank=rank, size=size)
         index_s = torch.full((width,), -1).index_copy(0, place_s, torch.arange(len(place_s)))  # -1: on another rank
         index_T, row_T = index_s[self.hidden_index_T // rows], self.hidden_index_T % rows
         is_here_T = index_T >= 0
@@ -231,11 +283,18 @@ class MicroBatch:
 
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same on this rank's device, in one transfer: nothing is left to wait for between two micro-batches."""
-        names = [each.name for each in fields(cls) if each.name != "mask_b1ss"]
+        """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
+        names = ("sequence_index_b", "tokens_bs", "positions_bs", "hidden_index_T", "target_T", "sequence_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
         masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
+        rows = [each.lengths for each in micro_batches if each.lengths is not None]
+        packed = iter(PackedSequences.of(rows))
         return [
-            cls(mask_b1ss=None if each.mask_b1ss is None else next(masks), **{name: next(there) for name in names})
+            cls(
+                mask_b1ss=None if each.mask_b1ss is None else next(masks),
+                lengths=each.lengths,
+                packed=None if each.lengths is None else next(packed),
+                **{name: next(there) for name in names},
+            )
             for each in micro_batches
         ]

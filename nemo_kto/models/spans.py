@@ -9,14 +9,18 @@ Shape suffixes: t tokens of a row or of a rank's share of it, n its sequences.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from nemo_kto.parallel import device
 
 
 @dataclass(kw_only=True)
@@ -30,17 +34,20 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], cu_lengths_n: Tensor) -> PackedSequences:
-        """From where each sequence begins, and the last ends: ``cu_lengths_n``, int32 [n + 1], on the device."""
-        longest = max(lengths)
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cu_lengths_n,
-            cu_seqlens_kv=cu_lengths_n,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=tuple(lengths),
-        )
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
+        """From the lengths of each row; what the device needs of them goes there in one transfer."""
+        begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in rows]
+        return [
+            cls(
+                qkv_format="thd",
+                cu_seqlens_q=begin_n,
+                cu_seqlens_kv=begin_n,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+                lengths=lengths,
+            )
+            for lengths, begin_n in zip(rows, device.upload(begins), strict=True)
+        ]
 
 
 class Span(NamedTuple):
@@ -134,3 +141,45 @@ def _chunk(length: int, size: int) -> int:
 
 def _chunks_of(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
+
+
+def packed_rows(lengths: Sequence[int], *, tokens: int | None, prompts: int | None = None) -> list[list[int]]:
+    """Which items share a row, so that rows are few and equally full.
+
+    The longest goes first, and each into the row with the fewest tokens. Where one does not fit there, it is done again with
+    one row more.
+
+    Args:
+        lengths: tokens of each item.
+        tokens: the most that a row holds; an item that is longer has a row of its own. None: all are in one row.
+        prompts: the most items of a row; None for any number.
+
+    Examples:
+        >>> packed_rows((5, 9, 3, 4), tokens=12)
+        [[1, 2], [0, 3]]
+        >>> packed_rows((5, 9, 3, 4), tokens=8)
+        [[1], [0], [3, 2]]
+    """
+    if not lengths:
+        return []
+    most_tokens = sum(lengths) if tokens is None else tokens
+    most_items = len(lengths) if prompts is None else prompts
+    least = min(len(lengths), max(ceil(sum(lengths) / most_tokens), ceil(len(lengths) / most_items)))
+    tried = (_even_rows(lengths, count, most_tokens, most_items) for count in range(least, len(lengths) + 1))
+    return next(rows for rows in tried if rows is not None)  # each item in a row of its own is within the limits
+
+
+def _even_rows(lengths: Sequence[int], count: int, most_tokens: int, most_items: int) -> list[list[int]] | None:
+    """So many rows, none of them empty; None if an item fits into none."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    open_rows = [(0, number) for number in range(count)]  # a heap: the row with the fewest tokens comes first
+    for item in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        if not open_rows:
+            return None
+        filled, number = heapq.heappop(open_rows)
+        if filled and filled + lengths[item] > most_tokens:
+            return None
+        rows[number].append(item)
+        if len(rows[number]) < most_items:
+            heapq.heappush(open_rows, (filled + lengths[item], number))
+    return rows

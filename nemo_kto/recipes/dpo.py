@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nemo_kto.data.dataset import DPODataset, Splits
     from nemo_kto.data.examples import DPOExample
     from nemo_kto.data.preview import Preview
+    from nemo_kto.data.shares import DPOCosts, SequenceCost
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -35,6 +36,11 @@ class DPORecipe(Recipe):
         from nemo_kto.data.loader import share
 
         return share, partial(dpo_custom_collate, **options)
+
+    def costs(self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int) -> DPOCosts:
+        from nemo_kto.data.shares import DPOCosts
+
+        return DPOCosts(cost=cost)
 
     def preview(
         self, show: Preview, dataset: DPODataset, batch: DPOBatch, examples: Sequence[DPOExample], loss: Loss

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nemo_kto.data.dataset import KTODataset, Splits
     from nemo_kto.data.examples import KTOExample
     from nemo_kto.data.preview import Preview
+    from nemo_kto.data.shares import KTOCosts, SequenceCost
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -46,6 +47,11 @@ class KTORecipe(Recipe):
         from nemo_kto.data.collate import kto_custom_collate
 
         return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
+
+    def costs(self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int) -> KTOCosts:
+        from nemo_kto.data.shares import KTOCosts
+
+        return KTOCosts(cost=cost, seq_length=seq_length, passes=passes, kl_passes=kl_passes)
 
     def preview(
         self, show: Preview, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample], loss: Loss

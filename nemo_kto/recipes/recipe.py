@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to 
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.dataset import Splits
     from nemo_kto.data.preview import Preview
+    from nemo_kto.data.shares import SequenceCost
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from nemo_kto.models.sequences import SequenceBatch
 
@@ -97,6 +98,12 @@ class Recipe(ABC):
     @abstractmethod
     def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
         """What a loader makes of a global batch (``data.loader.build_dataloader``), and what makes a batch of that."""
+
+    @abstractmethod
+    def costs(
+        self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int
+    ) -> Callable[[Sequence[Any]], list[float]]:
+        """What gives the work of each example of a global batch; see ``data.shares.KTOCosts``."""
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:

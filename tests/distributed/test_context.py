@@ -42,8 +42,6 @@ def attention(*, context: int, window: tuple[int, int] | None) -> Any:
 
 def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
-    from itertools import accumulate
-
     from nemo_kto.models.spans import PackedSequences, row_places
     from nemo_kto.parallel import state
 
@@ -54,8 +52,7 @@ def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple
     heads = [torch.randn(tokens, *batch, number, HEAD_DIM, generator=draw) for number in (HEADS, GROUPS, GROUPS)]
     grad = torch.randn(tokens, *batch, HEADS * HEAD_DIM, generator=draw)
     place_t = row_places(lengths, rank=rank, size=size)
-    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    row = PackedSequences.of(lengths, begins) if packed else None
+    row = PackedSequences.of([lengths])[0] if packed else None
     whole = [each.clone().requires_grad_() for each in heads]
     expected = attention(context=1, window=window)(*whole, None, packed_seq_params=row)
     own = [each[place_t].clone().requires_grad_() for each in heads]

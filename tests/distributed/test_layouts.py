@@ -16,6 +16,7 @@ import pytest
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
 
+PACKED = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
 LAYOUTS = {
     "tp2": (2, ["model.tensor_model_parallel_size=2"]),
     "tp4": (4, ["model.tensor_model_parallel_size=4"]),
@@ -88,6 +89,23 @@ LAYOUTS = {
             "model.micro_batch_tokens=90",
         ],
     ),
+    "packed": (1, PACKED),
+    "packed_pp2": (2, ["model.pipeline_model_parallel_size=2", *PACKED]),
+    "packed_dp2": (2, PACKED),
+    "packed_tp2_pp2": (4, ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", *PACKED]),
+    "packed_tp2_dp2_sequence_parallel": (
+        4,
+        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true", *PACKED],
+    ),
+    "packed_recompute_full": (
+        1,
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+            *PACKED,
+        ],
+    ),
     "forward_micro_batch_3": (1, ["model.kto.log_prob_forward_micro_batch_size=3"]),
     "tp2_pp2_micro_batch_1": (
         4,
@@ -132,6 +150,8 @@ DPO_LAYOUTS = (
     "sequence_parallel",
     "micro_batch_1",
     "tp2_pp2_90_tokens",
+    "packed",
+    "packed_tp2_dp2_sequence_parallel",
     "forward_micro_batch_3",
     "recompute_full",
 )
@@ -141,8 +161,8 @@ EVERY_CASE = [
     *(("simpo", layout) for layout in ("tp2_pp2", "cp2_pp2")),
     *(("rpo", layout) for layout in ("pp2_dp2", "cp2_dp2")),
     *(("lora", layout) for layout in ("tp2", "tp4", "pp2", "dp2", "tp2_pp2", "sequence_parallel_pp2", "recompute_full")),
-    *(("lora", layout) for layout in ("cp2", "cp2_tp2_sequence_parallel")),
-    *(("lora_dpo", layout) for layout in ("tp2_pp2", "micro_batch_1", "forward_micro_batch_3")),
+    *(("lora", layout) for layout in ("cp2", "cp2_tp2_sequence_parallel", "packed_dp2", "packed_tp2_pp2")),
+    *(("lora_dpo", layout) for layout in ("tp2_pp2", "micro_batch_1", "packed_pp2", "forward_micro_batch_3")),
 ]
 # Steps of the cases of the quick matrix; those of five are taken ten steps far in the full one.
 QUICK = {
@@ -157,7 +177,9 @@ QUICK = {
     ("kto", "micro_batch_1"): 5,
     ("kto", "tp2_dp2_sequence_parallel_90_tokens"): 5,
     ("kto", "recompute_full"): 5,
+    ("kto", "packed_dp2"): 5,
     ("dpo", "tp2_pp2"): 5,
+    ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
     ("lora", "tp2_pp2"): 5,
 }
 CASES = [

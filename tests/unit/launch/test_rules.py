@@ -152,6 +152,14 @@ BROKEN = [
         ],
     ),
     (
+        ["model.data.packing=true", "model.data.reset_attention_mask=true"],
+        1,
+        [
+            "model.data.reset_attention_mask must be false with model.data.packing=true, whose rows of sequences take no "
+            "mask, got true; set one or the other"
+        ],
+    ),
+    (
         ["model.global_batch_size=10", "model.micro_batch_size=2", "model.tensor_model_parallel_size=2"],
         8,
         [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +80,54 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     assert batch.padded_tokens(limits) == carried
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    answers=st.integers(1, 3),
+    prompts=st.none() | st.integers(1, 8),
+    tokens=st.none() | st.integers(1, 200),
+    multiple=st.integers(1, 8),
+)
+def test_packed_rows_hold_every_sequence_once_and_whole(
+    lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
+) -> None:
+    batch = batch_of(lengths * answers, answers=answers)
+    limits = MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple, packed=True)
+    micro_batches = batch.micro_batches(limits)
+    held = [each.sequence_index_b.tolist() for each in micro_batches]
+    assert sorted(number for numbers in held for number in numbers) == list(range(len(batch)))
+    carried = 0
+    for numbers, each in zip(held, micro_batches, strict=True):
+        own = [int(batch.lengths_B[number]) for number in numbers]
+        width = limits.width(sum(own))
+        carried += width
+        assert each.tokens_bs.shape == (1, width)
+        assert each.lengths == (*own[:-1], own[-1] + width - sum(own)), "padding is at the end, with the last sequence"
+        tokens_of = each.tokens_bs[0, : sum(own)].split(own)
+        assert all(torch.equal(found, batch.tokens_BS[n, :k]) for found, n, k in zip(tokens_of, numbers, own, strict=True))
+        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), "answers stay together"
+        assert prompts is None or len(numbers) <= prompts * answers
+        assert tokens is None or len(numbers) == answers or sum(own) <= tokens
+        assert each.packed is not None
+        assert each.packed.cu_seqlens_q.tolist() == [0, *itertools.accumulate(each.lengths)]
+        assert each.packed.max_seqlen_q == max(each.lengths)
+    assert batch.padded_tokens(limits) == carried
+
+
+def test_where_the_predictors_of_a_packed_row_are() -> None:
+    """Sequences of 4 and 2 tokens; the last two of the first, and the last of the second, are the response."""
+    labels_BS = torch.tensor([[-100, 9, -100, -100], [-100, -100, 7, 8]])
+    batch = replace(batch_of([2, 4]), labels_BS=labels_BS)
+    (row,) = batch.micro_batches(MicroBatchLimits(prompts=None, tokens=None, multiple=1, packed=True))
+    assert row.sequence_index_b.tolist() == [1, 0], "the longest first"
+    assert row.hidden_index_T.tolist() == [1, 2, 4]
+    assert (row.target_T.tolist(), row.sequence_T.tolist()) == ([7, 8, 9], [0, 0, 1])
+
+
+def test_no_sequences_make_no_rows() -> None:
+    batch = replace(batch_of([1]), tokens_BS=torch.zeros(0, 1), lengths_B=torch.zeros(0, dtype=torch.long))
+    assert batch.micro_batches(MicroBatchLimits(prompts=None, tokens=8, multiple=1, packed=True)) == []
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "tensor", "sharded", "expected"),
     [(False, 4, False, 1), (False, 4, True, 4), (True, 1, False, 64), (True, 4, True, 64), (True, 3, True, 192)],
@@ -126,3 +177,4 @@ def test_the_limits_in_words() -> None:
     assert str(MicroBatchLimits(prompts=4, tokens=None, multiple=1)) == "4"
     assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=64)) == "up to 8,192 tokens"
     assert str(MicroBatchLimits(prompts=4, tokens=8192, multiple=1)) == "4, up to 8,192 tokens"
+    assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=1, packed=True)) == "up to 8,192 tokens, packed"

@@ -1,4 +1,4 @@
-"""Which tokens of a row a context-parallel rank has, and what they see, against the causal order written out."""
+"""Rows of sequences: what is in them, and which of their tokens a rank has and what these see, in the order written out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.models.spans import causal_spans, in_row_order, row_places, token_positions
+from nemo_kto.models.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
 
 
 def seen_by(lengths: tuple[int, ...], places_t: torch.Tensor) -> torch.Tensor:
@@ -58,3 +58,23 @@ def test_ranks_have_equal_work() -> None:
 def test_a_length_that_cannot_be_shared_out_is_refused() -> None:
     with pytest.raises(ValueError, match="must be a multiple of 2 \\* context parallel size = 4, got 6"):
         causal_spans((8, 6), rank=0, size=2)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=60),
+    tokens=st.none() | st.integers(1, 120),
+    prompts=st.none() | st.integers(1, 5),
+)
+def test_every_item_is_in_one_row_within_its_limits(lengths: list[int], tokens: int | None, prompts: int | None) -> None:
+    rows = packed_rows(lengths, tokens=tokens, prompts=prompts)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    for row in rows:
+        assert row, "no row is empty"
+        assert prompts is None or len(row) <= prompts
+        assert tokens is None or len(row) == 1 or sum(lengths[item] for item in row) <= tokens
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_rows_are_equally_full_but_for_one_item(lengths: list[int]) -> None:
+    rows = [sum(lengths[item] for item in row) for row in packed_rows(lengths, tokens=120)]
+    assert max(rows) - min(rows) <= max(lengths), "the row with the fewest tokens always came first"
