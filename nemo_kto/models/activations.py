@@ -33,6 +33,7 @@ class Activations:
         adapters: what is adapted; None where all weights are trained.
         on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU it rotates them,
             and norms in bf16 are several operations, which save their input and their normalised input, both in fp32.
+        packed: sequences lie one after the other; on the CPU the attention evaluates one by one, and joins what comes out.
     """
 
     architecture: Architecture
@@ -40,6 +41,7 @@ class Activations:
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
     on_gpu: bool = False
+    packed: bool = False
 
     def layer(self, recomputed: Collection[str] = ()) -> float:
         """Of one transformer layer, bytes a token, but for what is within the modules that are ``recomputed``."""
@@ -100,6 +102,7 @@ class Activations:
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
+            saved += self.element_bytes * query * (self.packed and not self.on_gpu)
         if architecture.qk_norm:
             keys = 0 if self._few_passes() else key_value  # a view of the fused ones will do
             saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads

@@ -22,6 +22,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.lora import add_adapters
     from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.spans import PackedSequences
     from nemo_kto.parallel import state
 
     tensor, recompute = options.get("tensor", 1), options.get("recompute")
@@ -53,9 +54,11 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
             kept[storage.data_ptr()] = storage
         return tensor
 
-    tokens = torch.randint(0, 200, (SEQUENCES, LENGTH))
+    shape = (1, SEQUENCES * LENGTH) if options.get("packed") else (SEQUENCES, LENGTH)
+    row = PackedSequences.of([(LENGTH,) * SEQUENCES])[0] if options.get("packed") else None
+    tokens = torch.randint(0, 200, shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        chunk(tokens, torch.arange(LENGTH).expand_as(tokens), None)
+        chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
     return float(sum(storage.nbytes() for storage in kept.values()))
 
 
@@ -68,12 +71,17 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
         element_bytes={"float32": 4, "bfloat16": 2}[dtype],
         sequence_parallel=options.get("sequence_parallel", False),
         adapters=adapters,
+        packed=options.get("packed", False),
     )
     tokens = SEQUENCES * LENGTH
     if options.get("recompute") == "full":
         return 0.0
     recomputed = options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ()
-    return saved.layer(recomputed) * tokens + saved.rotations() * LENGTH + saved.adapter_matrices(recomputed)
+    return (
+        saved.layer(recomputed) * tokens
+        + saved.rotations() * (SEQUENCES * LENGTH if options.get("packed") else LENGTH)
+        + saved.adapter_matrices(recomputed)
+    )
 
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
@@ -95,6 +103,8 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
         ("llama", {"recompute": "full"}, "float32", None),
+        ("llama", {"packed": True}, "float32", None),
+        pytest.param("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),
