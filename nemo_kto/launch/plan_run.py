@@ -118,6 +118,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         recompute_layers=model.activations_checkpoint_num_layers,
         micro_batch_tokens=prompts * answers * width,
         micro_batch_width=width,
+        packed=model.data.packing,
         micro_batches=math.ceil(model.global_batch_size / data / prompts),
         logprob_chunk=model.logprob_chunk_size,
         largest_file=_largest_file(cfg.pretrained_checkpoint.restore_from_path),

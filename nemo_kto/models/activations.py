@@ -34,6 +34,7 @@ class Activations:
         adapters: what is adapted; None where all weights are trained.
         on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU it rotates them,
             and norms in bf16 are several operations, which save their input and their normalised input, both in fp32.
+        packed: sequences lie one after the other; on the CPU the attention evaluates one by one, and joins what comes out.
     """
 
     architecture: Architecture
@@ -42,6 +43,7 @@ class Activations:
     context_parallel: int = 1
     adapters: LoRASettings | None = None
     on_gpu: bool = False
+    packed: bool = False
 
     def layer(self, recomputed: Collection[str] = ()) -> float:
         """Of one transformer layer, bytes a token, but for what is within the modules that are ``recomputed``."""
@@ -101,10 +103,13 @@ class Activations:
         saved: float = self.element_bytes * (query + 2 * key_value + query)
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
         if self.context_parallel > 1 and core and not self.on_gpu:
-            # queries, the keys and values of all ranks, the outputs of two chunks, and these put together
-            saved = self.element_bytes * (3 * query + 2 * self.context_parallel * key_value)
+            # queries, outputs, and the keys and values of all ranks; and the fused ones where a norm has views of them
+            saved = self.element_bytes * (2 * query + 2 * self.context_parallel * key_value)
+            saved += self.element_bytes * (query + 2 * key_value) * (architecture.qk_norm and self._few_passes())
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
+            joined = (self.packed or self.context_parallel > 1) and not self.on_gpu
+            saved += self.element_bytes * query * (joined and self._keeps_input("o_proj"))
         if architecture.qk_norm:
             keys = 0 if self._few_passes() else key_value  # a view of the fused ones will do
             saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads

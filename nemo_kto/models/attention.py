@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 from nemo_kto.models.rope import RotaryTable
 from nemo_kto.models.spans import PackedSequences, causal_spans, in_row_order
 from nemo_kto.parallel.context import gather_shares
+from nemo_kto.parallel.kernels import varlen_attention
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -119,8 +121,30 @@ class TorchAttention(MegatronModule):
             return self._attend(query, key, value, None, masked)
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
+        if self.context is None and not self.dropout and (kernel := varlen_attention(query.dtype)) is not None:
+            return self._attend_row(kernel, query, key, value, packed_seq_params)
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         return self._attend(*heads, packed_seq_params.lengths, None).squeeze(1)
+
+    def _attend_row(
+        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, row: PackedSequences
+    ) -> Tensor:
+        """In one kernel; [tokens, heads, head size] in, [tokens, heads * head size] out."""
+        if self.rotary is not None:
+            query, key = (self.rotary.rotate(heads.unsqueeze(1), row.lengths).squeeze(1) for heads in (query, key))
+        context: Tensor = kernel(
+            query,
+            key,
+            value,
+            row.cu_seqlens_q,
+            row.cu_seqlens_kv,
+            row.max_seqlen_q,
+            row.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        return context.flatten(1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...] | None, masked: Tensor | None

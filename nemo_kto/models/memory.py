@@ -40,8 +40,9 @@ class Training:
         recompute_method, recompute_layers: with "full": "uniform" keeps the input of each group of so many layers, "block"
             recomputes so many layers of a stage and keeps the others.
         micro_batch_tokens: the most that a micro-batch holds, on all ranks that share its sequences.
-        micro_batch_width: tokens of its longest row.
+        micro_batch_width: tokens of its longest row; of its longest sequence where it is ``packed``.
         micro_batches: of a step, for each data-parallel rank.
+        packed: sequences of a micro-batch lie one after the other in one row.
         logprob_chunk: tokens whose logits exist at the same time.
         largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 where there is none yet.
         on_gpu: ranks compute on GPUs.
@@ -68,6 +69,7 @@ class Training:
     micro_batch_tokens: int
     micro_batch_width: int
     micro_batches: int
+    packed: bool = False
     logprob_chunk: int
     largest_file: int = 0
     on_gpu: bool
@@ -230,6 +232,7 @@ def saved_by_layers(training: Training) -> Activations:
         context_parallel=training.context_parallel,
         adapters=training.adapters,
         on_gpu=training.on_gpu,
+        packed=training.packed,
     )
 
 
@@ -246,8 +249,10 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
         uniform = training.recompute_method != "block"
         inputs, kept, again = (-(-layers // count), 0, count * each) if uniform else (count, layers - count, each)
     held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
-    rotations = saved.rotations() * training.micro_batch_width / training.context_parallel
-    once = rotations + saved.gradients_of_layer() * tokens + again
+    rotated = training.micro_batch_width  # a table, and its values for each token of a row or of a share of it
+    if training.packed or training.context_parallel > 1:
+        rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
+    once = saved.rotations() * rotated + saved.gradients_of_layer() * tokens + again
     return on_their_way * held + once + _weight_gradient(training, parameters)
 
 

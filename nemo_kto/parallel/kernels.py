@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from megatron.core import optimizer
@@ -40,6 +43,21 @@ def compiles() -> bool:
 def adds_products() -> bool:
     """Whether apex's kernel is there, by which megatron-core's own linear layers add a gradient in the product itself."""
     return device.on_gpu() and bool(layers._grad_accum_fusion_available)
+
+
+@cache
+def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
+    """torch's flash attention over sequences of unlike length, for half precision on GPUs; None where there is none.
+
+    torch has it since 2.10, and with sliding windows since 2.11.
+    """
+    if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 def slow_paths(dtype: torch.dtype, *, tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> list[str]:

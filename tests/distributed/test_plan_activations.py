@@ -22,6 +22,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.lora import add_adapters
     from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.spans import PackedSequences
     from nemo_kto.parallel import state
 
     tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")
@@ -54,9 +55,12 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
             kept[storage.data_ptr()] = storage
         return tensor
 
-    tokens = torch.randint(0, 200, (SEQUENCES, LENGTH // context))
+    length = LENGTH // context
+    shape = (1, SEQUENCES * length) if options.get("packed") else (SEQUENCES, length)
+    row = PackedSequences.of([(LENGTH,) * SEQUENCES])[0] if options.get("packed") else None
+    tokens = torch.randint(0, 200, shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        chunk(tokens, torch.arange(LENGTH // context).expand_as(tokens), None)
+        chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
     return float(sum(storage.nbytes() for storage in kept.values()))
 
 
@@ -70,13 +74,18 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
         sequence_parallel=options.get("sequence_parallel", False),
         context_parallel=options.get("context", 1),
         adapters=adapters,
+        packed=options.get("packed", False),
     )
     length = LENGTH // options.get("context", 1)
     tokens = SEQUENCES * length
     if options.get("recompute") == "full":
         return 0.0
     recomputed = options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ()
-    return saved.layer(recomputed) * tokens + saved.rotations() * length + saved.adapter_matrices(recomputed)
+    return (
+        saved.layer(recomputed) * tokens
+        + saved.rotations() * (tokens if options.get("packed") else length)
+        + saved.adapter_matrices(recomputed)
+    )
 
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
@@ -99,7 +108,13 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
         ("llama", {"recompute": "full"}, "float32", None),
+        ("llama", {"packed": True, "context": 2}, "float32", None),
+        pytest.param("qwen3", {"context": 2}, "float32", None, marks=pytest.mark.full),
         pytest.param("qwen3", {"context": 2}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {"context": 2}, "float32", QUERIES, marks=pytest.mark.full),
+        ("llama", {"packed": True}, "float32", None),
+        pytest.param("llama", {"packed": True}, "float32", QUERIES, marks=pytest.mark.full),
+        pytest.param("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),

@@ -128,7 +128,7 @@ def test_dropout_draws_from_the_model_parallel_generator(generators: Any) -> Non
 
 
 def row_of(lengths: tuple[int, ...]) -> PackedSequences:
-    return PackedSequences.of(lengths, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32))
+    return PackedSequences.of([lengths])[0]
 
 
 @pytest.mark.parametrize("window", [None, (2, 0)])
@@ -145,6 +145,35 @@ def test_sequences_of_a_row_are_evaluated_as_each_by_itself(window: tuple[int, i
     found_grads, expected_grads = torch.autograd.grad(found, row, grad), torch.autograd.grad(expected, alone, grad)
     for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
         torch.testing.assert_close(found_grad, expected_grad.squeeze(1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_the_kernel_for_rows_is_told_what_the_layer_does(
+    window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a GPU has it. What it is asked for is written out here by torch's own description of its arguments."""
+
+    def described(query: Any, key: Any, value: Any, begin_n: Any, _: Any, longest: int, __: int, **options: Any) -> Any:
+        left, right = options.pop("window_size")
+        assert (right, longest, options) == (0, 6, {"scale": 1 / math.sqrt(D), "enable_gqa": True})
+        parts = []
+        for start, stop in itertools.pairwise(begin_n.tolist()):
+            distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+            seen = (distance >= 0) & ((distance <= left) | torch.tensor(left == -1))
+            heads_first = (each[start:stop].transpose(0, 1) for each in (query, key, value))
+            part = torch.nn.functional.scaled_dot_product_attention(
+                *heads_first, attn_mask=seen, scale=options["scale"], enable_gqa=True
+            )
+            parts.append(part.transpose(0, 1))
+        return torch.cat(parts)
+
+    layer = attention(window_size=window)
+    layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    row = [each[:, 0] for each in heads()]
+    expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
+    monkeypatch.setattr("nemo_kto.models.attention.varlen_attention", lambda dtype: described)
+    found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_row_of_sequences_takes_no_mask() -> None:
