@@ -92,7 +92,7 @@ def check_gpu(cfg: RunConfig) -> None:
         engine=transformer_engine_version() if works else None,
         capability=device.compute_capability() if device.on_gpu() else None,
     )
-    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg)]:
+    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg), *packed_windows(cfg, computes)]:
         raise UserError("\n  ".join(["nothing was started:", *map(str, broken)]))
 
 
@@ -114,6 +114,20 @@ def fp8_sizes(cfg: RunConfig) -> Iterator[ConfigError]:
             f"{odd[0].name} of {shape}; leave it out, or use another model.tensor_model_parallel_size than {tensor}"
         )
         yield ConfigError("model.fp8", text, ("model.tensor_model_parallel_size",))
+
+
+def packed_windows(cfg: RunConfig, computes: Computes) -> Iterator[ConfigError]:
+    """Whether Transformer Engine can share packed rows out over ranks; reads the model's configuration for it."""
+    model, in_engine = cfg.model, computes.engine is not None and PRECISIONS[cfg.trainer.precision] != "32"
+    if model.context_parallel_size == 1 or not model.data.packing or not in_engine:
+        return
+    from nemo_kto.models.architecture import read_architecture
+
+    architecture = read_architecture(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)), tensor_parallel=1)
+    if any(window is not None for window in architecture.windows):
+        text = "must be false with model.context_parallel_size above 1 where layers have a sliding window, got true"
+        remedy = "Transformer Engine cannot do all three; leave one out"
+        yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
 
 
 def _version(numbers: tuple[int, int]) -> str:

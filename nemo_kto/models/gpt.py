@@ -196,6 +196,8 @@ def _transformer_config(architecture: Architecture, *, engine: bool, **settings:
         activation_func=F.silu,
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,
+        # Transformer Engine's ring knows no windows; its gathered keys and values do.
+        cp_comm_type="all_gather" if windows else "p2p",
         no_rope_freq=None if all(architecture.rotates) else [int(not rotates) for rotates in architecture.rotates],
         # No dropout: it would add noise to the ratio of policy and reference, which is the signal.
         hidden_dropout=0.0,

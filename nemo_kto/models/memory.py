@@ -249,7 +249,7 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
         uniform = training.recompute_method != "block"
         inputs, kept, again = (-(-layers // count), 0, count * each) if uniform else (count, layers - count, each)
     held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
-    rotated = training.micro_batch_width  # a table, and its values for each token of a row or of a share of it
+    rotated: float = training.micro_batch_width  # a table, and its values for each token of a row or of a share of it
     if training.packed or training.context_parallel > 1:
         rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
     once = saved.rotations() * rotated + saved.gradients_of_layer() * tokens + again

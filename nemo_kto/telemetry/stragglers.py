@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 OWN_PHASES = ("data", "forward", "reference_swap")
-"""Phases in which a rank waits for no other one, but for those of its tensor-parallel group. In all others the collectives
-make the fast ranks as slow as the slowest."""
+"""Phases in which a rank waits for no other one, but for those of its tensor- and context-parallel groups. In all others the
+collectives make the fast ranks as slow as the slowest."""
 INTERVAL = 10  # steps between two comparisons
 SLOW = 1.5  # times the median of the ranks with the same work
 _SHARE = 0.1  # of the time of a step, by which a rank must be slower: less is not worth a word

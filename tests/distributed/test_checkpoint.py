@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, []),
     "dp2_replicated_optimizer": (2, ["model.optim.use_distributed_optimizer=false"]),
     "dp2_bf16": (2, ["trainer.precision=bf16"]),
+    "cp2_dp2": (4, ["model.context_parallel_size=2"]),
 }
 
 
@@ -100,10 +101,11 @@ OTHERS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, ["model.tensor_model_parallel_size=2"]),
     "dp2": (2, []),
     "tp2_pp2": (4, ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]),
+    "cp2": (2, ["model.context_parallel_size=2"]),
 }
 
 
-@pytest.mark.parametrize(("layout", "length"), cases(OTHERS, {"tp2"}))
+@pytest.mark.parametrize(("layout", "length"), cases(OTHERS, {"tp2", "cp2"}))
 def test_goes_on_at_another_layout(
     layout: str,
     length: str,

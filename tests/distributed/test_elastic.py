@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, []),
     "pp4": (4, ["model.pipeline_model_parallel_size=4"]),
     "tp2_dp2": (4, [TP2]),
+    "cp2_dp2": (4, ["model.context_parallel_size=2"]),
 }
 RUNS: dict[str, tuple[str, list[str]]] = {
     "kto": ("kto", []),

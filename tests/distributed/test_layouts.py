@@ -97,6 +97,17 @@ LAYOUTS = {
         4,
         ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true", *PACKED],
     ),
+    "packed_cp2": (2, ["model.context_parallel_size=2", *PACKED]),
+    "packed_cp2_dp2": (4, ["model.context_parallel_size=2", *PACKED]),
+    "packed_cp2_tp2_sequence_parallel": (
+        4,
+        [
+            "model.context_parallel_size=2",
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+            *PACKED,
+        ],
+    ),
     "packed_recompute_full": (
         1,
         [
@@ -151,6 +162,7 @@ DPO_LAYOUTS = (
     "micro_batch_1",
     "tp2_pp2_90_tokens",
     "packed",
+    "packed_cp2",
     "packed_tp2_dp2_sequence_parallel",
     "forward_micro_batch_3",
     "recompute_full",
@@ -172,13 +184,14 @@ QUICK = {
     ("kto", "dp2_replicated_optimizer"): 5,
     ("kto", "tp2_pp2"): 10,
     ("kto", "sequence_parallel"): 5,
-    ("kto", "cp2"): 5,
     ("kto", "cp2_tp2_sequence_parallel"): 5,
     ("kto", "micro_batch_1"): 5,
     ("kto", "tp2_dp2_sequence_parallel_90_tokens"): 5,
     ("kto", "recompute_full"): 5,
     ("kto", "packed_dp2"): 5,
+    ("kto", "packed_cp2_tp2_sequence_parallel"): 5,
     ("dpo", "tp2_pp2"): 5,
+    ("dpo", "cp2"): 5,
     ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
     ("lora", "tp2_pp2"): 5,
 }

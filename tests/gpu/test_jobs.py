@@ -165,6 +165,9 @@ LAYOUTS = {
     "tp2": ("model.tensor_model_parallel_size=2",),
     "tp2-sequence": ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"),
     "pp2": ("model.pipeline_model_parallel_size=2",),
+    "cp2": ("model.context_parallel_size=2",),
+    "cp2-bf16": ("model.context_parallel_size=2", IN_BF16),
+    "cp2-bf16-packed": ("model.context_parallel_size=2", IN_BF16, *PACKED),
 }
 
 
@@ -173,5 +176,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks(layout: str, place: Workplace, expected: Callable[[str], Path]) -> None:
     run = place.run(layout, *on(DEVICE, ranks=2), *LAYOUTS[layout])
-    assert_close(run, expected("kto"), tolerance=FP32)
+    in_bf16 = IN_BF16 in LAYOUTS[layout]
+    assert_close(run, expected("kto"), tolerance=BF16 if in_bf16 else FP32, in_bf16=in_bf16)
     assert place.noted(layout)["backend"] == ("nccl" if GPUS else "gloo")

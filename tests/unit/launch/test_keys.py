@@ -85,7 +85,6 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     handed_on_whole = (*(f"exp_manager.{part}." for part in parts), f"trainer.{recipe.name}.")
     only_one_value = {  # schema.py refuses all others
         "model.virtual_pipeline_model_parallel_size",
-        "model.context_parallel_size",
         "model.expert_model_parallel_size",
         "model.optim.name",
     }

@@ -91,6 +91,23 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert again["expected"].startswith(f"{rates[0]:,} tokens/s")
 
 
+def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ("--gpus", "8", "model.data.seq_length=65536", "model.global_batch_size=8")
+    _, told = planned(capsys, "dpo", MODEL, *long)
+    assert told["1"].startswith("8 ranks = 1 data x 4 context x 2 tensor x 1 pipeline parallel, sequence parallel")
+    assert "model.context_parallel_size=4" in told["use"].split()
+    _, again = planned(capsys, "dpo", MODEL, *long, *told["use"].split())
+    assert " GB context, " in again["sent by a rank"]
+    recomputed = (
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=uniform",
+        "model.activations_checkpoint_num_layers=1",
+    )
+    layout = (TENSOR.format(8), "model.sequence_parallel=true", *recomputed, "--memory", "24")
+    _, told = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
+    assert told["verdict"] == ("does not fit: use model.pipeline_model_parallel_size=2, or model.context_parallel_size=2")
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
     assert status == plan.DOES_NOT_FIT

@@ -11,7 +11,7 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.launch import plan
 from nemo_kto.launch.packages import transformer_engine_version
-from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_sizes, gpu_rules
+from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_sizes, gpu_rules, packed_windows
 from nemo_kto.parallel import device
 from tests.tiny import make_checkpoint
 from tests.unit.launch.conftest import Load, Said
@@ -115,6 +115,31 @@ def test_sizes_that_can_be_multiplied_in_fp8(
     with pytest.raises(UserError) as error:
         check_gpu(load(*base, tensor.format(4)))
     assert str(error.value) == f"nothing was started:\n  {told}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "computes", "window", "is_refused"),
+    [
+        ((), GPU, 16, True),
+        ((), GPU, None, False),
+        (("trainer.precision=32",), GPU, 16, False),
+        (("model.data.packing=false",), GPU, 16, False),
+        (("model.context_parallel_size=1",), GPU, 16, False),
+        ((), BARE, 16, False),
+        ((), CPU, 16, False),
+    ],
+)
+def test_packed_rows_with_windows_on_several_ranks(
+    overrides: tuple[str, ...], computes: Computes, window: int | None, is_refused: bool, load: Load, tmp_path: Path
+) -> None:
+    """Torch's attention can do all of it, Transformer Engine cannot."""
+    model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
+    base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
+    told = (
+        "model.data.packing must be false with model.context_parallel_size above 1 where layers have a sliding window, got "
+        "true; Transformer Engine cannot do all three; leave one out"
+    )
+    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
 
 
 def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

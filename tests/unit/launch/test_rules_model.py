@@ -43,7 +43,23 @@ BROKEN = [
     ),
     (
         ["model.context_parallel_size=2"],
-        ["model.context_parallel_size must be 1, got 2; context parallelism is not supported in this version"],
+        [
+            "model.tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = 1 * 1 * 2 = 2 must "
+            "divide the number of ranks, got 1; use a multiple of 2 ranks (trainer.devices) or smaller sizes",
+        ],
+    ),
+    (
+        ["model.context_parallel_size=2", "trainer.devices=2", "model.data.reset_attention_mask=true"],
+        [
+            "model.data.reset_attention_mask must be false with model.context_parallel_size above 1, whose ranks see a part "
+            "of a row each, got true; set one or the other",
+        ],
+    ),
+    (
+        ["model.context_parallel_size=2", "trainer.devices=4", "model.global_batch_size=9"],
+        [
+            "model.global_batch_size must be divisible by the number of data-parallel ranks = 2, got 9; use 8 or 10",
+        ],
     ),
     (
         ["model.expert_model_parallel_size=2"],

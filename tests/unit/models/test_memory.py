@@ -178,9 +178,27 @@ def test_what_a_rank_sends(architecture: Architecture) -> None:
     assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + all_reduce
     assert traffic.pipeline == 0
     assert traffic.data == 3 / 4 * 8 * trained
+    assert traffic.context == 0
     staged = step_traffic(training(architecture, pipeline_parallel=2), step)
     assert (staged.tensor, staged.data) == (0, 0)
     assert staged.pipeline == 3 * 32 * WIDTH * HIDDEN * 4
+
+
+def test_ranks_that_share_sequences(architecture: Architecture) -> None:
+    """Keys and values of four groups of heads go to the three others, in fp32: twice forward, and back as gradients."""
+    step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
+    shared = replace(whole, context_parallel=4)
+    tokens, keys_and_values = 32 * WIDTH / 8, 2 * 4 * (HIDDEN // 8) * 4
+    traffic = step_traffic(shared, step)
+    assert traffic.context == 3 * LAYERS * keys_and_values * tokens * (2 + 1)
+    assert step_traffic(replace(shared, on_gpu=True), step).context == 3 * LAYERS * keys_and_values * tokens * (2 + 2)
+    assert traffic.data == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
+    alone, quarter = rank_memory(replace(whole, on_gpu=True), stage=0), rank_memory(replace(shared, on_gpu=True), stage=0)
+    assert quarter.optimizer == alone.optimizer / 4
+    assert quarter.checkpoint == alone.checkpoint / 4
+    # what does not depend on tokens is the gradient of a weight; of a share there are cosines and sines beside the table's
+    saved, largest = Activations(architecture=architecture, element_bytes=4, on_gpu=True), 2 * 128 * HIDDEN * 4
+    assert quarter.activations - largest == (alone.activations - largest) / 4 + saved.rotations() * WIDTH
 
 
 def test_seconds_of_a_step(architecture: Architecture) -> None:

@@ -34,6 +34,7 @@ START = RunStart(
     resumed_step=None,
     global_batch=64,
     micro_batch="4",
+    context_parallel=1,
     data_parallel=1,
     tensor_parallel=1,
     pipeline_parallel=1,
@@ -106,6 +107,8 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
     ]
     assert lines[5] == "  steps       187 (1 epoch of 187 steps), resumed after step 187"
     assert lines[7] == "  layout      8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel"
+    shared = str(replace(start, context_parallel=2)).splitlines()
+    assert shared[7] == "  layout      16 ranks = 2 data x 2 context x 4 tensor x 1 pipeline parallel, sequence parallel"
 
 
 def test_the_start_on_a_machine_that_lacks_something() -> None:
