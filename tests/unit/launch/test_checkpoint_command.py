@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.checkpoint.checkpoint_files import info_text
 from nemo_kto.launch.entry import look_at_checkpoints
 from tests.unit.checkpoint.test_checkpoint_files import earlier, flip, make_checkpoint
 
@@ -51,6 +53,20 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         len({line.index(word) for line, word in zip(lines, ("state", "complete", "complete", "damaged"), strict=False)}) == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({"world": 8, "tensor": 2, "pipeline": 1, "context": 2}, "2 x 2 x 1, 2 context"),
+        ({"world": 8, "tensor": 2, "pipeline": 1}, "4 x 2 x 1"),  # of a version without context parallelism
+    ],
+)
+def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], told: str) -> None:
+    file = run / "checkpoints/step_000002/trainer.json"
+    file.write_text(info_text({**json.loads(file.read_text()), "layout": layout}))
+    command("ls", run)
+    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == told
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
