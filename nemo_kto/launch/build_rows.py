@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.launch.choices import pipeline_split
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.parallel import device
@@ -64,7 +65,7 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
     prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
     if prompts is None and tokens is None:
         tokens = _GPU_TOKENS if on_gpu else _CPU_TOKENS
-    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple)
+    return MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple, group=pipeline_split(model).group)
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:

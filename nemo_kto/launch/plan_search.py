@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
+from nemo_kto.launch.choices import pipeline_split
 from nemo_kto.launch.plan_run import Plan, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
@@ -18,6 +20,7 @@ _FULL: Values = {
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # of a micro-batch
+_CHUNKS = (1, 2, 4)  # of a pipeline stage
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
@@ -29,18 +32,19 @@ def layouts(plan: Plan) -> Iterator[Values]:
     answers = plan.step.rows // model.global_batch_size
     for tensor, pipeline in product(_divisors(ranks), _divisors(ranks)):
         data, rest = divmod(ranks, tensor * pipeline)
-        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or architecture.num_layers % pipeline:
-            continue
-        if model.global_batch_size % data:
+        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or model.global_batch_size % data:
             continue
         degrees = {
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
             "sequence_parallel": tensor > 1,
         }
-        for recompute, rows in product(_RECOMPUTE, _ROWS):
+        splits = [replace(pipeline_split(model), stages=pipeline, chunks=chunks) for chunks in _CHUNKS]
+        fitting = [split for split in splits if split.fits(architecture.num_layers)]
+        for split, recompute, rows in product(fitting, _RECOMPUTE, _ROWS):
+            virtual = {"virtual_pipeline_model_parallel_size": split.chunks if split.chunks > 1 else None}
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **recompute, **tokens}
+            yield {**degrees, **virtual, **recompute, **tokens}
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
@@ -79,7 +83,8 @@ def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
 
 def values_of(plan: Plan) -> Values:
     """The values of model that make the layout of a plan, but for those that are null anyway."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", *_FULL, "micro_batch_tokens")
+    degrees = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
+    names = (*degrees, "sequence_parallel", *_FULL, "micro_batch_tokens")
     values = {name: getattr(plan.cfg.model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -97,7 +102,7 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     model, architecture = cfg.model, plan.training.architecture
     tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     data, rest = divmod(plan.machines.ranks, tensor * pipeline)
-    fits_model = architecture.ffn_hidden_size % tensor == 0 and architecture.num_layers % pipeline == 0
+    fits_model = architecture.ffn_hidden_size % tensor == 0 and pipeline_split(model).fits(architecture.num_layers)
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     return fits_model and fits_batch and tensor <= GPUS_PER_MACHINE
 

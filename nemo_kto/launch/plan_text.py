@@ -78,8 +78,10 @@ def _run_lines(plan: Plan) -> dict[str, str]:
 def _layout(plan: Plan) -> str:
     training = plan.training
     degrees = (
-        f"{training.data_parallel} data x {training.tensor_parallel} tensor x {training.pipeline_parallel} pipeline parallel"
+        f"{training.data_parallel} data x {training.tensor_parallel} tensor x {training.split.stages} pipeline parallel"
     )
+    if stages := training.split.text(training.architecture.num_layers):
+        degrees += f" ({stages})"
     sharded = ", sequence parallel" if training.sequence_parallel else ""
     ranks = f"{plan.machines.ranks} ranks = {degrees}{sharded}" if plan.machines.ranks > 1 else "1 rank"
     return f"{ranks}, {training.recompute or 'no'} recomputation"
@@ -92,7 +94,10 @@ def _parameters(plan: Plan, largest: RankMemory) -> str:
 
 
 def _on_their_way(plan: Plan, largest: RankMemory) -> str:
-    count = min(len(plan.stages) - largest.stage, plan.training.micro_batches)
+    split = plan.training.split
+    count = int(split.most_kept(largest.stage, plan.training.micro_batches, [1] * split.chunks))
+    if split.chunks > 1:
+        return f"{count} passes through a chunk that are on their way"
     return "1 micro-batch" if count == 1 else f"{count} micro-batches that are on their way"
 
 

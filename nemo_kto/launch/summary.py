@@ -54,6 +54,7 @@ def say_start(
         data_parallel=parallel_state.get_data_parallel_world_size(),
         tensor_parallel=cfg.model.tensor_model_parallel_size,
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,
+        stages=policy.split.text(policy.architecture.num_layers),
         sequence_parallel=cfg.model.sequence_parallel,
         device=_device(),
         precision=f"{cfg.trainer.precision} ({why_precision})",

@@ -39,11 +39,13 @@ class MicroBatchLimits:
         prompts: at most so many; None for no limit.
         tokens: at most so many, padding included; None for no limit.
         multiple: its width is a multiple of it.
+        group: the number of micro-batches is a multiple of it; the last ones may be empty.
     """
 
     prompts: int | None
     tokens: int | None
     multiple: int
+    group: int = 1
 
     def __str__(self) -> str:
         """Such as "up to 8,192 tokens"."""
@@ -139,11 +141,13 @@ class SequenceBatch:
         A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
         answers to its prompts, then the second ones, if there are any.
         """
-        return MicroBatch.on_device([self._micro_batch(index_b, limits) for index_b in self._by_length(limits)])
+        full = [self._micro_batch(index_b, limits) for index_b in self._by_length(limits)]
+        return MicroBatch.on_device(full + [self._empty_micro_batch(limits)] * (-len(full) % limits.group))
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
         """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
-        return sum(len(index_b) * self._width(index_b, limits) for index_b in self._by_length(limits))
+        full = [len(index_b) * self._width(index_b, limits) for index_b in self._by_length(limits)]
+        return sum(full) + limits.width(1) * (-len(full) % limits.group)
 
     def _by_length(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
         prompts = len(self) // self.answers
@@ -168,6 +172,19 @@ class SequenceBatch:
             hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
             target_T=target_T,
             sequence_T=sequence_T,
+        )
+
+    def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
+        """One of no sequences, without loss and gradient: layers get the beginning of one, of which nothing is used."""
+        width, mask, nothing = limits.width(1), self.mask_B1SS, torch.zeros(0, dtype=torch.long)
+        return MicroBatch(
+            sequence_index_b=nothing,
+            tokens_bs=self.tokens_BS[:1, :width],
+            positions_bs=self.positions_BS[:1, :width],
+            mask_b1ss=None if mask is None else mask[:1, :, :width, :width],
+            hidden_index_T=nothing,
+            target_T=nothing,
+            sequence_T=nothing,
         )
 
 

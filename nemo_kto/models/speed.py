@@ -72,14 +72,15 @@ def step_traffic(training: Training, step: Step) -> Traffic:
     tokens = step.tokens / data
     hidden = tokens * architecture.hidden_size * training.element_bytes
     half = (tensor - 1) / tensor * hidden  # an all-gather or a reduce-scatter
-    layers = architecture.num_layers / training.pipeline_parallel
+    split = training.split
+    layers = max(split.stage_sizes(architecture.num_layers))
     again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
     forwards = 1 + step.forward_only + again
     regathered = 2 if training.sequence_parallel and training.adapters is None else 0  # inputs, for gradients of weights
     of_layers = layers * (4 * half * (forwards + 1) + regathered * half)
     logprobs = 2 * (tensor - 1) / tensor * tokens * architecture.hidden_size * _FP32
-    stages = training.pipeline_parallel
-    sent = 0.0 if stages == 1 else hidden * (2 + step.forward_only) / (tensor if training.sequence_parallel else 1)
+    between_chunks = hidden * (2 + step.forward_only) / (tensor if training.sequence_parallel else 1)
+    sent = 0.0 if split.stages == 1 else between_chunks * split.chunks
     largest = max(stages_memory(training), key=lambda memory: memory.trained)
     gathered = largest.trained * (training.element_bytes if training.distributed_optimizer else _FP32)
     return Traffic(
@@ -99,15 +100,26 @@ def _again(training: Training, step: Step) -> int:
     return of_mlps + (forward.per_token_pair * pairs if "core_attn" in training.recomputed else 0)
 
 
+def _slowest_stage(training: Training, step: Step) -> float:
+    """The part of the work of a step that the stage with the most of it does: its layers, and the log-probs of the last."""
+    forward, passes = ForwardFlops.of_model(training.architecture), training_passes(frozen=training.adapters is not None)
+    of_logprobs = forward.per_response_token * step.rows * (step.width - 1) * (passes + step.forward_only)
+    whole = step_flops(training, step) + _again(training, step)
+    sizes = training.split.stage_sizes(training.architecture.num_layers)
+    of_layers = [(whole - of_logprobs) * size / sum(sizes) for size in sizes]
+    of_layers[-1] += of_logprobs
+    return max(of_layers) / whole
+
+
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
-    """The estimate for a step."""
-    ranks = training.tensor_parallel * training.pipeline_parallel * training.data_parallel
+    """The estimate for a step: a pipeline goes at the pace of its slowest stage."""
+    model_ranks = training.tensor_parallel * training.split.stages
+    ranks = model_ranks * training.data_parallel
     flops, traffic = step_flops(training, step), step_traffic(training, step)
-    work = flops + _again(training, step)
-    bubble = (training.pipeline_parallel - 1) / (training.micro_batches + training.pipeline_parallel - 1)
-    seconds = work / ranks / hardware.reached(training.element_bytes)
+    work = (flops + _again(training, step)) * _slowest_stage(training, step)
+    bubble = training.split.bubble(training.micro_batches)
+    seconds = work / (training.tensor_parallel * training.data_parallel) / hardware.reached(training.element_bytes)
     if hardware.link is not None and hardware.network is not None:
-        model_ranks = training.tensor_parallel * training.pipeline_parallel
         seconds += traffic.tensor / (hardware.link * LINK_EFFICIENCY)
         for sent, reach in ((traffic.pipeline, model_ranks), (traffic.data, ranks)):
             seconds += sent / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))

@@ -61,6 +61,7 @@ class RunStart:
         global_batch: examples of a step.
         micro_batch: at most so much in one pass on one rank.
         data_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
+        stages: what there is to say of the pipeline's stages besides; may be empty.
         sequence_parallel: activations are sharded over the sequence too.
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
@@ -83,6 +84,7 @@ class RunStart:
     data_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
+    stages: str
     sequence_parallel: bool
     device: str
     precision: str
@@ -114,7 +116,8 @@ class RunStart:
         if ranks == 1:
             return "1 rank"
         degrees = f"{self.data_parallel} data x {self.tensor_parallel} tensor x {self.pipeline_parallel} pipeline parallel"
-        return f"{ranks} ranks = {degrees}" + (", sequence parallel" if self.sequence_parallel else "")
+        stages = f" ({self.stages})" if self.stages else ""
+        return f"{ranks} ranks = {degrees}{stages}" + (", sequence parallel" if self.sequence_parallel else "")
 
 
 @dataclass(frozen=True, kw_only=True)
