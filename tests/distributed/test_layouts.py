@@ -16,6 +16,7 @@ import pytest
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
 
+PP2_VP2 = ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2")
 LAYOUTS = {
     "tp2": (2, ["model.tensor_model_parallel_size=2"]),
     "tp4": (4, ["model.tensor_model_parallel_size=4"]),
@@ -31,6 +32,21 @@ LAYOUTS = {
         4,
         ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.sequence_parallel=true"],
     ),
+    "pp2_vp2": (2, [*PP2_VP2]),
+    "pp2_vp2_dp2": (4, [*PP2_VP2]),
+    "pp2_vp2_dp2_90_tokens": (4, [*PP2_VP2, "model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "pp2_vp2_replicated_optimizer": (2, [*PP2_VP2, "model.optim.use_distributed_optimizer=false"]),
+    "tp2_pp2_vp2_sequence_parallel": (4, [*PP2_VP2, "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
+    "pp2_vp2_recompute_full": (
+        2,
+        [
+            *PP2_VP2,
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
+    "pp2_uneven": (2, ["model.pipeline_model_parallel_size=2", "model.num_layers_in_last_pipeline_stage=1"]),
     "micro_batch_1": (1, ["model.micro_batch_size=1"]),
     "micro_batch_2": (1, ["model.micro_batch_size=2"]),
     "micro_batches_of_90_tokens": (1, ["model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
@@ -91,6 +107,9 @@ DPO_LAYOUTS = (
     "dp4",
     "tp2_pp2",
     "sequence_parallel",
+    "pp2_vp2",
+    "pp2_vp2_dp2_90_tokens",
+    "pp2_uneven",
     "micro_batch_1",
     "tp2_pp2_90_tokens",
     "forward_micro_batch_3",
@@ -102,7 +121,8 @@ EVERY_CASE = [
     *(("simpo", layout) for layout in ("tp2_pp2",)),
     *(("rpo", layout) for layout in ("pp2_dp2",)),
     *(("lora", layout) for layout in ("tp2", "tp4", "pp2", "dp2", "tp2_pp2", "sequence_parallel_pp2", "recompute_full")),
-    *(("lora_dpo", layout) for layout in ("tp2_pp2", "micro_batch_1", "forward_micro_batch_3")),
+    *(("lora", layout) for layout in ("pp2_vp2", "pp2_vp2_dp2_90_tokens", "pp2_vp2_recompute_full", "pp2_uneven")),
+    *(("lora_dpo", layout) for layout in ("tp2_pp2", "pp2_vp2_dp2", "pp2_uneven", "micro_batch_1", "forward_micro_batch_3")),
 ]
 # Steps of the cases of the quick matrix; those of five are taken ten steps far in the full one.
 QUICK = {
@@ -111,12 +131,14 @@ QUICK = {
     ("kto", "dp2"): 5,
     ("kto", "dp2_replicated_optimizer"): 5,
     ("kto", "tp2_pp2"): 10,
+    ("kto", "pp2_vp2_dp2_90_tokens"): 5,
     ("kto", "sequence_parallel"): 5,
     ("kto", "micro_batch_1"): 5,
     ("kto", "tp2_dp2_sequence_parallel_90_tokens"): 5,
     ("kto", "recompute_full"): 5,
     ("dpo", "tp2_pp2"): 5,
     ("lora", "tp2_pp2"): 5,
+    ("lora", "pp2_vp2"): 5,
 }
 CASES = [
     *(pytest.param(*case, steps, id=f"{'-'.join(case)}-{steps}") for case, steps in QUICK.items()),

@@ -159,6 +159,7 @@ LAYOUTS = {
     "tp2": ("model.tensor_model_parallel_size=2",),
     "tp2-sequence": ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"),
     "pp2": ("model.pipeline_model_parallel_size=2",),
+    "pp2-chunks": ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"),
 }
 
 
