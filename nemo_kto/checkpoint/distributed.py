@@ -385,9 +385,11 @@ class CheckpointManager:
 
 
 def _layout() -> dict[str, int]:
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "world": state.world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
+        **({} if virtual is None else {"virtual": virtual}),
     }

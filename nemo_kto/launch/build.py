@@ -62,6 +62,7 @@ def train(cfg: RunConfig) -> None:
         tensor=cfg.model.tensor_model_parallel_size,
         pipeline=cfg.model.pipeline_model_parallel_size,
         context=cfg.model.context_parallel_size,
+        virtual=cfg.model.virtual_pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,
     )
     device.record_collectives(str(Path(cfg.exp_manager.explicit_log_dir) / "nccl_trace_rank_"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -22,13 +22,14 @@ from nemo_kto.checkpoint.huggingface import check_weights, export, export_bytes,
 from nemo_kto.checkpoint.safetensors_files import is_our_model
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
-from nemo_kto.launch.choices import adapter_settings
+from nemo_kto.launch.choices import adapter_settings, pipeline_split
 from nemo_kto.launch.schema import GPTConfig, OptimConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
-from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora import add_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 
@@ -42,6 +43,7 @@ class Policy:
     Attributes:
         source: where the weights come from: a Hugging Face folder or one of our checkpoints.
         chunks: model chunks, wrapped for data parallelism where they are trained.
+        split: how its layers are shared out over the pipeline.
         adapters: what is adapted; None where all weights are trained.
         adapter_folder: trained adapters to start from, in PEFT format; ``source`` may bring some as well.
     """
@@ -49,6 +51,7 @@ class Policy:
     source: Path
     architecture: Architecture
     chunks: Sequence[MegatronModule]
+    split: PipelineSplit = field(default_factory=PipelineSplit)
     adapters: LoRASettings | None
     adapter_folder: str | None = None
 
@@ -78,13 +81,11 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     architecture = read_architecture(config_folder(source), tensor_parallel=cfg.tensor_model_parallel_size)
     if not is_checkpoint(source):
         check_weights(architecture, source)  # before memory is taken for what may be of another size
-    gpt = build_gpt(
+    chunks = build_chunks(
         architecture,
         params_dtype=dtype,
-        pipeline_parallel=cfg.pipeline_model_parallel_size,
+        split=pipeline_split(cfg),
         context_parallel=cfg.context_parallel_size,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=cfg.sequence_parallel,
         recompute_granularity=cfg.activations_checkpoint_granularity,
         recompute_method=cfg.activations_checkpoint_method,
@@ -94,13 +95,15 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         fp8=cfg.fp8,
     )
     if adapters is not None:
-        add_adapters(gpt, adapters, architecture=architecture, seed=cfg.seed)
+        for chunk in chunks:
+            add_adapters(chunk, adapters, architecture=architecture, seed=cfg.seed)
     policy = Policy(
         source=source,
         architecture=architecture,
         chunks=wrap_data_parallel(
-            [gpt], use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlaps(cfg.optim)
+            chunks, use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlaps(cfg.optim)
         ),
+        split=pipeline_split(cfg),
         adapters=adapters,
         adapter_folder=cfg.peft.restore_from_path,
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
 from nemo_kto.checkpoint.adapter import load_adapter, read_adapter_settings
@@ -88,13 +87,13 @@ def load_model(policy: Policy, other: ModelSource) -> None:
         return
     saved = saved_adapters(adapters) if is_checkpoint(adapters) else None
     settings = read_adapter_settings(adapters) if saved is None else saved.settings
-    for chunk in policy.chunks:
-        gpt = unwrap_model(chunk)
+    for number, chunk in enumerate(policy.chunks):
         # fp32, whatever the policy is: adapters are small beside their weights, and are rounded once with them
         carrier = build_gpt(
             policy.architecture,
             params_dtype=torch.float32,
-            pipeline_parallel=gpt.config.pipeline_model_parallel_size,
+            split=policy.split,
+            chunk=number,
             pre_process=False,  # nothing outside of the layers is adapted
             post_process=False,
             empty=True,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.data.shares import SequenceCost, by_cost, every_nth
-from nemo_kto.launch.choices import choose_mode
+from nemo_kto.launch.choices import choose_mode, pipeline_split
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.flops import ForwardFlops, training_passes
@@ -77,6 +77,7 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
         multiple=multiple,
         packed=model.data.packing,
         context_parallel=model.context_parallel_size,
+        group=pipeline_split(model).group,
     )
 
 

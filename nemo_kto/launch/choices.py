@@ -1,12 +1,13 @@
-"""What a configuration leaves to the program: what is adapted, and how the reference is held."""
+"""What a configuration leaves to the program, and what several of its keys say together."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nemo_kto.checkpoint.adapter_files import read_adapter_settings
-from nemo_kto.launch.schema import PeftConfig, RunConfig
+from nemo_kto.launch.schema import GPTConfig, PeftConfig, RunConfig
 from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.stages import PipelineSplit
 
 
 def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
@@ -23,6 +24,18 @@ def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
         dropout=tuning.adapter_dropout,
         target_modules=tuple(tuning.target_modules),
         layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+    )
+
+
+def pipeline_split(cfg: GPTConfig) -> PipelineSplit:
+    """How the layers are shared out over the pipeline."""
+    return PipelineSplit(
+        stages=cfg.pipeline_model_parallel_size,
+        chunks=cfg.virtual_pipeline_model_parallel_size or 1,
+        first=cfg.num_layers_in_first_pipeline_stage,
+        last=cfg.num_layers_in_last_pipeline_stage,
+        counts_embedding=cfg.account_for_embedding_in_pipeline_split,
+        counts_loss=cfg.account_for_loss_in_pipeline_split,
     )
 
 

@@ -56,7 +56,15 @@ MUST_STAY = (
 )
 MAY_CHANGE = (
     Rule(
-        ("trainer.num_nodes", "trainer.devices", "trainer.accelerator", "model.*_parallel_size", "model.sequence_parallel"),
+        (
+            "trainer.num_nodes",
+            "trainer.devices",
+            "trainer.accelerator",
+            "model.*_parallel_size",
+            "model.sequence_parallel",
+            "model.num_layers_in_*_pipeline_stage",
+            "model.account_for_*_in_pipeline_split",
+        ),
         "the layout: results agree within rounding",
     ),
     Rule(

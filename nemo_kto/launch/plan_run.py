@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_rows import micro_batch_limits
-from nemo_kto.launch.choices import adapter_settings, choose_mode
+from nemo_kto.launch.choices import adapter_settings, choose_mode, pipeline_split
 from nemo_kto.launch.rules import local_ranks, world_size
 from nemo_kto.launch.schema import GPTConfig, RunConfig
 from nemo_kto.models.activations import RECOMPUTED
@@ -102,7 +102,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         architecture=replace(architecture, tensor_parallel=tensor),
         element_bytes=DTYPES[cfg.trainer.precision].itemsize,
         fp8=model.fp8 is not None,
-        pipeline_parallel=pipeline,
+        split=pipeline_split(model),
         data_parallel=data,
         context_parallel=context,
         sequence_parallel=model.sequence_parallel,

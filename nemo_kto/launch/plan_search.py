@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
+from nemo_kto.launch.choices import pipeline_split
 from nemo_kto.launch.plan_run import Plan, degrees, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
@@ -19,6 +21,7 @@ _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # of a micro-batch
 _CHUNK = 2048  # tokens: with shorter chunks, context-parallel ranks wait for keys and values instead of computing
+_CHUNKS = (1, 2, 4)  # of a pipeline stage
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
@@ -32,9 +35,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
     contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
     for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
         data, rest = divmod(ranks, tensor * pipeline * context)
-        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or architecture.num_layers % pipeline:
-            continue
-        if model.global_batch_size % data:
+        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or model.global_batch_size % data:
             continue
         degrees = {
             "tensor_model_parallel_size": tensor,
@@ -42,9 +43,12 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "context_parallel_size": context,
             "sequence_parallel": tensor > 1,
         }
-        for recompute, rows in product(_RECOMPUTE, _ROWS):
+        splits = [replace(pipeline_split(model), stages=pipeline, chunks=chunks) for chunks in _CHUNKS]
+        fitting = [split for split in splits if split.fits(architecture.num_layers)]
+        for split, recompute, rows in product(fitting, _RECOMPUTE, _ROWS):
+            virtual = {"virtual_pipeline_model_parallel_size": split.chunks if split.chunks > 1 else None}
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **recompute, **tokens}
+            yield {**degrees, **virtual, **recompute, **tokens}
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
@@ -83,9 +87,10 @@ def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
 
 def values_of(plan: Plan) -> Values:
     """The values of model that make the layout of a plan, but for those that are null anyway."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", *_FULL, "micro_batch_tokens")
-    shared = ("context_parallel_size",) if plan.training.context_parallel > 1 else ()
-    values = {name: getattr(plan.cfg.model, name) for name in (*names[:2], *shared, *names[2:])}
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
+    shared = ("context",) if plan.training.context_parallel > 1 else ()
+    names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
+    values = {name: getattr(plan.cfg.model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -102,7 +107,7 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     model, architecture = cfg.model, plan.training.architecture
     tensor, pipeline, context = degrees(model)
     data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
-    fits_model = architecture.ffn_hidden_size % tensor == 0 and architecture.num_layers % pipeline == 0
+    fits_model = architecture.ffn_hidden_size % tensor == 0 and pipeline_split(model).fits(architecture.num_layers)
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)
     return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE

@@ -81,7 +81,8 @@ def _layout(plan: Plan) -> str:
         data=training.data_parallel,
         context=training.context_parallel,
         tensor=training.tensor_parallel,
-        pipeline=training.pipeline_parallel,
+        pipeline=training.split.stages,
+        stages=training.split.text(training.architecture.num_layers),
         sequence_parallel=training.sequence_parallel,
     )
     ranks = f"{plan.machines.ranks} ranks = {degrees}" if plan.machines.ranks > 1 else "1 rank"
@@ -95,7 +96,10 @@ def _parameters(plan: Plan, largest: RankMemory) -> str:
 
 
 def _on_their_way(plan: Plan, largest: RankMemory) -> str:
-    count = min(len(plan.stages) - largest.stage, plan.training.micro_batches)
+    split = plan.training.split
+    count = int(split.most_kept(largest.stage, plan.training.micro_batches, [1] * split.chunks))
+    if split.chunks > 1:
+        return f"{count} passes through a chunk that are on their way"
     return "1 micro-batch" if count == 1 else f"{count} micro-batches that are on their way"
 
 

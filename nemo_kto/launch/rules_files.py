@@ -19,6 +19,7 @@ from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_f
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.launch.rules_pipeline import pipeline_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
@@ -110,10 +111,7 @@ def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
 def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
     """What does not fit the model that config.json describes; fields that it leaves to their defaults are not looked at."""
     model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
-    layers, stages = config.get("num_hidden_layers"), model.pipeline_model_parallel_size
-    if layers is not None and layers % stages:
-        text = f"must divide the {layers} layers of {where}, got {stages}; use {_divisor_below(layers, stages)}"
-        yield ConfigError("model.pipeline_model_parallel_size", text, (_MODEL,))
+    yield from pipeline_rules(cfg, config.get("num_hidden_layers"))
     width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
     if width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {_divisor_below(width, shards)}"

@@ -246,7 +246,11 @@ class GPTConfig(Section):
     global_batch_size: Count
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count
-    virtual_pipeline_model_parallel_size: Annotated[None, Remedy(f"virtual pipelines are {Unsupported}")]
+    virtual_pipeline_model_parallel_size: Annotated[int, Ge(2), Remedy("null: no virtual pipeline")] | None
+    num_layers_in_first_pipeline_stage: Count | None
+    num_layers_in_last_pipeline_stage: Count | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
     context_parallel_size: Count
     expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
     sequence_parallel: bool

@@ -55,6 +55,7 @@ def say_start(
         context_parallel=cfg.model.context_parallel_size,
         tensor_parallel=cfg.model.tensor_model_parallel_size,
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,
+        stages=policy.split.text(policy.architecture.num_layers),
         sequence_parallel=cfg.model.sequence_parallel,
         device=_device(),
         precision=f"{cfg.trainer.precision} ({why_precision})",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -30,6 +31,7 @@ from nemo_kto.models.embedding import RowEmbedding
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
 from nemo_kto.models.rope import RotaryTable
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import device
 from nemo_kto.parallel.kernels import compiles, fused_rope, uses_transformer_engine
 
@@ -41,6 +43,7 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.lora_b",
     "self_attention.linear_proj.lora_a",
 )
+_ONE_STAGE = PipelineSplit()
 
 
 class _HiddenStateOutput(ColumnParallelLinear):
@@ -99,7 +102,8 @@ def build_gpt(
     architecture: Architecture,
     *,
     params_dtype: torch.dtype,
-    pipeline_parallel: int = 1,
+    split: PipelineSplit = _ONE_STAGE,
+    chunk: int = 0,
     context_parallel: int = 1,
     pre_process: bool = True,
     post_process: bool = True,
@@ -112,14 +116,15 @@ def build_gpt(
     fp8: str | None = None,
     empty: bool = False,
 ) -> HiddenStateGPT:
-    """Build this rank's part of the model, with random weights.
+    """Build a chunk of this rank's part of the model, with random weights.
 
     Args:
         architecture: the model; also says the tensor-parallel size.
         params_dtype: dtype of parameters and activations.
-        pipeline_parallel: number of pipeline stages.
+        split: how the layers are shared out over the pipeline.
+        chunk: which of this rank's model chunks this is, from 0.
         context_parallel: number of ranks that share a sequence.
-        pre_process, post_process: this part begins with the embedding; it ends with the output layer.
+        pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
             of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
@@ -131,14 +136,14 @@ def build_gpt(
             put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
 
     Raises:
-        ValueError: the layers cannot be shared out evenly over the pipeline.
+        SplitError: the layers cannot be shared out like this.
     """
     engine = uses_transformer_engine(params_dtype) and not empty
     config = _transformer_config(
         architecture,
         engine=engine,
         params_dtype=params_dtype,
-        pipeline_model_parallel_size=pipeline_parallel,
+        split=split,
         context_parallel_size=context_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         recompute_granularity=recompute_granularity,
@@ -148,13 +153,37 @@ def build_gpt(
         fp8=fp8,
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below
     )
-    spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type)
+    vp_stage = chunk if split.chunks > 1 else None
+    spec = _block_spec(architecture, config, vp_stage, engine=engine, attn_mask_type=attn_mask_type)
+    place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     with torch.device("meta") if empty else contextlib.nullcontext():
-        return _model(architecture, config, spec, engine=engine, pre_process=pre_process, post_process=post_process)
+        return _model(architecture, config, spec, engine=engine, **place)
+
+
+def build_chunks(architecture: Architecture, *, split: PipelineSplit = _ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
+    """All model chunks of this rank, with the embedding in the first and the output layer in the last one of the pipeline.
+
+    Args:
+        split: how the layers are shared out over the pipeline.
+        settings: of :func:`build_gpt`, the same for all.
+    """
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    last = split.chunks - 1
+    return [
+        build_gpt(
+            architecture,
+            split=split,
+            chunk=chunk,
+            pre_process=is_first and chunk == 0,
+            post_process=is_last and chunk == last,
+            **settings,
+        )
+        for chunk in range(split.chunks)
+    ]
 
 
 def _model(
-    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, *, engine: bool, **ends: bool
+    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, *, engine: bool, **place: Any
 ) -> HiddenStateGPT:
     """The model, with the architecture's frequencies where megatron-core's rotary embedding is used."""
     model = HiddenStateGPT(
@@ -164,19 +193,17 @@ def _model(
         max_sequence_length=architecture.max_position_embeddings,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
-        **ends,
+        **place,
     )
     if engine:
         model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
     return model
 
 
-def _transformer_config(architecture: Architecture, *, engine: bool, **settings: Any) -> TransformerConfig:
-    if architecture.num_layers % (stages := settings["pipeline_model_parallel_size"]):
-        raise ValueError(
-            f"the number of layers must be divisible by the number of pipeline stages, got {architecture.num_layers} layers "
-            f"and {stages} stages; choose another pipeline size"
-        )
+def _transformer_config(
+    architecture: Architecture, *, engine: bool, split: PipelineSplit = _ONE_STAGE, **settings: Any
+) -> TransformerConfig:
+    split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
     windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -214,12 +241,37 @@ def _transformer_config(architecture: Architecture, *, engine: bool, **settings:
         variable_seq_lengths=True,
         # The default is refused with variable lengths, experts or not.
         moe_token_dispatcher_type="alltoall",  # nosec B106  # no password
+        **_pipeline_settings(split),
         **settings,
     )
 
 
+def _pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
+    """A split in the words of megatron-core's configuration, and how its stages exchange activations.
+
+    With several chunks activations and gradients may travel between the same two ranks at the same time. They are then not
+    sent in one batch, in which gloo confuses them; and on GPUs they travel while the stages compute.
+    """
+    interleaved = split.chunks > 1
+    return {
+        "pipeline_model_parallel_size": split.stages,
+        "virtual_pipeline_model_parallel_size": split.chunks if interleaved else None,
+        "num_layers_in_first_pipeline_stage": split.first,
+        "num_layers_in_last_pipeline_stage": split.last,
+        "account_for_embedding_in_pipeline_split": split.counts_embedding,
+        "account_for_loss_in_pipeline_split": split.counts_loss,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
 def _block_spec(
-    architecture: Architecture, config: TransformerConfig, *, engine: bool, attn_mask_type: AttnMaskType
+    architecture: Architecture,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    engine: bool,
+    attn_mask_type: AttnMaskType,
 ) -> TransformerBlockSubmodules:
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -231,7 +283,7 @@ def _block_spec(
     attention.params["attn_mask_type"] = attn_mask_type
     if architecture.output_bias and not architecture.mlp_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
 
 
 def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:

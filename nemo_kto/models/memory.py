@@ -7,13 +7,14 @@ for micro-batches that are full of answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_kto.models.activations import RECOMPUTED, Activations
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.parameters import RankParameter, rank_parameters
+from nemo_kto.models.stages import PipelineSplit
 
 _FP32 = 4
 
@@ -26,7 +27,8 @@ class Training:
         architecture: the model; also says the tensor-parallel size.
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         fp8: linear layers multiply in fp8.
-        pipeline_parallel, data_parallel, context_parallel: degrees.
+        split: how the layers are shared out over the pipeline.
+        data_parallel, context_parallel: degrees.
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
         distributed_optimizer: its state is sharded over the data- and context-parallel ranks.
@@ -51,7 +53,7 @@ class Training:
     architecture: Architecture
     element_bytes: int
     fp8: bool = False
-    pipeline_parallel: int = 1
+    split: PipelineSplit = field(default_factory=PipelineSplit)
     data_parallel: int = 1
     context_parallel: int = 1
     sequence_parallel: bool = False
@@ -96,9 +98,7 @@ class Training:
 
     def parameters(self, stage: int) -> list[RankParameter]:
         """What a rank of a pipeline stage holds."""
-        return rank_parameters(
-            self.architecture, pipeline_parallel=self.pipeline_parallel, stage=stage, adapters=self.adapters
-        )
+        return rank_parameters(self.architecture, split=self.split, stage=stage, adapters=self.adapters)
 
     def state_bytes(self) -> float:
         """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded.
@@ -193,7 +193,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
     moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
     activations = _activations(training, stage, parameters)
-    logprobs = _logprobs(training) if stage == training.pipeline_parallel - 1 else 0.0
+    logprobs = _logprobs(training) if stage == training.split.stages - 1 else 0.0
     return RankMemory(
         stage=stage,
         parameters=count,
@@ -219,8 +219,8 @@ def _quantised(parameters: list[RankParameter]) -> int:
 
 
 def stages_memory(training: Training) -> list[RankMemory]:
-    """Of a rank of each pipeline stage; those between the first and the last differ only in what is on its way."""
-    return [rank_memory(training, stage=stage) for stage in range(training.pipeline_parallel)]
+    """Of a rank of each pipeline stage."""
+    return [rank_memory(training, stage=stage) for stage in range(training.split.stages)]
 
 
 def saved_by_layers(training: Training) -> Activations:
@@ -237,23 +237,43 @@ def saved_by_layers(training: Training) -> Activations:
 
 
 def _activations(training: Training, stage: int, parameters: list[RankParameter]) -> float:
-    """Of 1F1B: a stage has begun as many micro-batches as there are stages from it to the last, before one comes back."""
+    """What is kept at most of the micro-batches that have gone forward and not back, and what exists only for a moment."""
     saved, tokens = saved_by_layers(training), training.rank_tokens
-    layers = training.architecture.num_layers // training.pipeline_parallel
-    on_their_way = min(training.pipeline_parallel - stage, training.micro_batches)
-    each = saved.layer(training.recomputed) * tokens + saved.adapter_matrices(training.recomputed)
-    again = (saved.layer() - saved.layer(training.recomputed)) * tokens  # of one recomputation
-    inputs, kept = 0, layers  # inputs of recomputed layers; layers that are kept
-    if training.recompute == "full":
-        count = min(training.recompute_layers or 1, layers)
-        uniform = training.recompute_method != "block"
-        inputs, kept, again = (-(-layers // count), 0, count * each) if uniform else (count, layers - count, each)
-    held = kept * each + inputs * saved.layer_input() * tokens + (saved.embedding() * tokens if stage == 0 else 0)
+    chunks = training.split.layers(training.architecture.num_layers)[stage]
+    kept = [_kept_by_chunk(training, len(layers)) for layers in chunks]
+    kept[0] += saved.embedding() * tokens if stage == 0 else 0
+    most = training.split.most_kept(stage, training.micro_batches, kept)
     rotated: float = training.micro_batch_width  # a table, and its values for each token of a row or of a share of it
     if training.packed or training.context_parallel > 1:
         rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
-    once = saved.rotations() * rotated + saved.gradients_of_layer() * tokens + again
-    return on_their_way * held + once + _weight_gradient(training, parameters)
+    rotations = saved.rotations() * rotated * len(chunks)
+    once = rotations + saved.gradients_of_layer() * tokens + _recomputation(training, max(map(len, chunks)))
+    return most + once + _weight_gradient(training, parameters)
+
+
+def _kept_by_chunk(training: Training, layers: int) -> float:
+    """Of one micro-batch by a chunk of so many layers: activations, or inputs of what is recomputed."""
+    each, inputs = _layer(training), 0
+    if training.recompute == "full":
+        count = min(training.recompute_layers or 1, layers)
+        uniform = training.recompute_method != "block"
+        inputs, layers = (-(-layers // max(count, 1)), 0) if uniform else (count, layers - count)
+    return layers * each + inputs * saved_by_layers(training).layer_input() * training.rank_tokens
+
+
+def _recomputation(training: Training, layers: int) -> float:
+    """What one recomputation makes again in a chunk of so many layers."""
+    if training.recompute != "full":
+        saved = saved_by_layers(training)
+        return (saved.layer() - saved.layer(training.recomputed)) * training.rank_tokens
+    count = min(training.recompute_layers or 1, layers)
+    return _layer(training) * (min(1, count) if training.recompute_method == "block" else count)
+
+
+def _layer(training: Training) -> float:
+    """Kept by a layer of one micro-batch, but for the modules that are recomputed one by one."""
+    saved = saved_by_layers(training)
+    return saved.layer(training.recomputed) * training.rank_tokens + saved.adapter_matrices(training.recomputed)
 
 
 def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
@@ -11,6 +11,9 @@ from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import is_cut, segments, source_shapes, split_dimension
+from nemo_kto.models.stages import PipelineSplit
+
+_ONE_STAGE = PipelineSplit()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +36,21 @@ class RankParameter:
 
 
 def rank_parameters(
-    architecture: Architecture, *, pipeline_parallel: int = 1, stage: int = 0, adapters: LoRASettings | None = None
+    architecture: Architecture, *, split: PipelineSplit = _ONE_STAGE, stage: int = 0, adapters: LoRASettings | None = None
 ) -> list[RankParameter]:
     """What a rank of a pipeline stage holds; padded heads and rows are counted. All ranks of a stage hold the same shapes.
 
     Args:
         architecture: the model; also says the tensor-parallel size.
-        pipeline_parallel: number of stages, which divides the number of layers.
+        split: how the layers are shared out over the pipeline.
         stage: from 0.
         adapters: what is adapted; None where all weights are trained.
+
+    Raises:
+        SplitError: the layers cannot be shared out like this.
     """
-    is_first, is_last = stage == 0, stage == pipeline_parallel - 1
-    of_stage = architecture.num_layers // pipeline_parallel
-    layers = range(stage * of_stage, (stage + 1) * of_stage)
+    is_first, is_last = stage == 0, stage == split.stages - 1
+    layers = [layer for chunk in split.layers(architecture.num_layers)[stage] for layer in chunk]
     held = []
     for mapping in architecture.family.mappings:
         name, shape = mapping.mcore_name, rank_shape(mapping, architecture)
@@ -69,7 +74,7 @@ def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, 
     return tuple(shape)
 
 
-def _adapters(architecture: Architecture, settings: LoRASettings, layers: range) -> Iterator[RankParameter]:
+def _adapters(architecture: Architecture, settings: LoRASettings, layers: Sequence[int]) -> Iterator[RankParameter]:
     for mapping in adapted_mappings(architecture, settings):
         for part in adapter_mappings(mapping, settings.rank):
             for layer in layers:

@@ -53,6 +53,7 @@ class MicroBatchLimits:
         multiple: its width is a multiple of it.
         packed: its sequences lie one after the other in one row, without padding between them.
         context_parallel: so many ranks share each sequence, which is padded for it where it is packed.
+        group: the number of micro-batches is a multiple of it; the last ones may be empty.
     """
 
     prompts: int | None
@@ -60,6 +61,7 @@ class MicroBatchLimits:
     multiple: int
     packed: bool = False
     context_parallel: int = 1
+    group: int = 1
 
     def __str__(self) -> str:
         """Such as "up to 8,192 tokens"."""
@@ -161,12 +163,13 @@ class SequenceBatch:
         answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
+        whole += [self._empty_micro_batch(limits)] * (-len(whole) % limits.group)
         return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
         """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
         rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
-        return sum(count * width for count, width in rows)
+        return sum(count * width for count, width in rows) + limits.width(1) * (-len(rows) % limits.group)
 
     def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
         """The sequences of each micro-batch."""
@@ -220,6 +223,19 @@ class SequenceBatch:
             target_T=target_T,
             sequence_T=sequence_T,
             lengths=tuple(lengths),
+        )
+
+    def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
+        """One of no sequences, without loss and gradient: layers get some tokens, of which nothing is used."""
+        width, nothing = limits.width(1), torch.zeros(0, dtype=torch.long)
+        return MicroBatch(
+            sequence_index_b=nothing,
+            tokens_bs=torch.zeros(1, width, dtype=torch.long),
+            positions_bs=torch.arange(width)[None],
+            mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
+            hidden_index_T=nothing,
+            target_T=nothing,
+            sequence_T=nothing,
         )
 
 

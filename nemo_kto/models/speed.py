@@ -39,7 +39,7 @@ def step_flops(training: Training, step: Step) -> int:
 
 def _busiest(training: Training, step: Step) -> Traffic:
     """What the ranks of the stage send that sends the most."""
-    stages = [step_traffic(training, step, stage=stage) for stage in range(training.pipeline_parallel)]
+    stages = [step_traffic(training, step, stage=stage) for stage in range(training.split.stages)]
     return max(stages, key=lambda each: each.tensor.bytes + each.pipeline.bytes + each.context.bytes + each.data.bytes)
 
 
@@ -53,17 +53,29 @@ def _again(training: Training, step: Step) -> int:
     return of_mlps + (forward.per_token_pair * pairs if "core_attn" in training.recomputed else 0)
 
 
+def _slowest_stage(training: Training, step: Step) -> float:
+    """The part of the work of a step that the stage with the most of it does: its layers, and the log-probs of the last."""
+    forward, passes = ForwardFlops.of_model(training.architecture), training_passes(frozen=training.adapters is not None)
+    of_logprobs = forward.per_response_token * step.rows * (step.width - 1) * (passes + step.forward_only)
+    whole = step_flops(training, step) + _again(training, step)
+    sizes = training.split.stage_sizes(training.architecture.num_layers)
+    of_layers = [(whole - of_logprobs) * size / sum(sizes) for size in sizes]
+    of_layers[-1] += of_logprobs
+    return max(of_layers) / whole
+
+
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
-    """The estimate for a step."""
-    model_ranks = training.tensor_parallel * training.pipeline_parallel * training.context_parallel
-    ranks = model_ranks * training.data_parallel
+    """The estimate for a step: a pipeline goes at the pace of its slowest stage."""
+    of_stage = training.tensor_parallel * training.replicas
+    ranks = of_stage * training.split.stages
     flops, traffic = step_flops(training, step), _busiest(training, step)
-    work = flops + _again(training, step)
-    bubble = (training.pipeline_parallel - 1) / (training.micro_batches + training.pipeline_parallel - 1)
-    seconds = work / ranks / hardware.reached(training.element_bytes)
+    work = (flops + _again(training, step)) * _slowest_stage(training, step)
+    bubble = training.split.bubble(training.micro_batches)
+    seconds = work / of_stage / hardware.reached(training.element_bytes)
     if hardware.link is not None and hardware.network is not None:
         seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
         near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
+        model_ranks = near * training.split.stages
         for sent, reach in ((traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks)):
             seconds += sent.bytes / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

@@ -66,7 +66,7 @@ def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
     """Of a rank of a pipeline stage."""
     return Traffic(
         tensor=_sum(_tensor(training, step, stage)) if training.tensor_parallel > 1 else Sent(0, 0.0),
-        pipeline=_sum(_pipeline(training, step, stage)) if training.pipeline_parallel > 1 else Sent(0, 0.0),
+        pipeline=_sum(_pipeline(training, step, stage)) if training.split.stages > 1 else Sent(0, 0.0),
         context=_sum(_context(training, step, stage)) if training.context_parallel > 1 else Sent(0, 0.0),
         data=_sum(_data(training, stage)) if training.replicas > 1 else Sent(0, 0.0),
     )
@@ -79,7 +79,7 @@ def _sum(parts: Iterator[Sent]) -> Sent:
 
 def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     """Two all-reduces a layer, forward and backward; sequence parallelism makes two messages of each, of the same bytes."""
-    ranks, micro_batches, layers = training.tensor_parallel, training.micro_batches, _layers(training)
+    ranks, micro_batches, layers = training.tensor_parallel, _micro_batches(training), _layers(training, stage)
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes
     half, shards, trained = (ranks - 1) / ranks, training.sequence_parallel, training.adapters is None
     again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
@@ -93,7 +93,7 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         yield Sent(forwards * micro_batches, forwards * half * hidden * (1 if shards else 2))
         if shards and trained:
             yield Sent(micro_batches, half * hidden)
-    if stage == training.pipeline_parallel - 1:
+    if stage == training.split.stages - 1:
         answers = step.answers / training.replicas
         yield Sent(
             2 * forwards * micro_batches, 2 * half * forwards * answers * 3 * _FP32
@@ -109,11 +109,11 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     """Hidden states to the next stage, and their gradients back; the gradient of an embedding that two stages have."""
-    stages, shards = training.pipeline_parallel, training.tensor_parallel if training.sequence_parallel else 1
+    split, shards = training.split, training.tensor_parallel if training.sequence_parallel else 1
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
-    for passes, sends in ((1 + step.forward_only, stage < stages - 1), (1, stage > 0)):
-        if sends:
-            yield Sent(2 * passes * training.micro_batches, passes * (hidden + training.micro_batches * _SHAPE))
+    for passes, is_end in ((1 + step.forward_only, stage == split.stages - 1), (1, stage == 0)):
+        times = passes * (split.chunks - is_end)  # the last chunk sends nothing on, and the first nothing back
+        yield Sent(2 * times * _micro_batches(training), times * (hidden + _micro_batches(training) * _SHAPE))
     if _shares_embedding(training, stage):
         rows = training.architecture.padded_vocab_size / training.tensor_parallel
         yield Sent(1, rows * training.architecture.hidden_size * _FP32)
@@ -127,14 +127,14 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     architecture, others = training.architecture, training.context_parallel - 1
     groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
     tokens = step.tokens / training.replicas
-    each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others * _layers(training)
+    layers, each = _layers(training, stage), 2 * groups * architecture.head_dim * training.element_bytes * tokens * others
     again = 1.0 if training.recompute == "full" or "core_attn" in training.recomputed else 0.0
     passes = 1 + step.forward_only + again + (2 if training.on_gpu else 1)
     messages = others if training.on_gpu else 1
-    yield Sent(passes * messages * _layers(training) * training.micro_batches, passes * each)
-    if stage == training.pipeline_parallel - 1:  # the log-probs of the sequences, which each rank has a part of
+    yield Sent(passes * messages * layers * _micro_batches(training), passes * layers * each)
+    if stage == training.split.stages - 1:  # the log-probs of the sequences, which each rank has a part of
         sums = 2 * others / (others + 1) * step.rows / training.data_parallel * _FP32
-        yield Sent((1 + step.forward_only) * training.micro_batches, (1 + step.forward_only) * sums)
+        yield Sent((1 + step.forward_only) * _micro_batches(training), (1 + step.forward_only) * sums)
 
 
 def _data(training: Training, stage: int) -> Iterator[Sent]:
@@ -148,9 +148,14 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
 
 def _shares_embedding(training: Training, stage: int) -> bool:
     """The first and the last stage have a copy each of an embedding that is the output layer too; it has its own bucket."""
-    ends = (0, training.pipeline_parallel - 1)
+    ends = (0, training.split.stages - 1)
     return training.architecture.tied and training.adapters is None and stage in ends and len(set(ends)) == 2
 
 
-def _layers(training: Training) -> float:
-    return training.architecture.num_layers / training.pipeline_parallel
+def _layers(training: Training, stage: int) -> int:
+    return training.split.stage_sizes(training.architecture.num_layers)[stage]
+
+
+def _micro_batches(training: Training) -> int:
+    """That the schedule gets for each rank."""
+    return training.split.micro_batches(training.micro_batches)

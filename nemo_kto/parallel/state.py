@@ -34,12 +34,14 @@ class Layout:
         tensor: ranks that share every layer (tensor parallel).
         pipeline: ranks that hold consecutive groups of layers (pipeline parallel).
         context: ranks that share every sequence (context parallel).
+        virtual: model chunks of each pipeline rank (virtual pipeline parallel); None for one.
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    virtual: int | None = None
     sequence_parallel: bool = False
 
     @property
@@ -74,6 +76,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
+        virtual_pipeline_model_parallel_size=layout.virtual,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     seed += 100 * pipeline_stage()

@@ -61,6 +61,7 @@ class RunStart:
         global_batch: examples of a step.
         micro_batch: at most so much in one pass on one rank.
         data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
+        stages: what there is to say of the pipeline's stages besides; may be empty.
         sequence_parallel: activations are sharded over the sequence too.
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
@@ -84,6 +85,7 @@ class RunStart:
     context_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
+    stages: str
     sequence_parallel: bool
     device: str
     precision: str
@@ -119,6 +121,7 @@ class RunStart:
             context=self.context_parallel,
             tensor=self.tensor_parallel,
             pipeline=self.pipeline_parallel,
+            stages=self.stages,
             sequence_parallel=self.sequence_parallel,
         )
         return f"{ranks} ranks = {degrees}"
@@ -172,11 +175,14 @@ class RunEnd:
         return table(f"{self.command} {state} after {of} in {duration_text(self.seconds)}", lines)
 
 
-def layout_text(*, data: int, context: int, tensor: int, pipeline: int, sequence_parallel: bool) -> str:
-    """The degrees of a layout, whose product is the number of ranks; context parallelism where there is any."""
+def layout_text(*, data: int, context: int, tensor: int, pipeline: int, stages: str, sequence_parallel: bool) -> str:
+    """The degrees of a layout, whose product is the number of ranks; context parallelism where there is any.
+
+    ``stages`` is what there is to say of the pipeline's stages besides; may be empty.
+    """
     shared = f"{context} context x " if context > 1 else ""
-    sharded = ", sequence parallel" if sequence_parallel else ""
-    return f"{data} data x {shared}{tensor} tensor x {pipeline} pipeline parallel{sharded}"
+    unlike, sharded = f" ({stages})" if stages else "", ", sequence parallel" if sequence_parallel else ""
+    return f"{data} data x {shared}{tensor} tensor x {pipeline} pipeline parallel{unlike}{sharded}"
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:

@@ -17,6 +17,13 @@ class InOrder(list[Any]):
         assert (epoch, consumed_in_epoch) == (0, 0), "one epoch"
 
 
+def split_of(layout: Any, **ends: Any) -> Any:
+    """How layers are shared out over the pipeline of a layout; ``ends``: attributes of PipelineSplit."""
+    from nemo_kto.models.stages import PipelineSplit
+
+    return PipelineSplit(stages=layout.pipeline, chunks=layout.virtual or 1, **ends)
+
+
 def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 2, logprob_chunk_size: int = 16) -> Any:
     """What runs the chunks."""
     from megatron.core.utils import get_model_config
@@ -32,11 +39,13 @@ def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 
         sequence_parallel=config.sequence_parallel,
         context_parallel=context,
     )
-
+    group = config.pipeline_model_parallel_size if len(chunks) > 1 else 1
     return LogProbEngine(
         chunks=chunks,
         vocab_size=architecture.vocab_size,
-        limits=MicroBatchLimits(prompts=micro_batch_size, tokens=None, multiple=multiple, context_parallel=context),
+        limits=MicroBatchLimits(
+            prompts=micro_batch_size, tokens=None, multiple=multiple, context_parallel=context, group=group
+        ),
         forward_micro_batch_size=3,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,

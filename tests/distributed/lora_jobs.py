@@ -10,18 +10,20 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.models.architecture import Architecture, read_architecture
-from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.gpt import build_chunks
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import device, state
+from tests.distributed.engines import split_of
 from tests.parity.hf_jobs import message_of
 
 ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
@@ -47,24 +49,23 @@ def build(
     distributed: bool = True,
     overlap: bool = False,
     dtype: torch.dtype = torch.float32,
+    split: PipelineSplit | None = None,
 ) -> tuple[list[Any], Architecture]:
     """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None."""
     architecture = read_architecture(folder, tensor_parallel=layout.tensor)
-    gpt = build_gpt(
+    built = build_chunks(
         architecture,
         params_dtype=dtype,
-        pipeline_parallel=layout.pipeline,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        split=split or split_of(layout),
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
-    if settings is not None:
+    for gpt in built if settings is not None else ():
         add_adapters(gpt, settings, architecture=architecture, seed=3)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=distributed, overlap=overlap)
-    gpt.config.finalize_model_grads_func = finalize_model_grads
+    chunks = wrap_data_parallel(built, use_distributed_optimizer=distributed, overlap=overlap)
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     load_weights(chunks, architecture, folder)
     return chunks, architecture
 
@@ -93,7 +94,7 @@ def optimizer_of(
 
 def backward(chunks: list[Any]) -> None:
     """Gradients of the mean over all texts of sum(logits * cotangent), one text a micro-batch."""
-    gpt = unwrap_model(chunks[0])
+    gpt = unwrap_model(chunks[-1])
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -119,7 +120,7 @@ def backward(chunks: list[Any]) -> None:
 
     get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[iter(mine)],
+        data_iterator=[iter(mine) for _ in chunks],
         model=chunks,
         num_microbatches=len(mine),
         seq_length=SEQUENCE,
@@ -146,7 +147,7 @@ def gradients_and_steps(
         chunks, architecture = build(folder, layout, settings, **{**options, "distributed": False})
         load_adapter(chunks, architecture, adapter)
         backward(chunks)
-        for parameter in chunks[0].parameters():
+        for parameter in (each for chunk in chunks for each in chunk.parameters()):
             if parameter.requires_grad:
                 parameter.data.copy_(parameter.main_grad)
         export_adapter(chunks, architecture, out=out / name / "gradients", base_model=folder)
@@ -245,7 +246,7 @@ def misuse(folder: Path) -> list[str]:
 def _where_zeros_belong(chunks: list[Any]) -> float:
     """Largest value of rows of B whose weight is zero: those of padded heads. (Weights of real rows are random.)"""
     largest = 0.0
-    for name, module in unwrap_model(chunks[0]).named_modules():
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
         if name.endswith("linear_qkv") and hasattr(module, "lora_b"):
             padded = module.weight.abs().sum(1) == 0
             largest = max([largest, *module.lora_b[padded].abs().flatten().tolist()])
@@ -304,7 +305,7 @@ def train_and_save(
 
 def _perturb_b(chunks: list[Any]) -> None:
     """The same pattern in every row of B of a layer, so that it does not depend on the layout; nothing where padding is."""
-    for name, module in unwrap_model(chunks[0]).named_modules():
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
         if hasattr(module, "lora_b"):
             used = module.weight.abs().sum(1, keepdim=True) != 0
             pattern = torch.linspace(-0.1, 0.1, module.lora_b.size(1), device=used.device) * (

@@ -18,6 +18,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one_rank": (1, []),
     "tp2": (2, ["model.tensor_model_parallel_size=2"]),
     "pp2": (2, ["model.pipeline_model_parallel_size=2"]),
+    "pp2_vp2": (
+        2,
+        ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", "model.micro_batch_size=2"],
+    ),
     "dp2": (2, []),
     "dp2_replicated_optimizer": (2, ["model.optim.use_distributed_optimizer=false"]),
     "dp2_bf16": (2, ["trainer.precision=bf16"]),
@@ -76,7 +80,7 @@ def end_early(whole: Path, folder: Path, length: str) -> None:
         shutil.rmtree(folder / "checkpoints" / name)
 
 
-@pytest.mark.parametrize(("layout", "length"), cases(LAYOUTS, {"one_rank", "dp2"}))
+@pytest.mark.parametrize(("layout", "length"), cases(LAYOUTS, {"one_rank", "dp2", "pp2_vp2"}))
 def test_goes_on_to_the_last_bit(
     layout: str,
     length: str,

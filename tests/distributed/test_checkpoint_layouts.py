@@ -13,6 +13,7 @@ from tests.parity import hf_models
 
 LAYOUTS = {
     "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),
+    "pipeline 2 in 2 chunks x data 2": (4, Layout(pipeline=2, virtual=2)),
     "data 4": (4, Layout()),
     "one rank": (1, Layout()),
     "tensor 2 x data 2": (4, Layout(tensor=2)),
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "distributed", [True, pytest.param(False, marks=pytest.mark.full)], ids=["distributed_optimizer", "replicated_optimizer"]
 )
 def test_from_layout_to_layout(distributed: bool, model: Path, ranks: RankPool, tmp_path: Path) -> None:
-    (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", 4, distributed)
+    (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", len(LAYOUTS), distributed)
     for step, (world_size, layout) in enumerate(LAYOUTS.values(), start=1):
         for norms in ranks.run(
             world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed

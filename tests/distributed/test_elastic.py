@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp4": (4, ["model.pipeline_model_parallel_size=4"]),
     "tp2_dp2": (4, [TP2]),
     "cp2_dp2": (4, ["model.context_parallel_size=2"]),
+    "pp2_vp2_dp2": (4, [PP2, "model.virtual_pipeline_model_parallel_size=2"]),
+    "pp2_uneven_dp2": (4, [PP2, "model.num_layers_in_first_pipeline_stage=3"]),
 }
 RUNS: dict[str, tuple[str, list[str]]] = {
     "kto": ("kto", []),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import engine, kto_model
+from tests.distributed.engines import engine, kto_model, split_of
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
@@ -43,34 +43,33 @@ def kto_step(
 ) -> tuple[float, dict[str, float]]:
     """On a rank: one step without the optimizer; the gradients are exported as if they were weights."""
     from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
 
     from nemo_kto.checkpoint.huggingface import export, load_weights
     from nemo_kto.models.architecture import read_architecture
-    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.gpt import build_chunks
     from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.models.reference import SwappedWeights
     from nemo_kto.parallel import state
 
     layout = dict(layout)
     recompute = layout.pop("recompute_granularity", None)
-    state.init_distributed(layout=state.Layout(**layout), seed=1)
-    architecture = read_architecture(policy, tensor_parallel=layout.get("tensor", 1))
-    gpt = build_gpt(
+    last = layout.pop("last", None)
+    of_ranks = state.Layout(**layout)
+    state.init_distributed(layout=of_ranks, seed=1)
+    architecture = read_architecture(policy, tensor_parallel=of_ranks.tensor)
+    built = build_chunks(
         architecture,
         params_dtype=torch.float32,
-        pipeline_parallel=layout.get("pipeline", 1),
-        context_parallel=layout.get("context", 1),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        sequence_parallel=layout.get("sequence_parallel", False),
+        split=split_of(of_ranks, last=last),
+        context_parallel=of_ranks.context,
+        sequence_parallel=of_ranks.sequence_parallel,
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
-    held = SwappedWeights(parameters=chunks[0].parameters())
+    held = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])
     load_weights(chunks, architecture, policy)
     runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, logprob_chunk_size=7)
     model = kto_model(
@@ -88,7 +87,7 @@ def kto_step(
     batch |= {"ref_policy_log_probs_samples": samples, "ref_policy_log_probs_kl_samples": kl_samples}
     model.zero_grad()
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
-    for parameter in unwrap_model(chunks[0]).parameters():
+    for parameter in (each for chunk in chunks for each in chunk.parameters()):
         parameter.data.copy_(parameter.main_grad)
     export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)
     return loss, dict(metrics)
@@ -151,6 +150,8 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "recompute": (1, {"recompute_granularity": "full"}, 2),
     "tp2": (2, {"tensor": 2}, 2),
     "pp2": (2, {"pipeline": 2}, 1),
+    "pp2_vp2": (2, {"pipeline": 2, "virtual": 2}, 3),  # three micro-batches, and an empty one
+    "pp2_uneven": (2, {"pipeline": 2, "last": 1}, 2),
     "dp2": (2, {}, 2),
     "cp2": (2, {"context": 2}, 2),
     "cp2_dp2": (4, {"context": 2}, 1),
@@ -165,9 +166,11 @@ QUICK = {
     ("llama", "recompute"),
     ("llama", "tp2"),
     ("llama", "pp2"),
+    ("llama", "pp2_uneven"),
     ("llama", "cp2_tp2_sequence_parallel"),
     ("llama", "tp2_pp2_sequence_parallel"),
     ("qwen2", "dp2"),
+    ("qwen2", "pp2_vp2"),
     ("window", "cp2"),
 }
 

@@ -17,6 +17,7 @@ from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
 
 PACKED = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
+PP2_VP2 = ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2")
 LAYOUTS = {
     "tp2": (2, ["model.tensor_model_parallel_size=2"]),
     "tp4": (4, ["model.tensor_model_parallel_size=4"]),
@@ -59,6 +60,7 @@ LAYOUTS = {
             "model.sequence_parallel=true",
         ],
     ),
+    "cp2_pp2_vp2": (4, ["model.context_parallel_size=2", *PP2_VP2]),
     "cp2_recompute_full": (
         2,
         [
@@ -68,6 +70,22 @@ LAYOUTS = {
             "model.activations_checkpoint_num_layers=1",
         ],
     ),
+    "pp2_vp2": (2, [*PP2_VP2]),
+    "pp2_vp2_dp2": (4, [*PP2_VP2]),
+    "pp2_vp2_dp2_90_tokens": (4, [*PP2_VP2, "model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "packed_pp2_vp2_dp2": (4, [*PP2_VP2, *PACKED]),
+    "pp2_vp2_replicated_optimizer": (2, [*PP2_VP2, "model.optim.use_distributed_optimizer=false"]),
+    "tp2_pp2_vp2_sequence_parallel": (4, [*PP2_VP2, "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
+    "pp2_vp2_recompute_full": (
+        2,
+        [
+            *PP2_VP2,
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
+    "pp2_uneven": (2, ["model.pipeline_model_parallel_size=2", "model.num_layers_in_last_pipeline_stage=1"]),
     "micro_batch_1": (1, ["model.micro_batch_size=1"]),
     "micro_batch_2": (1, ["model.micro_batch_size=2"]),
     "micro_batches_of_90_tokens": (1, ["model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
@@ -159,6 +177,9 @@ DPO_LAYOUTS = (
     "dp4",
     "tp2_pp2",
     "sequence_parallel",
+    "pp2_vp2",
+    "pp2_vp2_dp2_90_tokens",
+    "pp2_uneven",
     "micro_batch_1",
     "tp2_pp2_90_tokens",
     "packed",
@@ -174,7 +195,9 @@ EVERY_CASE = [
     *(("rpo", layout) for layout in ("pp2_dp2", "cp2_dp2")),
     *(("lora", layout) for layout in ("tp2", "tp4", "pp2", "dp2", "tp2_pp2", "sequence_parallel_pp2", "recompute_full")),
     *(("lora", layout) for layout in ("cp2", "cp2_tp2_sequence_parallel", "packed_dp2", "packed_tp2_pp2")),
-    *(("lora_dpo", layout) for layout in ("tp2_pp2", "micro_batch_1", "packed_pp2", "forward_micro_batch_3")),
+    *(("lora", layout) for layout in ("pp2_vp2", "pp2_vp2_dp2_90_tokens", "pp2_vp2_recompute_full", "pp2_uneven")),
+    *(("lora_dpo", layout) for layout in ("tp2_pp2", "pp2_vp2_dp2", "pp2_uneven", "micro_batch_1", "packed_pp2")),
+    *(("lora_dpo", layout) for layout in ("packed_pp2_vp2_dp2", "forward_micro_batch_3")),
 ]
 # Steps of the cases of the quick matrix; those of five are taken ten steps far in the full one.
 QUICK = {
@@ -183,6 +206,7 @@ QUICK = {
     ("kto", "dp2"): 5,
     ("kto", "dp2_replicated_optimizer"): 5,
     ("kto", "tp2_pp2"): 10,
+    ("kto", "pp2_vp2_dp2_90_tokens"): 5,
     ("kto", "sequence_parallel"): 5,
     ("kto", "cp2_tp2_sequence_parallel"): 5,
     ("kto", "micro_batch_1"): 5,
@@ -194,6 +218,7 @@ QUICK = {
     ("dpo", "cp2"): 5,
     ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
     ("lora", "tp2_pp2"): 5,
+    ("lora", "pp2_vp2"): 5,
 }
 CASES = [
     *(pytest.param(*case, steps, id=f"{'-'.join(case)}-{steps}") for case, steps in QUICK.items()),

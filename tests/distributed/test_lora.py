@@ -31,6 +31,7 @@ CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
     "tp2": (2, Layout(tensor=2), {}),
     "tp4": (4, Layout(tensor=4), {}),
     "pp2": (2, Layout(pipeline=2), {}),
+    "pp2_vp2": (2, Layout(pipeline=2, virtual=2), {}),
     "pp2_replicated_optimizer": (2, Layout(pipeline=2), {"distributed": False}),
     "dp2": (2, Layout(), {}),
     "tp2_pp2": (4, Layout(tensor=2, pipeline=2), {}),

@@ -21,6 +21,7 @@ from tests.tiny import make_checkpoint
 SAVED = LoRASettings(rank=3, alpha=6, target_modules=("attention", "mlp_fc2"))
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=2", "model.peft.lora_tuning.target_modules=[mlp]"]
 TP2, PP2 = ["model.tensor_model_parallel_size=2"], ["model.pipeline_model_parallel_size=2"]
+PP2_VP2 = [*PP2, "model.virtual_pipeline_model_parallel_size=2"]
 Logps = dict[tuple[int, ...], float]
 
 
@@ -88,6 +89,7 @@ def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         for reference, policy, mode, name, layout, marks in [
             ("on_other", "full", "cached", "tp2", TP2, ()),
             ("checkpoint", "lora", "swap", "pp2", PP2, ()),
+            ("on_other", "full", "swap", "pp2_vp2", PP2_VP2, ()),
             ("on_base", "trained_adapters", "swap", "one_rank", [], ()),
             ("checkpoint", "full", "swap", "tp2", TP2, pytest.mark.full),
             ("checkpoint", "trained_adapters", "cached", "tp2", TP2, pytest.mark.full),

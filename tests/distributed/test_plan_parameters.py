@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.stages import PipelineSplit
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
@@ -17,43 +18,36 @@ Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
 ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
 
 
-def built(model: Path, tensor: int, pipeline: int, adapters: LoRASettings | None) -> Built:
+def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings | None) -> Built:
     """The parameters of this rank of a model that is really built."""
     import torch
-    from megatron.core import parallel_state
 
     from nemo_kto.models.architecture import read_architecture
-    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.gpt import build_chunks
     from nemo_kto.models.lora import add_adapters
     from nemo_kto.parallel import state
 
-    state.init_distributed(layout=state.Layout(tensor=tensor, pipeline=pipeline), seed=1)
+    virtual = split.chunks if split.chunks > 1 else None
+    state.init_distributed(layout=state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual), seed=1)
     architecture = read_architecture(model, tensor_parallel=tensor)
-    gpt = build_gpt(
-        architecture,
-        params_dtype=torch.float32,
-        pipeline_parallel=pipeline,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
-    if adapters is not None:
-        add_adapters(gpt, adapters, architecture=architecture, seed=1)
-    of_stage, stage = architecture.num_layers // pipeline, state.pipeline_stage()
     held = {}
-    for name, parameter in gpt.named_parameters():
-        if name.startswith("decoder.layers."):
-            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{int(number) + stage * of_stage}.{rest}"
-        held[name] = tuple(parameter.shape), parameter.requires_grad
-    return stage, held
+    for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split):
+        if adapters is not None:
+            add_adapters(gpt, adapters, architecture=architecture, seed=1)
+        for name, parameter in gpt.named_parameters():
+            if name.startswith("decoder.layers."):
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{gpt.decoder.layers[int(number)].layer_number - 1}.{rest}"
+            held[name] = tuple(parameter.shape), parameter.requires_grad
+    return state.pipeline_stage(), held
 
 
-def planned(model: Path, tensor: int, pipeline: int, stage: int, adapters: LoRASettings | None) -> Mapping[str, Any]:
+def planned(model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None) -> Mapping[str, Any]:
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.parameters import rank_parameters
 
     architecture = read_architecture(model, tensor_parallel=tensor)
-    found = rank_parameters(architecture, pipeline_parallel=pipeline, stage=stage, adapters=adapters)
+    found = rank_parameters(architecture, split=split, stage=stage, adapters=adapters)
     return {each.name: (each.shape, each.trained) for each in found}
 
 
@@ -70,21 +64,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline", "adapters"),
+    ("family", "tensor", "split", "adapters"),
     [
-        ("llama", 2, 2, None),
-        ("qwen2", 2, 2, ADAPTERS),
-        ("qwen3", 4, 1, ADAPTERS),
-        pytest.param("qwen2", 1, 4, None, marks=pytest.mark.full),
-        pytest.param("qwen3", 2, 1, None, marks=pytest.mark.full),
-        pytest.param("llama", 4, 1, None, marks=pytest.mark.full),
-        pytest.param("llama", 1, 2, ADAPTERS, marks=pytest.mark.full),
+        ("llama", 2, PipelineSplit(stages=2), None),
+        ("qwen2", 2, PipelineSplit(stages=2, chunks=2), ADAPTERS),
+        ("qwen2", 1, PipelineSplit(stages=2, last=1), None),
+        ("qwen3", 4, PipelineSplit(), ADAPTERS),
+        pytest.param("qwen2", 1, PipelineSplit(stages=4), None, marks=pytest.mark.full),
+        pytest.param("qwen3", 2, PipelineSplit(), None, marks=pytest.mark.full),
+        pytest.param("llama", 4, PipelineSplit(), None, marks=pytest.mark.full),
+        pytest.param("llama", 1, PipelineSplit(stages=2), ADAPTERS, marks=pytest.mark.full),
+        pytest.param(
+            "qwen3",
+            1,
+            PipelineSplit(stages=3, chunks=2, counts_embedding=True, counts_loss=True),
+            None,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_rank_holds_what_was_planned(
-    ranks: RankPool, models: dict[str, Path], family: str, tensor: int, pipeline: int, adapters: LoRASettings | None
+    ranks: RankPool, models: dict[str, Path], family: str, tensor: int, split: PipelineSplit, adapters: LoRASettings | None
 ) -> None:
-    found: list[Built] = ranks.run(tensor * pipeline, built, models[family], tensor, pipeline, adapters)
-    assert {stage for stage, _ in found} == set(range(pipeline))
+    found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters)
+    assert {stage for stage, _ in found} == set(range(split.stages))
     for stage, held in found:
-        assert planned(models[family], tensor, pipeline, stage, adapters) == held
+        assert planned(models[family], tensor, split, stage, adapters) == held

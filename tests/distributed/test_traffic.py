@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.memory import Training
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.models.traffic import Step, step_traffic
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
@@ -32,6 +33,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ["model.optim.use_distributed_optimizer=false"],
     ),
     "tp2_pp2": (4, (2, 2, 1), {}, []),
+    "pp2_vp2": (2, (1, 2, 1), {"chunks": 2}, ["model.virtual_pipeline_model_parallel_size=2"]),
     "cp2_recompute": (
         2,
         (1, 1, 2),
@@ -73,6 +75,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
 def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Path, rows: Path, tmp_path: Path) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]
+    options = dict(options)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
     counter = f"trainer.callbacks=[{{_target_: tests.distributed.traffic.CountStep, folder: {tmp_path}}}]"
@@ -82,7 +85,7 @@ def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Pat
     training = Training(
         architecture=read_architecture(model, tensor_parallel=tensor),
         element_bytes=4,
-        pipeline_parallel=pipeline,
+        split=PipelineSplit(stages=pipeline, chunks=options.pop("chunks", 1)),
         context_parallel=context,
         data_parallel=data,
         micro_batch_tokens=MICRO_BATCH * WIDTH,

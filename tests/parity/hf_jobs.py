@@ -19,6 +19,7 @@ from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.models.segments import cut, segments, split_dimension
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.parity import hf_models
@@ -29,7 +30,7 @@ def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT
     model = build_gpt(
         architecture,
         **{"params_dtype": torch.float32, **settings},
-        pipeline_parallel=layout.pipeline,
+        split=PipelineSplit(stages=layout.pipeline),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=layout.sequence_parallel,

@@ -20,6 +20,7 @@ from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.parity import hf_jobs, hf_models
@@ -50,7 +51,7 @@ def build(folder: Path, layout: Layout, settings: LoRASettings | None) -> tuple[
     model = build_gpt(
         architecture,
         params_dtype=torch.float32,
-        pipeline_parallel=layout.pipeline,
+        split=PipelineSplit(stages=layout.pipeline),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=layout.sequence_parallel,

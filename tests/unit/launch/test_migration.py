@@ -92,8 +92,6 @@ def test_values_that_ask_for_what_is_not_there_are_refused_with_the_reason(good:
         "rows are read from jsonl files",
         "exp_manager.create_checkpoint_callback=false": "exp_manager.create_checkpoint_callback must be true, got false; "
         "the last step is always saved; trainer.kto.save_interval=0 saves no other",
-        "+model.virtual_pipeline_model_parallel_size=2": "model.virtual_pipeline_model_parallel_size must be null, got 2; "
-        "virtual pipelines are not supported in this version",
         "precision=16": "precision must be the same as trainer.precision = bf16, got 16; set trainer.precision",
     }
     job = Job(recipe=KTO, source=of_aligner(KTO), world=None)

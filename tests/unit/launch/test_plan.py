@@ -154,7 +154,8 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
                 "nothing can be planned:",
                 "  model.tensor_model_parallel_size * pipeline_model_parallel_size = 1 * 5 = 5 must divide the number of "
                 "ranks, got 8; use a multiple of 5 ranks (trainer.devices) or smaller sizes",
-                "  model.pipeline_model_parallel_size must divide the 32 layers of llama, got 5; use 4",
+                "  model.pipeline_model_parallel_size must divide the 32 layers of llama, got 5; use 4, or "
+                "model.num_layers_in_last_pipeline_stage=4",
             ],
         ),
     ],

@@ -35,13 +35,6 @@ BROKEN = [
     (["model.global_batch_size=-1", "model.micro_batch_size=2"], ["model.global_batch_size must be at least 1, got -1"]),
     (["model.logprob_chunk_size=0"], ["model.logprob_chunk_size must be at least 1, got 0"]),
     (
-        ["model.virtual_pipeline_model_parallel_size=2"],
-        [
-            "model.virtual_pipeline_model_parallel_size must be null, got 2; virtual pipelines are not supported "
-            "in this version",
-        ],
-    ),
-    (
         ["model.context_parallel_size=2"],
         [
             "model.tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = 1 * 1 * 2 = 2 must "

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import _transformer_config
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel.kernels import uses_transformer_engine
 from tests.tiny import make_checkpoint
 from tests.unit.parallel.test_kernels import RICH, gpu
@@ -26,7 +27,6 @@ def config_of(architecture: Architecture, **settings: object) -> TransformerConf
         architecture,
         engine=uses_transformer_engine(torch.bfloat16),
         params_dtype=torch.bfloat16,
-        pipeline_model_parallel_size=1,
         **settings,
     )
 
@@ -66,6 +66,16 @@ def test_the_attention_factor_of_yarn_is_in_the_softmax_scale(
     yarn = replace(architecture, rope=replace(architecture.rope, attention_factor=1.25))
     assert [config_of(model).softmax_scale for model in (architecture, yarn)] == [None, 1.25**2 / math.sqrt(8)]
     assert config_of(yarn).apply_rope_fusion == on_gpu
+
+
+def test_chunks_of_a_stage_do_not_exchange_in_batches(architecture: Architecture) -> None:
+    """Activations and gradients travel between the same ranks, and in a batch gloo confuses them without an error."""
+    plain, chunks = (config_of(architecture, split=PipelineSplit(stages=2, chunks=chunks)) for chunks in (1, 2))
+    assert [plain.virtual_pipeline_model_parallel_size, chunks.virtual_pipeline_model_parallel_size] == [None, 2]
+    assert [plain.batch_p2p_comm, plain.overlap_p2p_comm] == [True, False]
+    assert [chunks.batch_p2p_comm, chunks.overlap_p2p_comm] == [False, True]
+    assert plain.variable_seq_lengths
+    assert chunks.variable_seq_lengths
 
 
 @pytest.mark.parametrize("fp8", [None, "hybrid", "e4m3"])

@@ -17,6 +17,7 @@ from nemo_kto.models.memory import RankMemory, Training, rank_memory, stages_mem
 from nemo_kto.models.parameters import rank_parameters
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.models.speed import step_speed
+from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.models.traffic import Step, step_traffic
 from tests.tiny import make_checkpoint
 
@@ -115,13 +116,40 @@ def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(archi
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
     moment = saved.gradients_of_layer() * TOKENS + saved.rotations() * WIDTH
-    stages = stages_memory(training(architecture, pipeline_parallel=4))
+    stages = stages_memory(training(architecture, split=PipelineSplit(stages=4)))
     expected = [count * layer + moment for count in (4, 3, 2, 1)]
     expected[0] += 4 * saved.embedding() * TOKENS
     assert [stage.activations for stage in stages] == expected
-    few = stages_memory(training(architecture, pipeline_parallel=4, micro_batches=2))
+    few = stages_memory(training(architecture, split=PipelineSplit(stages=4), micro_batches=2))
     assert few[0].activations == 2 * layer + 2 * saved.embedding() * TOKENS + moment
     assert [stage.logprobs > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_chunks_of_stages_keep_more(architecture: Architecture) -> None:
+    """Two layers a stage in two chunks of one: of five passes on the first stage four are in its first chunk."""
+    saved = Activations(architecture=architecture, element_bytes=4)
+    layer, split = saved.layer() * TOKENS, PipelineSplit(stages=2, chunks=2)
+    moment = saved.gradients_of_layer() * TOKENS + 2 * saved.rotations() * WIDTH
+    stages = stages_memory(training(architecture, split=split))
+    assert [stage.activations for stage in stages] == [
+        5 * layer + moment + 4 * saved.embedding() * TOKENS,
+        3 * layer + moment,
+    ]
+    assert [stage.parameters for stage in stages] == [
+        stage.parameters for stage in stages_memory(training(architecture, split=PipelineSplit(stages=2)))
+    ]
+
+
+def test_uneven_stages(architecture: Architecture) -> None:
+    stages = stages_memory(training(architecture, split=PipelineSplit(stages=2, first=3)))
+    saved = Activations(architecture=architecture, element_bytes=4)
+    assert (
+        stages[0].activations - stages[1].activations
+        == (2 * 3 - 1) * saved.layer() * TOKENS + 2 * saved.embedding() * TOKENS
+    )
+    of_layer = sum(each.numel for each in rank_parameters(architecture) if ".layers.0." in each.name)
+    ends = architecture.padded_vocab_size * HIDDEN
+    assert [stage.parameters for stage in stages] == [3 * of_layer + ends, of_layer + ends + HIDDEN]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +209,13 @@ def test_what_a_rank_sends(architecture: Architecture) -> None:
     assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 + 2 + 2 * 2 + 1)
     assert traffic.pipeline == traffic.context == (0, 0)
     assert traffic.data == (2, 3 / 4 * 8 * trained)
-    staged = training(architecture, pipeline_parallel=2)
-    first, last = (step_traffic(staged, step, stage=stage) for stage in (0, 1))
-    assert first.tensor == first.data == (0, 0)
-    hidden, shapes = 32 * WIDTH * HIDDEN * 4, 24 * staged.micro_batches
-    assert first.pipeline == (2 * 2 * staged.micro_batches, 2 * (hidden + shapes)), "both passes go on"
-    assert last.pipeline == (2 * staged.micro_batches, hidden + shapes), "one comes back"
+    hidden, shapes = 32 * WIDTH * HIDDEN * 4, 24 * shared.micro_batches
+    for chunks, (forward, back) in ((1, ((2, 0), (0, 1))), (2, ((4, 1), (2, 2)))):
+        staged = training(architecture, split=PipelineSplit(stages=2, chunks=chunks))
+        for stage, sends in enumerate((forward, back)):
+            traffic = step_traffic(staged, step, stage=stage)
+            assert traffic.tensor == traffic.data == (0, 0)
+            assert traffic.pipeline == (2 * sum(sends) * staged.micro_batches, sum(sends) * (hidden + shapes))
 
 
 def test_ranks_that_share_sequences(architecture: Architecture) -> None:
@@ -215,7 +244,22 @@ def test_seconds_of_a_step(architecture: Architecture) -> None:
     assert alone.seconds == pytest.approx(4 * forward / (0.5 * 989e12))
     adapted = step_speed(training(architecture, adapters=LoRASettings(rank=4, alpha=4)), step, gpu)
     assert adapted.flops == 3 * forward
-    assert step_speed(training(architecture, pipeline_parallel=4), step, gpu).bubble == 3 / 11
+    assert step_speed(training(architecture, split=PipelineSplit(stages=4)), step, gpu).bubble == 3 / 11
+
+
+def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage(architecture: Architecture) -> None:
+    step, gpu = Step(rows=32, width=WIDTH, forward_only=0), replace(GPUS["h100"], link=None)
+    forward = ForwardFlops.of_model(architecture)
+    head = 3 * 32 * (WIDTH - 1) * forward.per_response_token
+    layers = 3 * forward.of_rows(32, WIDTH) - head
+
+    def work(**split: int) -> float:
+        speed = step_speed(training(architecture, element_bytes=2, split=PipelineSplit(stages=2, **split)), step, gpu)
+        return speed.seconds * (1 - speed.bubble) * 0.5 * 989e12
+
+    assert work() == pytest.approx(layers / 2 + head)
+    assert work(chunks=2) == pytest.approx(layers / 2 + head)
+    assert work(last=1) == pytest.approx(max(layers * 3 / 4, layers / 4 + head))
 
 
 def test_gpus_are_known_by_what_drivers_call_them() -> None:

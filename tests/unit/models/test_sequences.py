@@ -48,6 +48,21 @@ def test_what_a_micro_batch_holds(limits: dict[str, int], expected: list[tuple[l
     assert cut(batch_of([3, 8, 2, 2, 7]), **limits) == expected, "the longest first, as wide as needed"
 
 
+def test_empty_micro_batches_make_the_groups_whole() -> None:
+    """They have no sequence and no response token, and as few tokens as the width allows."""
+    batch = batch_of([3, 8, 2, 2, 7])
+    assert cut(batch, prompts=2, group=2) == [([1, 4], 8), ([0, 2], 3), ([3], 2), ([], 1)]
+    assert cut(batch, prompts=2, group=4, multiple=2) == [([1, 4], 8), ([0, 2], 4), ([3], 2), ([], 2)]
+    assert cut(batch, tokens=16, group=2) == [([1, 4], 8), ([0, 2, 3], 3)]
+    assert cut(batch, prompts=8, group=3)[1:] == [([], 1)] * 2
+    assert cut(batch_of([]), group=2) == []
+    limits = MicroBatchLimits(prompts=2, tokens=None, multiple=2, group=4)
+    *_, empty = batch.micro_batches(limits)
+    assert (empty.tokens_bs.shape, empty.positions_bs.shape) == ((1, 2), (1, 2))
+    assert [len(each) for each in (empty.hidden_index_T, empty.target_T, empty.sequence_T)] == [0, 0, 0]
+    assert batch.padded_tokens(limits) == 2 * 8 + 2 * 4 + 2 + 2
+
+
 def test_both_answers_to_a_prompt_count() -> None:
     pairs = batch_of([5, 4, 1, 2, 4, 3], answers=2)
     assert cut(pairs, tokens=16) == [([0, 3], 5), ([1, 2, 4, 5], 4)]

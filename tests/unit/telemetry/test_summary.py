@@ -38,6 +38,7 @@ START = RunStart(
     data_parallel=1,
     tensor_parallel=1,
     pipeline_parallel=1,
+    stages="",
     sequence_parallel=False,
     device="NVIDIA H200",
     precision="bf16 (this GPU has bf16 instructions)",
@@ -109,6 +110,11 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
     assert lines[7] == "  layout      8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel"
     shared = str(replace(start, context_parallel=2)).splitlines()
     assert shared[7] == "  layout      16 ranks = 2 data x 2 context x 4 tensor x 1 pipeline parallel, sequence parallel"
+    staged = replace(start, pipeline_parallel=2, tensor_parallel=1, stages="2 chunks of each stage", sequence_parallel=False)
+    assert (
+        "  layout      4 ranks = 2 data x 1 tensor x 2 pipeline parallel (2 chunks of each stage)"
+        in str(staged).splitlines()
+    )
 
 
 def test_the_start_on_a_machine_that_lacks_something() -> None:
