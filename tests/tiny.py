@@ -37,6 +37,7 @@ _COMMON: dict[str, Any] = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
+    "olmo2": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
 }
@@ -63,7 +64,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of llama, mistral, qwen2, qwen3.
+        family: one of llama, mistral, olmo2, qwen2, qwen3.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

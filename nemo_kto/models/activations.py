@@ -80,7 +80,8 @@ class Activations:
         return self._norm(self._hidden(), trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
 
     def _norms(self) -> float:
-        return 2 * self._norm(self._hidden(), trained=self.adapters is None)
+        count = 2 * (self.architecture.pre_norm + self.architecture.post_norm)
+        return count * self._norm(self._hidden(), trained=self.adapters is None)
 
     def _norm(self, width: float, *, trained: bool) -> float:
         if self.on_gpu or self._few_passes():
@@ -96,11 +97,15 @@ class Activations:
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
         # the fused queries, keys and values that the values are a view of, and the output
         saved: float = self.element_bytes * (query + 2 * key_value + query)
-        rotates_before = core or self.on_gpu  # else the core attention keeps what it gets: queries, and two views
+        rotates_before = core or (
+            self.on_gpu and not architecture.not_in_engine
+        )  # else the core attention keeps what it gets: queries, and two views
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
-        if architecture.qk_norm:
+        if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
+            saved += self.element_bytes * query + 2 * _FP32
+        elif architecture.qk_norm:
             keys = 0 if self._few_passes() else key_value  # a view of the fused ones will do
             saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")

@@ -35,7 +35,10 @@ class Architecture:
         qkv_bias: query, key and value have a bias.
         output_bias: the attention's output projection has a bias.
         mlp_bias: gate, up and down projection have a bias.
-        qk_norm: each query and key head is normalised.
+        qk_norm: queries and keys are normalised, each head by itself,
+        all_heads_norm: or all heads of a token together.
+        pre_norm: attention and MLP get a normalised input.
+        post_norm: what they give is normalised.
     """
 
     family: Family
@@ -57,6 +60,15 @@ class Architecture:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    all_heads_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+
+    @property
+    def not_in_engine(self) -> tuple[str, ...]:
+        """What the model has and Transformer Engine's layers have not: with any of it, its layers are those on torch."""
+        parts = {"norms after attention and MLP": self.post_norm, "norms over all heads": self.all_heads_norm}
+        return tuple(part for part, has in parts.items() if has)
 
     @property
     def untied(self) -> bool:

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,8 +28,9 @@ from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.embedding import RowEmbedding
+from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.norm import TorchNorm
+from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
 from nemo_kto.models.rope import RotaryTable
 from nemo_kto.parallel import device
 from nemo_kto.parallel.kernels import compiles, fused_rope, uses_transformer_engine
@@ -131,7 +133,7 @@ def build_gpt(
     Raises:
         ValueError: the layers cannot be shared out evenly over the pipeline.
     """
-    engine = uses_transformer_engine(params_dtype) and not empty
+    engine = uses_transformer_engine(params_dtype) and not empty and not architecture.not_in_engine
     config = _transformer_config(
         architecture,
         engine=engine,
@@ -232,15 +234,31 @@ def _block_spec(
 def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
+    if architecture.post_norm:
+        layer.module = PostNormLayer
     rotary = RotaryTable(rope=architecture.rope)
     parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention, params={"rotary": rotary})
     # a ModuleSpec, and from megatron-core 0.18 on a partial
     mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)
     mlp["submodules"].activation_func = SwiGLU
     if architecture.qk_norm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = TorchNorm
+        queries, keys = _qk_norms(architecture)
+        parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys
     return layer
+
+
+def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    if not architecture.all_heads_norm:
+        return TorchNorm, TorchNorm
+    counts = (
+        (architecture.num_attention_heads, architecture.padded_attention_heads),
+        (architecture.num_query_groups, architecture.padded_query_groups),
+    )
+    queries, keys = (
+        ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded}) for heads, padded in counts
+    )
+    return queries, keys
 
 
 def _with_bias(linear: type) -> type:

@@ -1,10 +1,13 @@
-"""The norm on torch that megatron-core's layers accept where Transformer Engine is absent, sequence parallelism included."""
+"""Norms on torch for megatron-core's layers where Transformer Engine's are not used, sequence parallelism included."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -79,3 +82,73 @@ class TorchNorm:
         norm = _RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
         norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """An RMS norm over all heads of a token together, of which a tensor-parallel rank has only some.
+
+    Every rank holds the weight of all heads and uses the part that belongs to its own; megatron-core adds up the gradients
+    of what is called q_layernorm and k_layernorm over the tensor-parallel group. Heads that only pad are and stay zero.
+
+    Args:
+        config: gives the dtype of the weight, tensor and sequence parallelism.
+        hidden_size: size of a head.
+        eps: added to the variance.
+        heads: of the model.
+        padded_heads: those that the ranks share out; with fewer than ranks, several ranks have the same.
+    """
+
+    returns_residual = False  # read by megatron-core >= 0.18 of every norm
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, padded_heads: int, **_: object
+    ) -> None:
+        super().__init__()
+        self.eps, self.heads, self.padded_heads = eps, heads, padded_heads
+        self.tensor_parallel = config.tensor_model_parallel_size
+        here = device.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype, device=here))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_sbhd: Tensor) -> Tensor:
+        """The heads of this rank [sequence, batch, heads, head size], normed over the heads of all ranks."""
+        group = parallel_state.get_tensor_model_parallel_group() if self.tensor_parallel > 1 else None
+        rank = 0 if group is None else dist.get_rank(group)
+        here, size = x_sbhd.shape[-2:]
+        first = rank * self.padded_heads // self.tensor_parallel
+        padding = max(first + here - self.heads, 0)
+        weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + here]
+        copies = here * self.tensor_parallel // self.padded_heads  # of each head
+        width = self.heads * size * copies
+        normed: Tensor = _OverRanks.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _OverRanks(torch.autograd.Function):
+    """y = w x / rms(x) in fp32, where rms(x)^2 = sum of the squares of all ranks' x / width + eps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_sbhd: Tensor, weight_hd: Tensor, width: int, eps: float, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        squares_sb11 = torch.linalg.vector_norm(x_sbhd.float(), dim=(-2, -1), keepdim=True).square_()
+        inverse_rms = _summed(squares_sb11, group).div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_sbhd, weight_hd, inverse_rms)
+        ctx.width, ctx.group = width, group
+        return (x_sbhd.float() * inverse_rms).mul_(weight_hd).to(x_sbhd.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x_sbhd, weight_hd, inverse_rms = ctx.saved_tensors
+        grad, x = grads[0].float(), x_sbhd.float()
+        weight_grad_hd = (grad * x).mul_(inverse_rms).sum((0, 1)).to(weight_hd.dtype)
+        grad = grad * weight_hd
+        # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), where every rank's dy pulls at every rank's x
+        pull_sb11 = _summed((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
+        return grad.mul_(inverse_rms).addcmul_(x, pull_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values

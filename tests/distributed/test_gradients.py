@@ -156,6 +156,7 @@ QUICK = {
     ("llama", "tp2"),
     ("llama", "pp2"),
     ("llama", "tp2_pp2_sequence_parallel"),
+    ("olmo2", "tp2"),
     ("qwen2", "dp2"),
 }
 
@@ -164,7 +165,7 @@ QUICK = {
     ("oracle", "case"),
     [
         pytest.param(family, case, id=f"{family}-{case}", marks=[pytest.mark.full] * ((family, case) not in QUICK))
-        for family in ("llama", "qwen2")
+        for family in ("llama", "olmo2", "qwen2")
         for case in CASES
     ],
     indirect=["oracle"],

@@ -59,11 +59,12 @@ def planned(model: Path, tensor: int, pipeline: int, stage: int, adapters: LoRAS
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads."""
+    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads or on all of them."""
     folder = tmp_path_factory.mktemp("planned")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     return {
         "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
+        "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
         "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
     }
@@ -73,6 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("family", "tensor", "pipeline", "adapters"),
     [
         ("llama", 2, 2, None),
+        ("olmo2", 2, 2, ADAPTERS),
         ("qwen2", 2, 2, ADAPTERS),
         ("qwen3", 4, 1, ADAPTERS),
         pytest.param("qwen2", 1, 4, None, marks=pytest.mark.full),

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -67,6 +68,14 @@ CONFIGS = {
     ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "olmo2": lambda: Olmo2Config(**_SIZES, rope_parameters=_rope(5e5), **_NO_TOKENS),
+    "olmo2-tied-odd-heads-bias": lambda: Olmo2Config(
+        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        rope_parameters=_rope(1e5),
+        attention_bias=True,
+        tie_word_embeddings=True,
+        **_NO_TOKENS,
+    ),
     "phi3-part-of-each-head": lambda: Phi3Config(
         **_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
     ),

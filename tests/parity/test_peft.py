@@ -38,6 +38,7 @@ SETTINGS = {
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
     ),
     "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
+    "olmo2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 SEED = 5

@@ -48,14 +48,33 @@ _DENSE_MAPPINGS = tuple(
     ParamMapping(mcore_name=mcore_name, hf_names=hf_names, split=split, required_flag=flag)
     for mcore_name, hf_names, split, flag in _DENSE
 )
-_QK_NORM_MAPPINGS = tuple(
+
+
+def _qk_norms(query: str, key: str) -> tuple[ParamMapping, ...]:
+    return tuple(
+        ParamMapping(
+            mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
+            hf_names={f"{_ATTENTION}{part}_norm.weight": (width,)},
+            split=Split.REPLICATED,
+        )
+        for part, width in (("q", query), ("k", key))
+    )
+
+
+_QK_NORM_MAPPINGS, _ALL_HEADS_NORM_MAPPINGS = _qk_norms("head", "head"), _qk_norms("query", "key_value")
+_POST_NORM_MAPPINGS = tuple(
     ParamMapping(
-        mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
-        hf_names={f"{_ATTENTION}{part}_norm.weight": ("head",)},
+        mcore_name=f"{_MCORE}post_{ours}_layernorm.weight",
+        hf_names={f"{_HF}post_{theirs}_layernorm.weight": ("hidden",)},
         split=Split.REPLICATED,
     )
-    for part in "qk"
+    for ours, theirs in (("attention", "attention"), ("mlp", "feedforward"))
 )
+
+
+def _without(mappings: tuple[ParamMapping, ...], *names: str) -> tuple[ParamMapping, ...]:
+    return tuple(mapping for mapping in mappings if mapping.mcore_name.removeprefix(_MCORE) not in names)
+
 
 # Phi-3's tensors hold what other families have in several.
 _FUSED = {
@@ -108,4 +127,20 @@ QWEN3 = Family(
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     windows=window_by_layer_type,
     own_head_dim=True,
+)
+# OLMo 2: norms after attention and MLP instead of before them, and norms over all query heads and over all key heads.
+OLMO2 = Family(
+    name="olmo2",
+    hf_architecture="Olmo2ForCausalLM",
+    mappings=_without(_DENSE_MAPPINGS, "input_layernorm.weight", "pre_mlp_layernorm.weight")
+    + _POST_NORM_MAPPINGS
+    + _ALL_HEADS_NORM_MAPPINGS,
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "qk_norm": True,
+        "all_heads_norm": True,
+        "pre_norm": False,
+        "post_norm": True,
+    },
 )

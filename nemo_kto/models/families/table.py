@@ -84,8 +84,8 @@ class Family:
         name: what we call it; ``model_type`` in the configuration file too.
         hf_architecture: entry of ``architectures`` in the configuration file.
         mappings: the weights.
-        flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
-            decides it, or the constant it is.
+        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> the configuration's attribute that decides it,
+            or the constant it is.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.

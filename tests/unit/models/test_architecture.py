@@ -24,6 +24,7 @@ BASE: dict[str, Any] = {
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -57,6 +58,8 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
         ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
         ("MistralForCausalLM", {}, (False, False, False, False)),
+        ("Olmo2ForCausalLM", {}, (False, False, False, True)),
+        ("Olmo2ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
         ("Qwen2ForCausalLM", {}, (True, False, False, False)),
         ("Qwen3ForCausalLM", {}, (False, False, False, True)),
         ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
@@ -65,6 +68,18 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
 def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, Any], flags: tuple[bool, ...]) -> None:
     read = read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1)
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
+
+
+def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
+    found = {
+        name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
+        for name in ("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
+    }
+    assert found == {
+        "LlamaForCausalLM": (),
+        "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
+        "Qwen3ForCausalLM": (),
+    }
 
 
 def test_head_size_of_its_own(tmp_path: Path) -> None:
@@ -145,8 +160,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
