@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.capped_attention import BLOCK
 from nemo_kto.models.lora_settings import LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
@@ -66,9 +67,13 @@ class Activations:
         return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
 
     def gradients_of_layer(self) -> float:
-        """Gradients that exist at the same time while a layer goes backward, bytes a token: of the activated gate times the
-        up projection, of both projections, and the activated gate."""
-        return self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
+        up projection, of both projections, and the activated gate; or, if that is more, the scores of a block of queries, in
+        fp32, their gradients and two tensors besides, where scores are capped."""
+        mlp = self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        heads = self.architecture.padded_attention_heads / self.architecture.tensor_parallel
+        is_capped = self.architecture.attention_softcap is not None
+        return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
 
     def embedding(self) -> int:
         """Of the first stage, bytes a token: its row of the table, and whether that is here."""
@@ -85,7 +90,8 @@ class Activations:
 
     def _norm(self, width: float, *, trained: bool) -> float:
         if self.on_gpu or self._few_passes():
-            return self.element_bytes * width + 4 * width / self.architecture.hidden_size
+            is_widened = self.architecture.zero_centered_norm  # before the norm, whose input is kept
+            return (_FP32 if is_widened else self.element_bytes) * width + 4 * width / self.architecture.hidden_size
         return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
 
     def _few_passes(self) -> bool:

@@ -39,6 +39,11 @@ class Architecture:
         all_heads_norm: or all heads of a token together.
         pre_norm: attention and MLP get a normalised input.
         post_norm: what they give is normalised.
+        zero_centered_norm: norms scale by 1 + weight.
+        scaled_embedding: what is looked up is multiplied by sqrt(hidden size).
+        query_pre_attn_scalar: scores are divided by its square root; by that of the head size where it is None.
+        attention_softcap: c for which the scores become c tanh(score / c), None for none.
+        logit_softcap: the same for the logits.
     """
 
     family: Family
@@ -63,12 +68,26 @@ class Architecture:
     all_heads_norm: bool = False
     pre_norm: bool = True
     post_norm: bool = False
+    zero_centered_norm: bool = False
+    scaled_embedding: bool = False
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
 
     @property
     def not_in_engine(self) -> tuple[str, ...]:
         """What the model has and Transformer Engine's layers have not: with any of it, its layers are those on torch."""
-        parts = {"norms after attention and MLP": self.post_norm, "norms over all heads": self.all_heads_norm}
+        parts = {
+            "norms after attention and MLP": self.post_norm,
+            "norms over all heads": self.all_heads_norm,
+            "a soft cap on the scores": self.attention_softcap is not None,
+        }
         return tuple(part for part, has in parts.items() if has)
+
+    @property
+    def activation(self) -> str:
+        """Of the MLP's gate."""
+        return self.family.activation[1]
 
     @property
     def untied(self) -> bool:
@@ -97,6 +116,11 @@ class Architecture:
     def padded_attention_heads(self) -> int:
         """Query heads of our model."""
         return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """The factor on the scores; None for 1 / sqrt(head size)."""
+        return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -174,6 +198,7 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         rotates=rotates,
         tied=bool(config.tie_word_embeddings),
         **flags,
+        **{ours: getattr(config, theirs) for ours, theirs in family.numbers.items()},
     )
 
 

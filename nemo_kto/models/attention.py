@@ -9,7 +9,9 @@ kernels (on GPU and on CPU) never hold more than a block of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from nemo_kto.models.capped_attention import capped_attention
 from nemo_kto.models.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
         cp_comm_type: how context-parallel ranks would talk; without meaning at context parallel size 1.
         pg_collection: process groups; each rank has whole heads, so none is needed.
+        softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
 
@@ -58,6 +62,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
         rotary: RotaryTable | None = None,
     ) -> None:
         super().__init__(config=config)
@@ -75,6 +80,9 @@ class TorchAttention(MegatronModule):
         self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if softcap is not None:
+            self._attention = functools.partial(capped_attention, cap=softcap)
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
@@ -119,7 +127,7 @@ class TorchAttention(MegatronModule):
             query, key = self.rotary.rotate(query), self.rotary.rotate(key)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
-            context = F.scaled_dot_product_attention(
+            context = self._attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),

@@ -47,13 +47,15 @@ _STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, 
 _FLAGS = _Form(lambda value: isinstance(value, list) and all(part in (0, 1) for part in value), "a list of 0 and 1")
 _MAPPING = _Form(lambda value: isinstance(value, dict), "an object")
 _FIELDS = {
-    "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "layer_types": _STRINGS,
-    "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
+    "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "hidden_activation": _STRING,
+    "layer_types": _STRINGS, "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
     "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE,
+    "query_pre_attn_scalar": _POSITIVE, "attn_logit_softcapping": _POSITIVE, "final_logit_softcapping": _POSITIVE,
     "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
+    "use_bidirectional_attention": _FLAG,
     "rope_scaling": _MAPPING, "rope_parameters": _MAPPING, "quantization_config": _MAPPING,
 }  # fmt: skip
 _ROPE_FIELDS = {
@@ -67,9 +69,11 @@ _ROPE_FIELDS = {
     "short_factor": _POSITIVES, "long_factor": _POSITIVES, "truncate": _FLAG,
 }  # fmt: skip
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
-_MAY_BE_NULL = {"architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window"} | {
-    name for name, form in _FIELDS.items() if form is _MAPPING
-}
+_MAY_BE_NULL = {
+    "architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window",
+    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    *(name for name, form in _FIELDS.items() if form is _MAPPING),
+}  # fmt: skip
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
@@ -118,8 +122,12 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         method = quantization.get("quant_method", "unknown")
         raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
     check_rope_type(config)
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {activation!r}; choose another model")
+    name, activation = family.activation
+    if (got := config.get(name, activation)) != activation:
+        raise ValueError(f"{name} must be {activation!r}, got {got!r}; choose another model")
+    if config.get("use_bidirectional_attention"):
+        told = "use_bidirectional_attention must be false, got true: no token sees what comes after it"
+        raise ValueError(f"{told}; choose another model")
     if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
         raise ValueError(
             "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv; "

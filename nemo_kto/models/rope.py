@@ -44,12 +44,14 @@ class Rope:
         """The frequencies, fp32 [rotated channels / 2]."""
         return torch.tensor(self.frequencies, dtype=torch.float32)
 
-    def softmax_scale(self, head_dim: int) -> float | None:
-        """The factor on the scores, attention_factor^2 / sqrt(head size); None for the usual one, 1 / sqrt(head size).
+    def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
+        """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
 
-        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used.
+        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used. A scalar of None
+        is the head size.
         """
-        return None if self.attention_factor == 1.0 else self.attention_factor**2 / head_dim**0.5
+        usual = self.attention_factor == 1.0 and scalar in (None, head_dim)
+        return None if usual else self.attention_factor**2 / (scalar or head_dim) ** 0.5
 
 
 class RotaryTable:

@@ -150,6 +150,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 QUICK = {
+    ("gemma2", "tp2"),
     ("llama", "one_rank"),
     ("llama", "micro_batch_4"),
     ("llama", "recompute"),
@@ -165,7 +166,7 @@ QUICK = {
     ("oracle", "case"),
     [
         pytest.param(family, case, id=f"{family}-{case}", marks=[pytest.mark.full] * ((family, case) not in QUICK))
-        for family in ("llama", "olmo2", "qwen2")
+        for family in ("gemma2", "llama", "olmo2", "qwen2")
         for case in CASES
     ],
     indirect=["oracle"],

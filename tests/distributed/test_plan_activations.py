@@ -84,7 +84,7 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 640}
-    return {family: make_checkpoint(folder / family, family, **sizes) for family in ("llama", "olmo2", "qwen3")}
+    return {family: make_checkpoint(folder / family, family, **sizes) for family in ("gemma2", "llama", "olmo2", "qwen3")}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,9 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", None),
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
+        ("gemma2", {}, "float32", None),
+        pytest.param("gemma2", {}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("gemma2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", ALL, marks=pytest.mark.full),
         ("olmo2", {"tensor": 2}, "float32", None),
         pytest.param("olmo2", {}, "bfloat16", ALL, marks=pytest.mark.full),
         pytest.param("olmo2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),

@@ -37,7 +37,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = ", ".join(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
+FAMILIES = ", ".join(
+    f"{name}ForCausalLM" for name in ("Gemma2", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
+)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
@@ -92,6 +94,16 @@ AT_START: dict[str, tuple[Break, str]] = {
     "quantized by nothing": (config(quantization_config={}), "must not be quantized, got quant_method 'unknown'"),
     "another activation": (config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'; choose another model"),
     "an activation that is a list": (config(hidden_act=["silu"]), "hidden_act must be a string, got ['silu']"),
+    "tokens that see what comes after them": (
+        config(use_bidirectional_attention=True),
+        "use_bidirectional_attention must be false, got true: no token sees what comes after it; choose another model",
+    ),
+    "a soft cap of zero": (config(final_logit_softcapping=0.0), "final_logit_softcapping must be a positive, finite number"),
+    "a scalar that is null": (config(query_pre_attn_scalar=None), "query_pre_attn_scalar must be a positive, finite number"),
+    "another activation of gemma2": (
+        config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_activation="gelu"),
+        "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'; choose another model",
+    ),
     "a bias on the MLP alone": (config(mlp_bias=True), "mlp_bias=true with attention_bias=false is not supported"),
     # sizes
     **{

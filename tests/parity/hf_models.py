@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -47,6 +48,30 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 CONFIGS = {
+    # caps that the scores and logits of these weights reach, and a window in every second layer
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES,
+        rope_parameters=_rope(5e5),
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        sliding_window=7,
+        **_NO_TOKENS,
+    ),
+    "gemma2-untied-no-caps-bias": lambda: Gemma2Config(
+        **_SIZES,
+        rope_parameters=_rope(1e5),
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
+        **_NO_TOKENS,
+    ),
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),
     "llama-tied-llama3-rope": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, head_dim=16, tie_word_embeddings=True),
     "llama-odd-heads": lambda: LlamaConfig(

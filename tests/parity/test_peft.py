@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
 }
 SETTINGS = {
+    "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True

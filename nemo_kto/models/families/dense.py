@@ -62,6 +62,8 @@ def _qk_norms(query: str, key: str) -> tuple[ParamMapping, ...]:
 
 
 _QK_NORM_MAPPINGS, _ALL_HEADS_NORM_MAPPINGS = _qk_norms("head", "head"), _qk_norms("query", "key_value")
+# of models that have norms before the MLP too
+_PRE_MLP_NORM = {_MCORE + "pre_mlp_layernorm.weight": {_HF + "pre_feedforward_layernorm.weight": ("hidden",)}}
 _POST_NORM_MAPPINGS = tuple(
     ParamMapping(
         mcore_name=f"{_MCORE}post_{ours}_layernorm.weight",
@@ -85,6 +87,31 @@ _FUSED_MAPPINGS = tuple(
     replace(mapping, hf_names=_FUSED.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
 )
 
+_GEMMA_MAPPINGS = _POST_NORM_MAPPINGS + tuple(
+    replace(mapping, hf_names=_PRE_MLP_NORM.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
+)
+
+# Gemma 2: norms before and after attention and MLP, soft caps on scores and logits, a window in every second layer.
+GEMMA2 = Family(
+    name="gemma2",
+    hf_architecture="Gemma2ForCausalLM",
+    mappings=_GEMMA_MAPPINGS,
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "post_norm": True,
+        "zero_centered_norm": True,
+        "scaled_embedding": True,
+    },
+    numbers={
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "attention_softcap": "attn_logit_softcapping",
+        "logit_softcap": "final_logit_softcapping",
+    },
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    windows=window_by_layer_type,
+    own_head_dim=True,
+)
 # Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
 LLAMA = Family(
     name="llama",

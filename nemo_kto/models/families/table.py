@@ -86,6 +86,8 @@ class Family:
         mappings: the weights.
         flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> the configuration's attribute that decides it,
             or the constant it is.
+        numbers: number of ``Architecture`` -> the configuration's attribute that it is.
+        activation: the configuration's attribute that names the MLP's activation, and what it must name.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
@@ -96,6 +98,8 @@ class Family:
     hf_architecture: str
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
     windows: Callable[[PretrainedConfig], Windows] = no_window
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     partial_rotary: bool = False

@@ -22,6 +22,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
@@ -73,13 +74,22 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
 def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
-        for name in ("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
+        for name in ("Gemma2ForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
     }
     assert found == {
+        "Gemma2ForCausalLM": ("norms after attention and MLP", "a soft cap on the scores"),
         "LlamaForCausalLM": (),
         "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
         "Qwen3ForCausalLM": (),
     }
+
+
+def test_numbers_of_gemma2(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("Gemma2ForCausalLM"), num_hidden_layers=4), tensor_parallel=1)
+    assert (read.head_dim, read.query_pre_attn_scalar, read.softmax_scale) == (256, 256, None)
+    assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
+    assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
+    assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
 
 
 def test_head_size_of_its_own(tmp_path: Path) -> None:
@@ -160,8 +170,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
-            "Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
