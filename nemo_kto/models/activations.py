@@ -54,8 +54,9 @@ class Activations:
         return self.element_bytes * self._hidden()
 
     def rotations(self) -> int:
-        """Cosines, and sines of half a head, bytes for each position: one table for all layers and micro-batches."""
-        return 3 * self.element_bytes * self.architecture.head_dim // 2
+        """Cosines, and sines of half a head, bytes for each position: a table of each rope, for all layers and passes."""
+        tables = 1 if self.architecture.local_rope is None else 2
+        return tables * 3 * self.element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self, recomputed: Collection[str] = ()) -> int:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""

@@ -10,7 +10,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
 from nemo_kto.models.families.table import Windows
-from nemo_kto.models.rope import Rope, read_rope
+from nemo_kto.models.rope import Rope, layer_rope, read_rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +29,7 @@ class Architecture:
         tensor_parallel: ranks that share every layer.
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection.
+        local_rope: rope of the layers with a window; None where it is that of the others.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         tied: the output layer's weight is the embedding.
@@ -70,6 +71,7 @@ class Architecture:
     post_norm: bool = False
     zero_centered_norm: bool = False
     scaled_embedding: bool = False
+    local_rope: Rope | None = None
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -80,6 +82,7 @@ class Architecture:
         parts = {
             "norms after attention and MLP": self.post_norm,
             "norms over all heads": self.all_heads_norm,
+            "a rope for layers with a window": self.local_rope is not None,
             "a soft cap on the scores": self.attention_softcap is not None,
         }
         return tuple(part for part, has in parts.items() if has)
@@ -175,7 +178,14 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
-    rope, rotates = read_rope(config.to_dict(), partial=family.partial_rotary), family.rotates(config)
+    values, rotates = config.to_dict(), family.rotates(config)
+    rope = read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)
+    local_rope = read_rope(layer_rope(values, "sliding_attention")) if family.local_rope else None
+    if local_rope is not None and (rope.attention_factor, local_rope.attention_factor) != (1.0, 1.0):
+        raise ValueError(
+            "a rope type with an attention factor (yarn, longrope) must be that of every layer, got another rope for layers "
+            "with a window; choose another model"
+        )
     if rope.attention_factor != 1.0 and not all(rotates):
         raise ValueError(
             "a rope type with an attention factor (yarn, longrope) must rotate every layer, got layers without rotary "
@@ -194,6 +204,7 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
         rope=rope,
+        local_rope=local_rope,
         windows=family.windows(config),
         rotates=rotates,
         tied=bool(config.tie_word_embeddings),

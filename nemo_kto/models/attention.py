@@ -47,6 +47,7 @@ class TorchAttention(MegatronModule):
         softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
+        local_rotary: that of layers with a window, where it is another.
 
     Raises:
         ValueError: the configuration asks for something that this attention would silently leave out.
@@ -64,6 +65,7 @@ class TorchAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
         rotary: RotaryTable | None = None,
+        local_rotary: RotaryTable | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size != 1:
@@ -77,7 +79,6 @@ class TorchAttention(MegatronModule):
         if getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
-        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self._attention: Callable[..., Tensor] = F.scaled_dot_product_attention
@@ -86,6 +87,8 @@ class TorchAttention(MegatronModule):
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+            rotary = local_rotary or rotary
+        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
 
     def forward(
         self,

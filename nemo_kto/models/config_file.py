@@ -52,10 +52,10 @@ _FIELDS = {
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
-    "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE,
+    "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE, "rope_local_base_freq": _POSITIVE,
     "query_pre_attn_scalar": _POSITIVE, "attn_logit_softcapping": _POSITIVE, "final_logit_softcapping": _POSITIVE,
     "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
-    "use_bidirectional_attention": _FLAG,
+    "use_bidirectional_attention": _FLAG, "is_encoder_decoder": _FLAG,
     "rope_scaling": _MAPPING, "rope_parameters": _MAPPING, "quantization_config": _MAPPING,
 }  # fmt: skip
 _ROPE_FIELDS = {
@@ -67,6 +67,7 @@ _ROPE_FIELDS = {
         _POSITIVE,
     ),
     "short_factor": _POSITIVES, "long_factor": _POSITIVES, "truncate": _FLAG,
+    "full_attention": _MAPPING, "sliding_attention": _MAPPING,
 }  # fmt: skip
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
 _MAY_BE_NULL = {
@@ -111,6 +112,9 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
     for section in ("rope_scaling", "rope_parameters"):
         if isinstance(settings := config.get(section), dict):
             yield from _wrong_forms(settings, _ROPE_FIELDS, f"{section}.")
+            for layer_type, inner in settings.items():
+                if isinstance(inner, dict):
+                    yield from _wrong_forms(inner, _ROPE_FIELDS, f"{section}.{layer_type}.")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -125,6 +129,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     name, activation = family.activation
     if (got := config.get(name, activation)) != activation:
         raise ValueError(f"{name} must be {activation!r}, got {got!r}; choose another model")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(cap) is not None and cap not in family.numbers.values():
+            raise ValueError(f"{cap} must be null for {family.name}, got {config[cap]}; choose another model")
     if config.get("use_bidirectional_attention"):
         told = "use_bidirectional_attention must be false, got true: no token sees what comes after it"
         raise ValueError(f"{told}; choose another model")

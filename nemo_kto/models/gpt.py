@@ -244,9 +244,14 @@ def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
     if architecture.post_norm:
         layer.module = PostNormLayer
-    rotary = RotaryTable(rope=architecture.rope)
+    local_rope = architecture.local_rope
     parts.self_attention.submodules.core_attention = ModuleSpec(
-        module=TorchAttention, params={"rotary": rotary, "softcap": architecture.attention_softcap}
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "rotary": RotaryTable(rope=architecture.rope),
+            "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
+        },
     )
     # a ModuleSpec, and from megatron-core 0.18 on a partial
     mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)

@@ -19,6 +19,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 ROPE_TYPES = tuple(_NEEDED)
+# Families with a rope of their own for layers with a window.
+_BY_LAYER_TYPE = ("gemma3_text",)
 _OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
@@ -47,8 +49,8 @@ class Rope:
     def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
         """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
 
-        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used. A scalar of None
-        is the head size.
+        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used. The scalar is
+        that of the configuration; None for the head size.
         """
         usual = self.attention_factor == 1.0 and scalar in (None, head_dim)
         return None if usual else self.attention_factor**2 / (scalar or head_dim) ** 0.5
@@ -104,12 +106,33 @@ def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, directio
     return rotated_sbhd
 
 
+def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """A configuration with the rope of one of its layer types (full_attention, sliding_attention) as that of all layers.
+
+    That of a family which has one rope stays as it is.
+    """
+    if config.get("model_type") not in _BY_LAYER_TYPE:
+        return config
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters:
+        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
+    if layer_type == "sliding_attention":  # the old form
+        theta = config.get("rope_local_base_freq")
+        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    return config
+
+
 def check_rope_type(config: Mapping[str, Any]) -> str:
-    """The rope type that a configuration names.
+    """The rope type that a configuration names, for layers without a window where others have another.
 
     Raises:
-        ValueError: it is not implemented, or differs between layers.
+        ValueError: it is not implemented, or differs between layers of a family that has one.
     """
+    _rope_type(layer_rope(config, "sliding_attention"))
+    return _rope_type(layer_rope(config, "full_attention"))
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
     settings = _settings(config)
     nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
     if nested:
@@ -129,8 +152,9 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
     The frequencies of longrope and dynamic change beyond that length, for the whole batch: log-probs of a short sequence
     would depend on those beside it, and so on the layout.
     """
+    config = layer_rope(config, "full_attention")
     settings = _settings(config)
-    if check_rope_type(config) == "longrope":
+    if _rope_type(config) == "longrope":
         name = "original_max_position_embeddings"
         return name, config.get(name) or settings.get(name)
     return "max_position_embeddings", config.get("max_position_embeddings")
@@ -141,13 +165,13 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
 
     Args:
-        config: the configuration as a dict, with the family's defaults filled in.
+        config: the configuration as a dict, with the family's defaults filled in; of one layer type (``layer_rope``).
         partial: the family has models that rotate only the first channels of each head.
 
     Raises:
         ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
     """
-    settings, kind = _settings(config), check_rope_type(config)
+    settings, kind = _settings(config), _rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"

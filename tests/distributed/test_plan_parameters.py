@@ -64,6 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     return {
         "gemma2": make_checkpoint(folder / "gemma2", "gemma2", **heads),
+        "gemma3_text": make_checkpoint(folder / "gemma3_text", "gemma3_text", **heads),
         "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
         "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
@@ -75,6 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("family", "tensor", "pipeline", "adapters"),
     [
         ("gemma2", 2, 2, None),
+        pytest.param("gemma3_text", 2, 2, None, marks=pytest.mark.full),
         ("llama", 2, 2, None),
         ("olmo2", 2, 2, ADAPTERS),
         ("qwen2", 2, 2, ADAPTERS),

@@ -38,7 +38,7 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
 FAMILIES = ", ".join(
-    f"{name}ForCausalLM" for name in ("Gemma2", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
+    f"{name}ForCausalLM" for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
 )
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
@@ -97,6 +97,10 @@ AT_START: dict[str, tuple[Break, str]] = {
     "tokens that see what comes after them": (
         config(use_bidirectional_attention=True),
         "use_bidirectional_attention must be false, got true: no token sees what comes after it; choose another model",
+    ),
+    "a soft cap that the family does not have": (
+        config(attn_logit_softcapping=50.0),
+        "attn_logit_softcapping must be null for llama, got 50.0; choose another model",
     ),
     "a soft cap of zero": (config(final_logit_softcapping=0.0), "final_logit_softcapping must be a positive, finite number"),
     "a scalar that is null": (config(query_pre_attn_scalar=None), "query_pre_attn_scalar must be a positive, finite number"),
@@ -161,6 +165,22 @@ AT_START: dict[str, tuple[Break, str]] = {
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
         "rope_parameters must be the same for all layers, got one set for each of full_attention",
+    ),
+    "rope for layers with a window is a number": (
+        config(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", rope_parameters={"sliding_attention": 5}),
+        "rope_parameters.sliding_attention must be an object, got 5" + AGAIN,
+    ),
+    "rope of a layer type has a wrong number": (
+        config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
+        "rope_parameters.full_attention.rope_theta must be a positive, finite number, got 'x'" + AGAIN,
+    ),
+    "rope for layers with a window of a type that is not there": (
+        config(
+            architectures=["Gemma3ForCausalLM"],
+            model_type="gemma3_text",
+            rope_parameters={"sliding_attention": {"rope_type": "made-up"}},
+        ),
+        "the rope type must be one of default, linear, llama3, yarn, dynamic, longrope, got 'made-up'; choose another model",
     ),
     "layer_types of another number": (
         config(layer_types=["full_attention"]),

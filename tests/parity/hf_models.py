@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -70,6 +71,19 @@ CONFIGS = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         attention_bias=True,
         tie_word_embeddings=False,
+        **_NO_TOKENS,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES,
+        rope_parameters={
+            "full_attention": _rope(5e5, rope_type="linear", factor=4.0),
+            "sliding_attention": _rope(2e3),
+        },
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=9.0,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
         **_NO_TOKENS,
     ),
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),

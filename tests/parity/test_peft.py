@@ -34,6 +34,7 @@ LAYOUTS = {
 }
 SETTINGS = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True

@@ -112,6 +112,16 @@ GEMMA2 = Family(
     windows=window_by_layer_type,
     own_head_dim=True,
 )
+# Gemma 3, its text models: no cap on the scores, norms of queries and keys, and another rope for layers with a window.
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    hf_architecture="Gemma3ForCausalLM",
+    mappings=_GEMMA_MAPPINGS + _QK_NORM_MAPPINGS,
+    flags={**GEMMA2.flags, "qk_norm": True},
+    numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
+    local_rope=True,
+)
 # Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
 LLAMA = Family(
     name="llama",

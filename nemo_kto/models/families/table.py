@@ -91,6 +91,7 @@ class Family:
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
+        local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
     """
 
@@ -103,4 +104,5 @@ class Family:
     windows: Callable[[PretrainedConfig], Windows] = no_window
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     partial_rotary: bool = False
+    local_rope: bool = False
     own_head_dim: bool = False

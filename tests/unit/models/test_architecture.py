@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
 }
 MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
@@ -74,10 +75,11 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
 def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
-        for name in ("Gemma2ForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
+        for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
     }
     assert found == {
         "Gemma2ForCausalLM": ("norms after attention and MLP", "a soft cap on the scores"),
+        "Gemma3ForCausalLM": ("norms after attention and MLP", "a rope for layers with a window"),
         "LlamaForCausalLM": (),
         "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
         "Qwen3ForCausalLM": (),
@@ -90,6 +92,41 @@ def test_numbers_of_gemma2(tmp_path: Path) -> None:
     assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
     assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
     assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "factor", "local_theta"),
+    [
+        # as published: the old form, and what transformers 5 writes of it
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": LINEAR}, 1e6, 8.0, 3e4),
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": None}, 1e6, 1.0, 3e4),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {**LINEAR, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                }
+            },
+            1e6,
+            8.0,
+            3e4,
+        ),
+        ({"rope_theta": 2e6}, 2e6, 1.0, 1e4),  # transformers' default
+    ],
+)
+def test_gemma3_has_two_ropes(
+    tmp_path: Path, changes: dict[str, Any], theta: float, factor: float, local_theta: float
+) -> None:
+    given = {**of("Gemma3ForCausalLM"), "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 32, **changes}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    assert read.rope.frequencies == pytest.approx([theta ** -(pair / 4) / factor for pair in range(4)], rel=1e-6)
+    assert read.local_rope is not None
+    assert read.local_rope.frequencies == pytest.approx([local_theta ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert read.windows == (32, 32, 32, 32, 32, None, 32)
+    assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
 
 
 def test_head_size_of_its_own(tmp_path: Path) -> None:
@@ -170,8 +207,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, "
-            "Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, "
+            "Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
@@ -181,6 +218,10 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         (
             {**of("SmolLM3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]},
             "must rotate every layer, got layers without rotary embeddings, whose scores have no such factor",
+        ),
+        (
+            {**of("Gemma3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "must be that of every layer, got another rope for layers with a window",
         ),
         ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),

@@ -69,6 +69,14 @@ def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, An
             ("original_max_position_embeddings", 8),
         ),
         (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full_attention": {"factor": 2.0}},
+            },
+            ("max_position_embeddings", 64),
+        ),
+        (
             {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": {"type": "yarn"}},
             ("max_position_embeddings", 64),
         ),
