@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,6 +83,7 @@ class Architecture:
             "norms after attention and MLP": self.post_norm,
             "norms over all heads": self.all_heads_norm,
             "a rope for layers with a window": self.local_rope is not None,
+            "an attention factor of some layers or channels": self.rope.factor_in_table,
             "a soft cap on the scores": self.attention_softcap is not None,
         }
         return tuple(part for part, has in parts.items() if has)
@@ -178,19 +179,8 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
-    values, rotates = config.to_dict(), family.rotates(config)
-    rope = read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)
-    local_rope = read_rope(layer_rope(values, "sliding_attention")) if family.local_rope else None
-    if local_rope is not None and (rope.attention_factor, local_rope.attention_factor) != (1.0, 1.0):
-        raise ValueError(
-            "a rope type with an attention factor (yarn, longrope) must be that of every layer, got another rope for layers "
-            "with a window; choose another model"
-        )
-    if rope.attention_factor != 1.0 and not all(rotates):
-        raise ValueError(
-            "a rope type with an attention factor (yarn, longrope) must rotate every layer, got layers without rotary "
-            "embeddings, whose scores have no such factor; choose another model"
-        )
+    rotates = family.rotates(config)
+    rope, local_rope = _ropes(config, family, all_alike=all(rotates) and not family.local_rope)
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -211,6 +201,20 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         **flags,
         **{ours: getattr(config, theirs) for ours, theirs in family.numbers.items()},
     )
+
+
+def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tuple[Rope, Rope | None]:
+    """The rope, and that of layers with a window. The scale of the softmax is that of all layers, unlike an attention factor
+    where they are not all alike."""
+    values = config.to_dict()
+    ropes = [read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)]
+    if family.local_rope:
+        ropes.append(read_rope(layer_rope(values, "sliding_attention")))
+    ropes = [
+        replace(rope, factor_in_table=rope.factor_in_table or (not all_alike and rope.attention_factor != 1.0))
+        for rope in ropes
+    ]
+    return ropes[0], ropes[1] if family.local_rope else None
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -32,10 +32,12 @@ class Rope:
         frequencies: radians a position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs are
             not rotated.
         attention_factor: factor on cosines and sines, and so twice on each score; yarn and longrope have one.
+        factor_in_table: cosines and sines have it; else the scale of the softmax has its square.
     """
 
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
+    factor_in_table: bool = False
 
     def __str__(self) -> str:
         """For messages."""
@@ -49,11 +51,12 @@ class Rope:
     def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
         """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
 
-        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used. The scalar is
-        that of the configuration; None for the head size.
+        With the attention factor there, cosines and sines stay as they are, so that fused kernels, which have no factor on
+        them, can be used. The scalar is that of the configuration; None for the head size.
         """
-        usual = self.attention_factor == 1.0 and scalar in (None, head_dim)
-        return None if usual else self.attention_factor**2 / (scalar or head_dim) ** 0.5
+        factor = 1.0 if self.factor_in_table else self.attention_factor
+        usual = factor == 1.0 and scalar in (None, head_dim)
+        return None if usual else factor**2 / (scalar or head_dim) ** 0.5
 
 
 class RotaryTable:
@@ -81,7 +84,8 @@ class RotaryTable:
         frequency_c = self._rope.inverse_frequencies().to(heads_sbhd.device)
         position_s = torch.arange(len(heads_sbhd), dtype=torch.float32, device=heads_sbhd.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
-        cos_s11d, sin_s11c = angle_s11c.cos().repeat(1, 1, 1, 2), angle_s11c.sin()
+        factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
+        cos_s11d, sin_s11c = (angle_s11c.cos() * factor).repeat(1, 1, 1, 2), angle_s11c.sin() * factor
         return cos_s11d.to(heads_sbhd.dtype), sin_s11c.to(heads_sbhd.dtype)
 
 
@@ -183,12 +187,11 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
         told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
         raise ValueError(f"{told}, got {part}; choose another model")
     frequencies, attention_factor = _initialised(config, settings, kind)
-    if attention_factor != 1.0 and int(head_dim * part) < head_dim:
-        told = f"partial_rotary_factor must be 1.0 where the rope type {kind!r} has an attention factor, got {part}"
-        raise ValueError(
-            f"{told}: a softmax scale would multiply the channels that are not rotated too; choose another model"
-        )
-    return Rope(frequencies=tuple(frequencies.tolist()), attention_factor=float(attention_factor))
+    return Rope(
+        frequencies=tuple(frequencies.tolist()),
+        attention_factor=float(attention_factor),
+        factor_in_table=attention_factor != 1.0 and int(head_dim * part) < head_dim,
+    )
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

@@ -76,7 +76,7 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(
         **_SIZES,
         rope_parameters={
-            "full_attention": _rope(5e5, rope_type="linear", factor=4.0),
+            "full_attention": _rope(5e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
             "sliding_attention": _rope(2e3),
         },
         head_dim=16,
@@ -118,6 +118,20 @@ CONFIGS = {
     "phi3-part-of-each-head": lambda: Phi3Config(
         **_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
     ),
+    # as Phi-4-mini
+    "phi3-part-of-each-head-longrope": lambda: Phi3Config(
+        **_SIZES,
+        rope_parameters=_rope(
+            1e5,
+            rope_type="longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.5, 2.0],
+            long_factor=[2.0, 3.0, 4.0],
+            attention_factor=0.7,
+        ),
+        original_max_position_embeddings=32,
+        **_NO_TOKENS,
+    ),
     "phi3-odd-heads-window-longrope": lambda: Phi3Config(
         **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
         rope_parameters=_rope(
@@ -135,9 +149,9 @@ CONFIGS = {
         bos_token_id=None,
         eos_token_id=None,
     ),
-    "smollm3-window": lambda: SmolLM3Config(
+    "smollm3-window-yarn-rope": lambda: SmolLM3Config(
         **_SIZES,
-        rope_parameters=_rope(1e5),
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
         use_sliding_window=True,
         sliding_window=7,
         tie_word_embeddings=True,

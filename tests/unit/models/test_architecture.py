@@ -171,6 +171,31 @@ def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channe
     assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
 
 
+LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "in_table"),
+    [
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]}, True),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 4, "long_factor": [4.0] * 4}}, False),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 3}, "partial_rotary_factor": 0.75}, True),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
+    ],
+)
+def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], in_table: bool
+) -> None:
+    given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
+    read = read_architecture(folder(tmp_path, **given, **changes), tensor_parallel=1)
+    assert read.rope.factor_in_table == in_table
+    assert ("an attention factor of some layers or channels" in read.not_in_engine) == in_table
+    assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
+
+
 def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, no_rope_layers=[0, 0, 0]), tensor_parallel=1)
     assert read.rotates == (True, True, True)
@@ -214,14 +239,6 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
             "must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
-        ),
-        (
-            {**of("SmolLM3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]},
-            "must rotate every layer, got layers without rotary embeddings, whose scores have no such factor",
-        ),
-        (
-            {**of("Gemma3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "must be that of every layer, got another rope for layers with a window",
         ),
         ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
