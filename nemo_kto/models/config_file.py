@@ -93,6 +93,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     if wrong := [*_wrong_forms(config, _FIELDS), *_wrong_rope(config)]:
         raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:
+        _refuse_other_kinds(config)
         family = find_family(next(iter(config.get("architectures") or []), ""))
         _refuse_unsupported(config, family)
     except ValueError as error:
@@ -115,6 +116,16 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
             for layer_type, inner in settings.items():
                 if isinstance(inner, dict):
                     yield from _wrong_forms(inner, _ROPE_FIELDS, f"{section}.{layer_type}.")
+
+
+def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a model that no table could make one of this program: it would say too little."""
+    if config.get("is_encoder_decoder"):
+        told = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
+        raise ValueError(f"{told}: a response must be the continuation of its prompt; choose a decoder-only model")
+    if "vision_config" in config or "audio_config" in config:
+        told = f"a model of images or sounds ({config.get('model_type')}) cannot be trained, only text models"
+        raise ValueError(f"{told}; choose another, or save its language model with save_pretrained as a model of its own")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:

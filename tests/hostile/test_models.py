@@ -70,6 +70,17 @@ AT_START: dict[str, tuple[Break, str]] = {
     "config is an empty object": (content("config.json", b"{}"), f"the architecture must be one of {FAMILIES}, got ''"),
     # which model
     "another family": (config(architectures=["GPT2LMHeadModel"]), f"must be one of {FAMILIES}, got 'GPT2LMHeadModel'"),
+    "an encoder-decoder model": (
+        config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
+        "an encoder-decoder model (t5) cannot be trained: a response must be the continuation of its prompt; choose a "
+        "decoder-only model",
+    ),
+    "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), "encoder_decoder must be true or false, got 'no'"),
+    "a model of images": (
+        config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),
+        "a model of images or sounds (gemma3) cannot be trained, only text models; choose another, or save its language "
+        "model with save_pretrained as a model of its own",
+    ),
     "a mixture of experts": (config(architectures=["MixtralForCausalLM"]), "got 'MixtralForCausalLM'"),
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), "got 'LlamaForSequenceClassification'"),
     "architectures is a string": (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
@@ -263,6 +264,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
     with pytest.raises(ValueError, match=message) as error:
         read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("config", [T5Config(), BartConfig()], ids=["t5", "bart"])
+def test_encoder_decoder_models_are_refused_with_the_reason(tmp_path: Path, config: PretrainedConfig) -> None:
+    """Of the files that transformers writes."""
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_architecture(tmp_path, tensor_parallel=1)
+    assert str(error.value) == (
+        f"{tmp_path / 'config.json'}: an encoder-decoder model ({config.model_type}) cannot be trained: a response must be "
+        "the continuation of its prompt; choose a decoder-only model"
+    )
 
 
 def test_no_configuration(tmp_path: Path) -> None:
