@@ -35,8 +35,11 @@ _COMMON: dict[str, Any] = {
     "rope_theta": 100000.0,
 }
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
+    "olmo2": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
 }
@@ -63,7 +66,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of llama, mistral, qwen2, qwen3.
+        family: one of gemma2, gemma3_text, llama, mistral, olmo2, qwen2, qwen3.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

@@ -17,7 +17,7 @@ from nemo_kto.launch.plan_search import best_layouts
 from nemo_kto.launch.plan_text import plan_text, search_text
 from nemo_kto.launch.preview import integer_from
 from nemo_kto.launch.rules import broken_rules
-from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, fp8_sizes, gpu_rules, packed_windows
+from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import read_config_file
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.gpus is None
         else Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
     )
-    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg), *packed_windows(cfg, computes)]:
+    if broken := [*gpu_rules(cfg, computes), *fp8_model(cfg), *packed_windows(cfg, computes)]:
         raise _refusal(broken)
     plan = make_plan(cfg, machines)
     if not searches:

@@ -92,12 +92,12 @@ def check_gpu(cfg: RunConfig) -> None:
         engine=transformer_engine_version() if works else None,
         capability=device.compute_capability() if device.on_gpu() else None,
     )
-    if broken := [*gpu_rules(cfg, computes), *fp8_sizes(cfg), *packed_windows(cfg, computes)]:
+    if broken := [*gpu_rules(cfg, computes), *fp8_model(cfg), *packed_windows(cfg, computes)]:
         raise UserError("\n  ".join(["nothing was started:", *map(str, broken)]))
 
 
-def fp8_sizes(cfg: RunConfig) -> Iterator[ConfigError]:
-    """Whether a rank's matrices have sizes that can be multiplied in fp8; reads the model's configuration for it."""
+def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
+    """Whether the model's layers, and the sizes of a rank's matrices, can be multiplied in fp8; reads config.json."""
     if cfg.model.fp8 is None:
         return
     from nemo_kto.models.architecture import read_architecture
@@ -105,7 +105,13 @@ def fp8_sizes(cfg: RunConfig) -> Iterator[ConfigError]:
     from nemo_kto.models.sequences import FP8_MULTIPLE
 
     tensor, folder = cfg.model.tensor_model_parallel_size, config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
-    matrices = [each for each in rank_parameters(read_architecture(folder, tensor_parallel=tensor)) if each.is_multiplied]
+    architecture = read_architecture(folder, tensor_parallel=tensor)
+    if architecture.not_in_engine:
+        parts = f"{' and '.join(architecture.not_in_engine)} ({architecture.family.name})"
+        text = f"must be null for a model with {parts}, which Transformer Engine's layers lack, got {cfg.model.fp8}"
+        yield ConfigError("model.fp8", f"{text}; leave it out", ("pretrained_checkpoint.restore_from_path",))
+        return
+    matrices = [each for each in rank_parameters(architecture) if each.is_multiplied]
     odd = [each for each in matrices if any(size % FP8_MULTIPLE for size in each.shape)]
     if odd:
         shape = " x ".join(map(str, odd[0].shape))
@@ -124,7 +130,7 @@ def packed_windows(cfg: RunConfig, computes: Computes) -> Iterator[ConfigError]:
     from nemo_kto.models.architecture import read_architecture
 
     architecture = read_architecture(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)), tensor_parallel=1)
-    if any(window is not None for window in architecture.windows):
+    if any(window is not None for window in architecture.windows) and not architecture.not_in_engine:
         text = "must be false with model.context_parallel_size above 1 where layers have a sliding window, got true"
         remedy = "Transformer Engine cannot do all three; leave one out"
         yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))

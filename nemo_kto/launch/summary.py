@@ -61,7 +61,11 @@ def say_start(
         precision=f"{cfg.trainer.precision} ({why_precision})",
         reference=f"{mode} ({why})" + ("" if other is None or mode == "none" else f", {other}"),
         folder=cfg.exp_manager.explicit_log_dir,
-        slow_paths=slow_paths(DTYPES[cfg.trainer.precision], tensor_parallel=cfg.model.tensor_model_parallel_size),
+        slow_paths=slow_paths(
+            DTYPES[cfg.trainer.precision],
+            tensor_parallel=cfg.model.tensor_model_parallel_size,
+            not_in_engine=policy.architecture.not_in_engine,
+        ),
     )
     print(start, flush=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.capped_attention import BLOCK
 from nemo_kto.models.lora_settings import LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
@@ -57,8 +58,9 @@ class Activations:
         return self.element_bytes * self._hidden()
 
     def rotations(self) -> int:
-        """Cosines, and sines of half a head, bytes for each position: one table for all layers and micro-batches."""
-        return 3 * self.element_bytes * self.architecture.head_dim // 2
+        """Cosines, and sines of half a head, bytes for each position: a table of each rope, for all layers and passes."""
+        tables = 1 if self.architecture.local_rope is None else 2
+        return tables * 3 * self.element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self, recomputed: Collection[str] = ()) -> int:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
@@ -70,9 +72,13 @@ class Activations:
         return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
 
     def gradients_of_layer(self) -> float:
-        """Gradients that exist at the same time while a layer goes backward, bytes a token: of the activated gate times the
-        up projection, of both projections, and the activated gate."""
-        return self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
+        up projection, of both projections, and the activated gate; or, if that is more, the scores of a block of queries, in
+        fp32, their gradients and two tensors besides, where scores are capped."""
+        mlp = self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        heads = self.architecture.padded_attention_heads / self.architecture.tensor_parallel
+        is_capped = self.architecture.attention_softcap is not None
+        return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
 
     def embedding(self) -> int:
         """Of the first stage, bytes a token: its row of the table, and whether that is here."""
@@ -84,11 +90,13 @@ class Activations:
         return self._norm(self._hidden(), trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
 
     def _norms(self) -> float:
-        return 2 * self._norm(self._hidden(), trained=self.adapters is None)
+        count = 2 * (self.architecture.pre_norm + self.architecture.post_norm)
+        return count * self._norm(self._hidden(), trained=self.adapters is None)
 
     def _norm(self, width: float, *, trained: bool) -> float:
         if self.on_gpu or self._few_passes():
-            return self.element_bytes * width + 4 * width / self.architecture.hidden_size
+            is_widened = self.architecture.zero_centered_norm  # before the norm, whose input is kept
+            return (_FP32 if is_widened else self.element_bytes) * width + 4 * width / self.architecture.hidden_size
         return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
 
     def _few_passes(self) -> bool:
@@ -98,7 +106,8 @@ class Activations:
     def _attention(self, *, core: bool) -> float:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
-        rotates_before = core or self.on_gpu  # else the core attention keeps what it gets: queries, and two views
+        # else the core attention keeps what it gets: queries, and two views
+        rotates_before = core or (self.on_gpu and not architecture.not_in_engine)
         # the fused queries, keys and values that the values are a view of, and the output
         saved: float = self.element_bytes * (query + 2 * key_value + query)
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
@@ -110,7 +119,9 @@ class Activations:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
             joined = (self.packed or self.context_parallel > 1) and not self.on_gpu
             saved += self.element_bytes * query * (joined and self._keeps_input("o_proj"))
-        if architecture.qk_norm:
+        if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
+            saved += self.element_bytes * query + 2 * _FP32
+        elif architecture.qk_norm:
             keys = 0 if self._few_passes() else key_value  # a view of the fused ones will do
             saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")

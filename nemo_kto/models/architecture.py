@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
 from nemo_kto.models.families.table import Windows
-from nemo_kto.models.rope import Rope, read_rope
+from nemo_kto.models.rope import Rope, layer_rope, read_rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,13 +29,22 @@ class Architecture:
         tensor_parallel: ranks that share every layer.
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection.
+        local_rope: rope of the layers with a window; None where it is that of the others.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         tied: the output layer's weight is the embedding.
         qkv_bias: query, key and value have a bias.
         output_bias: the attention's output projection has a bias.
         mlp_bias: gate, up and down projection have a bias.
-        qk_norm: each query and key head is normalised.
+        qk_norm: queries and keys are normalised, each head by itself,
+        all_heads_norm: or all heads of a token together.
+        pre_norm: attention and MLP get a normalised input.
+        post_norm: what they give is normalised.
+        zero_centered_norm: norms scale by 1 + weight.
+        scaled_embedding: what is looked up is multiplied by sqrt(hidden size).
+        query_pre_attn_scalar: scores are divided by its square root; by that of the head size where it is None.
+        attention_softcap: c for which the scores become c tanh(score / c), None for none.
+        logit_softcap: the same for the logits.
     """
 
     family: Family
@@ -57,6 +66,32 @@ class Architecture:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    all_heads_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    zero_centered_norm: bool = False
+    scaled_embedding: bool = False
+    local_rope: Rope | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def not_in_engine(self) -> tuple[str, ...]:
+        """What the model has and Transformer Engine's layers have not: with any of it, its layers are those on torch."""
+        parts = {
+            "norms after attention and MLP": self.post_norm,
+            "norms over all heads": self.all_heads_norm,
+            "a rope for layers with a window": self.local_rope is not None,
+            "an attention factor of some layers or channels": self.rope.factor_in_table,
+            "a soft cap on the scores": self.attention_softcap is not None,
+        }
+        return tuple(part for part, has in parts.items() if has)
+
+    @property
+    def activation(self) -> str:
+        """Of the MLP's gate."""
+        return self.family.activation[1]
 
     @property
     def untied(self) -> bool:
@@ -85,6 +120,11 @@ class Architecture:
     def padded_attention_heads(self) -> int:
         """Query heads of our model."""
         return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """The factor on the scores; None for 1 / sqrt(head size)."""
+        return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -139,12 +179,8 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
-    rope, rotates = read_rope(config.to_dict(), partial=family.partial_rotary), family.rotates(config)
-    if rope.attention_factor != 1.0 and not all(rotates):
-        raise ValueError(
-            "a rope type with an attention factor (yarn, longrope) must rotate every layer, got layers without rotary "
-            "embeddings, whose scores have no such factor; choose another model"
-        )
+    rotates = family.rotates(config)
+    rope, local_rope = _ropes(config, family, all_alike=all(rotates) and not family.local_rope)
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -158,11 +194,27 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
         rope=rope,
+        local_rope=local_rope,
         windows=family.windows(config),
         rotates=rotates,
         tied=bool(config.tie_word_embeddings),
         **flags,
+        **{ours: getattr(config, theirs) for ours, theirs in family.numbers.items()},
     )
+
+
+def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tuple[Rope, Rope | None]:
+    """The rope, and that of layers with a window. The scale of the softmax is that of all layers, unlike an attention factor
+    where they are not all alike."""
+    values = config.to_dict()
+    ropes = [read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)]
+    if family.local_rope:
+        ropes.append(read_rope(layer_rope(values, "sliding_attention")))
+    ropes = [
+        replace(rope, factor_in_table=rope.factor_in_table or (not all_alike and rope.attention_factor != 1.0))
+        for rope in ropes
+    ]
+    return ropes[0], ropes[1] if family.local_rope else None
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -9,6 +9,7 @@ kernels (on GPU and on CPU) never hold more than a block of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from nemo_kto.models.capped_attention import capped_attention
 from nemo_kto.models.rope import RotaryTable
 from nemo_kto.models.spans import PackedSequences, causal_spans, in_row_order
 from nemo_kto.parallel.context import gather_shares
@@ -45,8 +47,10 @@ class TorchAttention(MegatronModule):
         softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
         cp_comm_type: how context-parallel ranks talk in Transformer Engine; here each gathers the keys and values of all.
         pg_collection: process groups, of which the context-parallel one is used where ranks share a sequence.
+        softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
+        local_rotary: that of layers with a window, where it is another.
 
     Raises:
         ValueError: the configuration asks for something that this attention would silently leave out.
@@ -62,7 +66,9 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
         rotary: RotaryTable | None = None,
+        local_rotary: RotaryTable | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.apply_query_key_layer_scaling:
@@ -73,12 +79,17 @@ class TorchAttention(MegatronModule):
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
         self.context = None if config.context_parallel_size == 1 or pg_collection is None else pg_collection.cp
-        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
+        self.capped = softcap is not None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if softcap is not None:
+            self._attention = functools.partial(capped_attention, cap=softcap)
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+            rotary = local_rotary or rotary
+        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
 
     def forward(
         self,
@@ -121,7 +132,8 @@ class TorchAttention(MegatronModule):
             return self._attend(query, key, value, None, masked)
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
-        if self.context is None and not self.dropout and (kernel := varlen_attention(query.dtype)) is not None:
+        in_one = self.context is None and not self.dropout and not self.capped
+        if in_one and (kernel := varlen_attention(query.dtype)) is not None:
             return self._attend_row(kernel, query, key, value, packed_seq_params)
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         return self._attend(*heads, packed_seq_params.lengths, None).squeeze(1)
@@ -171,7 +183,7 @@ class TorchAttention(MegatronModule):
         seen = self._seen(query.size(0), key.size(0), masked, query.device)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
-            context = F.scaled_dot_product_attention(
+            context = self._attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
@@ -190,11 +202,14 @@ class TorchAttention(MegatronModule):
         tensor.
         """
         seen = None if masked is None else ~masked
-        if self.window is None or keys <= self.window:
-            return seen if queries == keys else causal_lower_right(queries, keys)
+        window = keys if self.window is None else self.window
+        if keys <= window and queries == keys:
+            return seen
+        if keys <= window and not self.capped:
+            return causal_lower_right(queries, keys)
         place = torch.arange(keys, device=device)
         distance = place[keys - queries :, None] - place[None, :]
-        near = (distance >= 0) & (distance < self.window)
+        near = (distance >= 0) & (distance < window)
         return near if seen is None else near & seen
 
     def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:

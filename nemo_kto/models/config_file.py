@@ -47,13 +47,15 @@ _STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, 
 _FLAGS = _Form(lambda value: isinstance(value, list) and all(part in (0, 1) for part in value), "a list of 0 and 1")
 _MAPPING = _Form(lambda value: isinstance(value, dict), "an object")
 _FIELDS = {
-    "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "layer_types": _STRINGS,
-    "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
+    "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "hidden_activation": _STRING,
+    "layer_types": _STRINGS, "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
-    "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE,
+    "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE, "rope_local_base_freq": _POSITIVE,
+    "query_pre_attn_scalar": _POSITIVE, "attn_logit_softcapping": _POSITIVE, "final_logit_softcapping": _POSITIVE,
     "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
+    "use_bidirectional_attention": _FLAG, "is_encoder_decoder": _FLAG,
     "rope_scaling": _MAPPING, "rope_parameters": _MAPPING, "quantization_config": _MAPPING,
 }  # fmt: skip
 _ROPE_FIELDS = {
@@ -65,11 +67,14 @@ _ROPE_FIELDS = {
         _POSITIVE,
     ),
     "short_factor": _POSITIVES, "long_factor": _POSITIVES, "truncate": _FLAG,
+    "full_attention": _MAPPING, "sliding_attention": _MAPPING,
 }  # fmt: skip
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
-_MAY_BE_NULL = {"architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window"} | {
-    name for name, form in _FIELDS.items() if form is _MAPPING
-}
+_MAY_BE_NULL = {
+    "architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window",
+    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    *(name for name, form in _FIELDS.items() if form is _MAPPING),
+}  # fmt: skip
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
@@ -88,6 +93,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     if wrong := [*_wrong_forms(config, _FIELDS), *_wrong_rope(config)]:
         raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:
+        _refuse_other_kinds(config)
         family = find_family(next(iter(config.get("architectures") or []), ""))
         _refuse_unsupported(config, family)
     except ValueError as error:
@@ -107,6 +113,19 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
     for section in ("rope_scaling", "rope_parameters"):
         if isinstance(settings := config.get(section), dict):
             yield from _wrong_forms(settings, _ROPE_FIELDS, f"{section}.")
+            for layer_type, inner in settings.items():
+                if isinstance(inner, dict):
+                    yield from _wrong_forms(inner, _ROPE_FIELDS, f"{section}.{layer_type}.")
+
+
+def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a model that no table could make one of this program: it would say too little."""
+    if config.get("is_encoder_decoder"):
+        told = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
+        raise ValueError(f"{told}: a response must be the continuation of its prompt; choose a decoder-only model")
+    if "vision_config" in config or "audio_config" in config:
+        told = f"a model of images or sounds ({config.get('model_type')}) cannot be trained, only text models"
+        raise ValueError(f"{told}; choose another, or save its language model with save_pretrained as a model of its own")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -118,8 +137,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         method = quantization.get("quant_method", "unknown")
         raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
     check_rope_type(config)
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {activation!r}; choose another model")
+    name, activation = family.activation
+    if (got := config.get(name, activation)) != activation:
+        raise ValueError(f"{name} must be {activation!r}, got {got!r}; choose another model")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(cap) is not None and cap not in family.numbers.values():
+            raise ValueError(f"{cap} must be null for {family.name}, got {config[cap]}; choose another model")
+    if config.get("use_bidirectional_attention"):
+        told = "use_bidirectional_attention must be false, got true: no token sees what comes after it"
+        raise ValueError(f"{told}; choose another model")
     if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
         raise ValueError(
             "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv; "

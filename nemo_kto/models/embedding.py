@@ -16,7 +16,13 @@ from nemo_kto.parallel.main_grad import added_to_main_grad, main_grad_of
 
 
 class RowEmbedding(VocabParallelEmbedding):
-    """megatron-core's embedding, without its gradient of the whole table for each micro-batch."""
+    """megatron-core's embedding, without its gradient of the whole table for each micro-batch.
+
+    Attributes:
+        scale: factor on what is looked up.
+    """
+
+    scale = 1.0
 
     def forward(self, input_: Tensor) -> Tensor:
         """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
@@ -25,9 +31,16 @@ class RowEmbedding(VocabParallelEmbedding):
         hidden_bsh: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
             self.weight, torch.where(is_here_bs, rows_bs, 0), is_here_bs
         )
+        if self.scale != 1.0:
+            hidden_bsh = hidden_bsh * self.scale
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)
+
+
+def scale_of(hidden_size: int, dtype: torch.dtype) -> float:
+    """sqrt(hidden size), rounded to the dtype as in transformers: sqrt(3072) = 55.4256 is 55.5 in bf16."""
+    return float(torch.tensor(hidden_size**0.5, dtype=torch.float32, device="cpu").to(dtype))
 
 
 class _Rows(torch.autograd.Function):

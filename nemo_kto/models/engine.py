@@ -223,6 +223,7 @@ class LogProbEngine:
             vocab_size=self.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_size=self.logprob_chunk_size,
+            softcap=self._last_gpt.logit_softcap,
             reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
         )
         return sequence_sums(

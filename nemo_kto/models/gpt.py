@@ -18,18 +18,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_kto.models.activation import SwiGLU
+from nemo_kto.models.activation import GeGLU, SwiGLU
 from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
-from nemo_kto.models.embedding import RowEmbedding
+from nemo_kto.models.embedding import RowEmbedding, scale_of
+from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.norm import TorchNorm
+from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
 from nemo_kto.models.rope import RotaryTable
 from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import device
@@ -63,9 +65,11 @@ class HiddenStateGPT(GPTModel):
 
     Attributes:
         adapters: what ``models.lora.add_adapters`` has adapted; None for a model whose own weights are trained.
+        logit_softcap: c for which the logits become c tanh(logit / c); None where they stay as they are.
     """
 
     adapters: LoRASettings | None = None
+    logit_softcap: float | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -138,7 +142,7 @@ def build_gpt(
     Raises:
         SplitError: the layers cannot be shared out like this.
     """
-    engine = uses_transformer_engine(params_dtype) and not empty
+    engine = uses_transformer_engine(params_dtype) and not empty and not architecture.not_in_engine
     config = _transformer_config(
         architecture,
         engine=engine,
@@ -195,6 +199,9 @@ def _model(
         position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
         **place,
     )
+    model.logit_softcap = architecture.logit_softcap
+    if model.pre_process and architecture.scaled_embedding:
+        model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, config.params_dtype)
     if engine:
         model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
     return model
@@ -204,6 +211,7 @@ def _transformer_config(
     architecture: Architecture, *, engine: bool, split: PipelineSplit = _ONE_STAGE, **settings: Any
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
+    fuses_activation = compiles() and architecture.activation == "silu"
     windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -211,11 +219,12 @@ def _transformer_config(
         num_attention_heads=architecture.padded_attention_heads,
         num_query_groups=architecture.padded_query_groups,
         kv_channels=architecture.head_dim,
-        softmax_scale=architecture.rope.softmax_scale(architecture.head_dim),
+        softmax_scale=architecture.softmax_scale,
         ffn_hidden_size=architecture.ffn_hidden_size,
         tensor_model_parallel_size=architecture.tensor_parallel,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_epsilon,
+        layernorm_zero_centered_gamma=architecture.zero_centered_norm,
         qk_layernorm=architecture.qk_norm,
         add_bias_linear=architecture.mlp_bias,
         add_qkv_bias=architecture.qkv_bias,
@@ -232,9 +241,9 @@ def _transformer_config(
         bf16=settings["params_dtype"] == torch.bfloat16,
         fp8_recipe="tensorwise",  # the scale of a tensor is found when it is needed; megatron-core's default remembers some
         pipeline_dtype=settings["params_dtype"],
-        bias_activation_fusion=compiles(),
+        bias_activation_fusion=fuses_activation,
         # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it
-        use_te_activation_func=not engine and not compiles(),
+        use_te_activation_func=not engine and not fuses_activation,
         apply_rope_fusion=engine and fused_rope(),
         masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
@@ -289,15 +298,38 @@ def _block_spec(
 def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    rotary = RotaryTable(rope=architecture.rope)
-    parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention, params={"rotary": rotary})
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
+    if architecture.post_norm:
+        layer.module = PostNormLayer
+    local_rope = architecture.local_rope
+    parts.self_attention.submodules.core_attention = ModuleSpec(
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "rotary": RotaryTable(rope=architecture.rope),
+            "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
+        },
+    )
     # a ModuleSpec, and from megatron-core 0.18 on a partial
     mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)
-    mlp["submodules"].activation_func = SwiGLU
+    mlp["submodules"].activation_func = SwiGLU if architecture.activation == "silu" else GeGLU
     if architecture.qk_norm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = TorchNorm
+        queries, keys = _qk_norms(architecture)
+        parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys
     return layer
+
+
+def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    if not architecture.all_heads_norm:
+        return TorchNorm, TorchNorm
+    counts = (
+        (architecture.num_attention_heads, architecture.padded_attention_heads),
+        (architecture.num_query_groups, architecture.padded_query_groups),
+    )
+    queries, keys = (
+        ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded}) for heads, padded in counts
+    )
+    return queries, keys
 
 
 def _with_bias(linear: type) -> type:

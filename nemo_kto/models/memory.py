@@ -284,11 +284,12 @@ def _weight_gradient(training: Training, parameters: list[RankParameter]) -> flo
 
 
 def _logprobs(training: Training) -> float:
-    """Hidden states that meet the vocabulary, and a chunk of logits; in bf16 the chunk once more, as a factor."""
+    """Hidden states that meet the vocabulary, and a chunk of logits; once more in bf16, as a factor; a soft cap's slopes."""
     saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
     narrow = training.element_bytes if training.element_bytes < _FP32 else 0
-    total = saved.head() * tokens + min(training.logprob_chunk, tokens) * rows * (_FP32 + narrow)
+    capped = _FP32 if training.architecture.logit_softcap is not None else 0
+    total = saved.head() * tokens + min(training.logprob_chunk, tokens) * rows * (_FP32 + narrow + capped)
     if narrow and not training.on_gpu and training.adapters is None:  # the product is made in bf16 and widened
         total += rows * training.architecture.hidden_size * (_FP32 + narrow)
     return total

@@ -22,6 +22,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 ROPE_TYPES = tuple(_NEEDED)
+# Families with a rope of their own for layers with a window.
+_BY_LAYER_TYPE = ("gemma3_text",)
 _OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
@@ -33,10 +35,12 @@ class Rope:
         frequencies: radians a position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs are
             not rotated.
         attention_factor: factor on cosines and sines, and so twice on each score; yarn and longrope have one.
+        factor_in_table: cosines and sines have it; else the scale of the softmax has its square.
     """
 
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
+    factor_in_table: bool = False
 
     def __str__(self) -> str:
         """For messages."""
@@ -47,12 +51,15 @@ class Rope:
         """The frequencies, fp32 [rotated channels / 2]."""
         return torch.tensor(self.frequencies, dtype=torch.float32)
 
-    def softmax_scale(self, head_dim: int) -> float | None:
-        """The factor on the scores, attention_factor^2 / sqrt(head size); None for the usual one, 1 / sqrt(head size).
+    def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
+        """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
 
-        Cosines and sines stay as they are, so that fused kernels, which have no factor on them, can be used.
+        With the attention factor there, cosines and sines stay as they are, so that fused kernels, which have no factor on
+        them, can be used. The scalar is that of the configuration; None for the head size.
         """
-        return None if self.attention_factor == 1.0 else self.attention_factor**2 / head_dim**0.5
+        factor = 1.0 if self.factor_in_table else self.attention_factor
+        usual = factor == 1.0 and scalar in (None, head_dim)
+        return None if usual else factor**2 / (scalar or head_dim) ** 0.5
 
 
 class RotaryTable:
@@ -103,7 +110,8 @@ class RotaryTable:
         frequency_c = self._rope.inverse_frequencies().to(like.device)
         position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
-        cos_s11d, sin_s11c = angle_s11c.cos().repeat(1, 1, 1, 2), angle_s11c.sin()
+        factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
+        cos_s11d, sin_s11c = (angle_s11c.cos() * factor).repeat(1, 1, 1, 2), angle_s11c.sin() * factor
         return cos_s11d.to(like.dtype), sin_s11c.to(like.dtype)
 
 
@@ -128,12 +136,33 @@ def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, directio
     return rotated_sbhd
 
 
+def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """A configuration with the rope of one of its layer types (full_attention, sliding_attention) as that of all layers.
+
+    That of a family which has one rope stays as it is.
+    """
+    if config.get("model_type") not in _BY_LAYER_TYPE:
+        return config
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters:
+        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
+    if layer_type == "sliding_attention":  # the old form
+        theta = config.get("rope_local_base_freq")
+        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    return config
+
+
 def check_rope_type(config: Mapping[str, Any]) -> str:
-    """The rope type that a configuration names.
+    """The rope type that a configuration names, for layers without a window where others have another.
 
     Raises:
-        ValueError: it is not implemented, or differs between layers.
+        ValueError: it is not implemented, or differs between layers of a family that has one.
     """
+    _rope_type(layer_rope(config, "sliding_attention"))
+    return _rope_type(layer_rope(config, "full_attention"))
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
     settings = _settings(config)
     nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
     if nested:
@@ -153,8 +182,9 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
     The frequencies of longrope and dynamic change beyond that length, for the whole batch: log-probs of a short sequence
     would depend on those beside it, and so on the layout.
     """
+    config = layer_rope(config, "full_attention")
     settings = _settings(config)
-    if check_rope_type(config) == "longrope":
+    if _rope_type(config) == "longrope":
         name = "original_max_position_embeddings"
         return name, config.get(name) or settings.get(name)
     return "max_position_embeddings", config.get("max_position_embeddings")
@@ -165,13 +195,13 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
 
     Args:
-        config: the configuration as a dict, with the family's defaults filled in.
+        config: the configuration as a dict, with the family's defaults filled in; of one layer type (``layer_rope``).
         partial: the family has models that rotate only the first channels of each head.
 
     Raises:
         ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
     """
-    settings, kind = _settings(config), check_rope_type(config)
+    settings, kind = _settings(config), _rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
@@ -183,12 +213,11 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
         told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
         raise ValueError(f"{told}, got {part}; choose another model")
     frequencies, attention_factor = _initialised(config, settings, kind)
-    if attention_factor != 1.0 and int(head_dim * part) < head_dim:
-        told = f"partial_rotary_factor must be 1.0 where the rope type {kind!r} has an attention factor, got {part}"
-        raise ValueError(
-            f"{told}: a softmax scale would multiply the channels that are not rotated too; choose another model"
-        )
-    return Rope(frequencies=tuple(frequencies.tolist()), attention_factor=float(attention_factor))
+    return Rope(
+        frequencies=tuple(frequencies.tolist()),
+        attention_factor=float(attention_factor),
+        factor_in_table=attention_factor != 1.0 and int(head_dim * part) < head_dim,
+    )
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,16 +60,27 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
-def slow_paths(dtype: torch.dtype, *, tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What a run on this GPU goes without, and what would change that; a line each, none on the CPU."""
+def slow_paths(
+    dtype: torch.dtype,
+    *,
+    tensor_parallel: int,
+    not_in_engine: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """What a run on this GPU goes without, and what would change that; a line each, none on the CPU.
+
+    ``not_in_engine`` is what the model has that Transformer Engine's layers have not.
+    """
     if not device.on_gpu():
         return []
-    found = []
+    found, engine = [], uses_transformer_engine(dtype) and not not_in_engine
     if dtype == torch.float32:
         found.append("fp32: no tensor cores; trainer.precision=bf16 is many times faster")
-    elif not uses_transformer_engine(dtype):
+    elif not_in_engine:
+        found.append(f"layers without Transformer Engine's kernels, which lack {' and '.join(not_in_engine)}")
+    elif not engine:
         found.append("layers without Transformer Engine's kernels; install transformer-engine[pytorch]")
-    if not uses_transformer_engine(dtype) and not adds_products():
+    if not engine and not adds_products():
         found.append("gradients of linear layers are made before they are added; install apex with its CUDA extensions")
     if not fused_rope():
         found.append("rotary embeddings in several kernels; install transformer-engine[pytorch]")

@@ -2,8 +2,9 @@
 
 The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
 token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk
-of logits [c, v]; backward, the same and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a
-bf16 model add a chunk in bf16, and on the CPU, which cannot widen a product, another [V, H].
+of logits [c, v]; backward, the same (with a soft cap its slopes besides) and the two gradients, [T, H] and, where the weight
+has no ``main_grad``, [V, H]. For a bf16 model add a chunk in bf16, and on the CPU, which cannot widen a product, another
+[V, H].
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
@@ -29,6 +30,7 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup | None,
     chunk_size: int,
+    softcap: float | None = None,
     reduce_hidden_grad: bool = True,
 ) -> torch.Tensor:
     """Log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
@@ -45,6 +47,7 @@ def vocab_parallel_logprobs(
         vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
         group: tensor-parallel group; None for a single rank.
         chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
+        softcap: the logits become softcap * tanh(logit / softcap), in fp32; None where they stay as they are.
         reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where the backward pass of what comes
             before does it (the gather of sequence parallelism).
 
@@ -52,16 +55,18 @@ def vocab_parallel_logprobs(
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
 
     Raises:
-        ValueError: ``chunk_size`` is not positive.
+        ValueError: ``chunk_size`` or ``softcap`` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
     first = weight_VH.shape[0] * (dist.get_rank(group) if group is not None else 0)
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
     is_here_T = (target_T >= first) & (target_T < first + columns)
     column_T = torch.where(is_here_T, target_T - first, 0)
     logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, reduce_hidden_grad
+        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, softcap, reduce_hidden_grad
     )
     return logps_T
 
@@ -92,6 +97,7 @@ class _Logprobs(torch.autograd.Function):
         columns: int,
         group: dist.ProcessGroup | None,
         chunk_size: int,
+        softcap: float | None,
         reduce_hidden_grad: bool,
     ) -> torch.Tensor:
         num_tokens, wide = len(hidden_TH), _wide(hidden_TH.dtype)
@@ -99,7 +105,7 @@ class _Logprobs(torch.autograd.Function):
         exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
         exp_sum_T, target_logit_T = exp_sum_and_target_2T
         for chunk in _chunks(num_tokens if columns else 0, chunk_size):
-            logits_cv = _mm(hidden_TH[chunk], weight_VH[:columns].t())
+            logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns], softcap)
             its_logit_c1 = logits_cv.gather(1, column_T[chunk].unsqueeze(1))
             target_logit_T[chunk] = its_logit_c1.squeeze(1) * is_here_T[chunk]
             maximum_T[chunk] = logits_cv.amax(dim=1)
@@ -113,6 +119,7 @@ class _Logprobs(torch.autograd.Function):
         normaliser_T = exp_sum_T.log().add_(maximum_T)
         ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_here_T, normaliser_T)
         ctx.columns, ctx.chunk_size, ctx.main_grad_VH = columns, chunk_size, main_grad_of(weight_VH)
+        ctx.softcap = softcap
         ctx.reduce_group = group if reduce_hidden_grad else None
         return target_logit_T - normaliser_T
 
@@ -129,23 +136,25 @@ class _Logprobs(torch.autograd.Function):
         grad_T1 = -grads[0].unsqueeze(1)
         for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
             # d log-prob / d logits = one-hot(target) - softmax; its negative is made in place of the logits
-            slope_cv = _mm(hidden_TH[chunk], weight_VH[:columns].t())
+            slope_cv = _logits(hidden_TH[chunk], weight_VH[:columns], ctx.softcap)
+            # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+            cap_slope_cv = None if ctx.softcap is None else slope_cv.div(ctx.softcap).square_().neg_().add_(1)
             slope_cv.sub_(normaliser_T[chunk].unsqueeze(1)).exp_()
             slope_cv.scatter_add_(1, column_T[chunk].unsqueeze(1), -is_here_T[chunk].to(wide).unsqueeze(1))
-            slope_cv = slope_cv.to(dtype)
+            slope_cv = (slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)).to(dtype)
             # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
             if hidden_grad_TH is not None:
                 hidden_grad_TH[chunk] = _mm(slope_cv, weight_VH[:columns]).mul_(grad_T1[chunk])
             if weight_grad_VH is not None:
                 _add_mm(weight_grad_VH[:columns], slope_cv.t(), (hidden_TH[chunk] * grad_T1[chunk]).to(dtype))
-            del slope_cv
+            del slope_cv, cap_slope_cv
         if hidden_grad_TH is not None:
             if ctx.reduce_group is not None:
                 dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
             hidden_grad_TH = hidden_grad_TH.to(dtype)
         if weight_grad_VH is not None:
             weight_grad_VH = added_to_main_grad(weight_VH) if is_summed else weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None
+        return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None, None
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
@@ -154,6 +163,11 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    logits_cv = _mm(hidden_cH, weight_vH.t())
+    return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

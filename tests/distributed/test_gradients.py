@@ -16,7 +16,9 @@ from tests.tiny import make_checkpoint
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {}),
     "llama": ("llama", {}),
+    "olmo2": ("olmo2", {}),
     "qwen2": ("qwen2", {}),
     "window": ("mistral", {"sliding_window": 7}),
 }
@@ -161,6 +163,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 QUICK = {
+    ("gemma2", "tp2"),
     ("llama", "one_rank"),
     ("llama", "micro_batch_4"),
     ("llama", "recompute"),
@@ -169,6 +172,7 @@ QUICK = {
     ("llama", "pp2_uneven"),
     ("llama", "cp2_tp2_sequence_parallel"),
     ("llama", "tp2_pp2_sequence_parallel"),
+    ("olmo2", "tp2"),
     ("qwen2", "dp2"),
     ("qwen2", "pp2_vp2"),
     ("window", "cp2"),

@@ -37,13 +37,21 @@ def expected(dtype: torch.dtype, *, rows: int, vocab: int) -> tuple[torch.Tensor
     return logps.detach(), *torch.autograd.grad(logps, (hidden, weight), arriving.double())
 
 
-def on_a_rank(dtype: torch.dtype, rows: int, vocab: int, chunk_size: int, reduce_hidden_grad: bool) -> Any:
+def on_a_rank(
+    dtype: torch.dtype, rows: int, vocab: int, chunk_size: int, reduce_hidden_grad: bool, softcap: float | None = None
+) -> Any:
     """What one tensor-parallel rank gets: (log-probs, hidden gradient, its rows of the weight gradient)."""
     group = dist.group.WORLD
     hidden, weight, target, arriving = problem(dtype, rows=rows, vocab=vocab)
     hidden.requires_grad_()
     mine = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
-    options = {"vocab_size": vocab, "group": group, "chunk_size": chunk_size, "reduce_hidden_grad": reduce_hidden_grad}
+    options = {
+        "vocab_size": vocab,
+        "group": group,
+        "chunk_size": chunk_size,
+        "softcap": softcap,
+        "reduce_hidden_grad": reduce_hidden_grad,
+    }
     logps = vocab_parallel_logprobs(hidden, mine, target, **options)
     logps.backward(arriving)
     with torch.no_grad():
@@ -147,6 +155,25 @@ def without_tokens() -> list[list[float]]:
 
 def test_no_token_at_all(ranks: RankPool) -> None:
     assert ranks.run(2, without_tokens) == [[[], [0.0, 52, HIDDEN]]] * 2
+
+
+@pytest.mark.parametrize("softcap", [3.0, 50.0])
+def test_a_soft_cap(ranks: RankPool, softcap: float) -> None:
+    """Values, and gradients through c tanh(x / c), at logits up to about twice the smaller cap and far below the larger."""
+    logps, hidden_grad, weight_grad = gathered(ranks.run(2, on_a_rank, torch.float64, 104, VOCAB, 7, True, softcap))
+    hidden, weight, target, arriving = problem(torch.float64)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    capped = softcap * torch.tanh(hidden @ weight[:VOCAB].t() / softcap)
+    true_logps = torch.log_softmax(capped, dim=1)[torch.arange(NUM_TOKENS), target]
+    true_grads = torch.autograd.grad(true_logps, (hidden, weight), arriving.double())
+    for found, true in zip((logps, hidden_grad, weight_grad), (true_logps.detach(), *true_grads), strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-10, atol=1e-12)
+
+
+def test_a_soft_cap_is_positive() -> None:
+    hidden, weight, target, _ = problem(torch.float32)
+    with pytest.raises(ValueError, match=r"softcap must be positive, or None for no cap, got 0\.0"):
+        vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=0.0)
 
 
 def test_logits_far_from_zero() -> None:

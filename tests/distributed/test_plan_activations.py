@@ -96,7 +96,10 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 640}
-    return {family: make_checkpoint(folder / family, family, **sizes) for family in ("llama", "qwen3")}
+    return {
+        family: make_checkpoint(folder / family, family, **sizes)
+        for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,14 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"context": 2}, "float32", None),
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
+        ("gemma2", {}, "float32", None),
+        pytest.param("gemma2", {}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("gemma2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", ALL, marks=pytest.mark.full),
+        ("gemma3_text", {"tensor": 2}, "float32", ALL),
+        pytest.param("gemma3_text", {}, "bfloat16", None, marks=pytest.mark.full),
+        ("olmo2", {"tensor": 2}, "float32", None),
+        pytest.param("olmo2", {}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("olmo2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
         ("llama", {"recompute": "full"}, "float32", None),
         ("llama", {"packed": True, "context": 2}, "float32", None),
         pytest.param("qwen3", {"context": 2}, "float32", None, marks=pytest.mark.full),

@@ -53,11 +53,14 @@ def planned(model: Path, tensor: int, split: PipelineSplit, stage: int, adapters
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads."""
+    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads or on all of them."""
     folder = tmp_path_factory.mktemp("planned")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     return {
+        "gemma2": make_checkpoint(folder / "gemma2", "gemma2", **heads),
+        "gemma3_text": make_checkpoint(folder / "gemma3_text", "gemma3_text", **heads),
         "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
+        "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
         "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
     }
@@ -66,7 +69,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("family", "tensor", "split", "adapters"),
     [
+        ("gemma2", 2, PipelineSplit(stages=2), None),
+        pytest.param("gemma3_text", 2, PipelineSplit(stages=2), None, marks=pytest.mark.full),
         ("llama", 2, PipelineSplit(stages=2), None),
+        ("olmo2", 2, PipelineSplit(stages=2), ADAPTERS),
         ("qwen2", 2, PipelineSplit(stages=2, chunks=2), ADAPTERS),
         ("qwen2", 1, PipelineSplit(stages=2, last=1), None),
         ("qwen3", 4, PipelineSplit(), ADAPTERS),

@@ -37,7 +37,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = ", ".join(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
+FAMILIES = ", ".join(
+    f"{name}ForCausalLM" for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
+)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
@@ -68,6 +70,17 @@ AT_START: dict[str, tuple[Break, str]] = {
     "config is an empty object": (content("config.json", b"{}"), f"the architecture must be one of {FAMILIES}, got ''"),
     # which model
     "another family": (config(architectures=["GPT2LMHeadModel"]), f"must be one of {FAMILIES}, got 'GPT2LMHeadModel'"),
+    "an encoder-decoder model": (
+        config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
+        "an encoder-decoder model (t5) cannot be trained: a response must be the continuation of its prompt; choose a "
+        "decoder-only model",
+    ),
+    "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), "encoder_decoder must be true or false, got 'no'"),
+    "a model of images": (
+        config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),
+        "a model of images or sounds (gemma3) cannot be trained, only text models; choose another, or save its language "
+        "model with save_pretrained as a model of its own",
+    ),
     "a mixture of experts": (config(architectures=["MixtralForCausalLM"]), "got 'MixtralForCausalLM'"),
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), "got 'LlamaForSequenceClassification'"),
     "architectures is a string": (
@@ -92,6 +105,20 @@ AT_START: dict[str, tuple[Break, str]] = {
     "quantized by nothing": (config(quantization_config={}), "must not be quantized, got quant_method 'unknown'"),
     "another activation": (config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'; choose another model"),
     "an activation that is a list": (config(hidden_act=["silu"]), "hidden_act must be a string, got ['silu']"),
+    "tokens that see what comes after them": (
+        config(use_bidirectional_attention=True),
+        "use_bidirectional_attention must be false, got true: no token sees what comes after it; choose another model",
+    ),
+    "a soft cap that the family does not have": (
+        config(attn_logit_softcapping=50.0),
+        "attn_logit_softcapping must be null for llama, got 50.0; choose another model",
+    ),
+    "a soft cap of zero": (config(final_logit_softcapping=0.0), "final_logit_softcapping must be a positive, finite number"),
+    "a scalar that is null": (config(query_pre_attn_scalar=None), "query_pre_attn_scalar must be a positive, finite number"),
+    "another activation of gemma2": (
+        config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_activation="gelu"),
+        "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'; choose another model",
+    ),
     "a bias on the MLP alone": (config(mlp_bias=True), "mlp_bias=true with attention_bias=false is not supported"),
     # sizes
     **{
@@ -149,6 +176,22 @@ AT_START: dict[str, tuple[Break, str]] = {
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
         "rope_parameters must be the same for all layers, got one set for each of full_attention",
+    ),
+    "rope for layers with a window is a number": (
+        config(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", rope_parameters={"sliding_attention": 5}),
+        "rope_parameters.sliding_attention must be an object, got 5" + AGAIN,
+    ),
+    "rope of a layer type has a wrong number": (
+        config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
+        "rope_parameters.full_attention.rope_theta must be a positive, finite number, got 'x'" + AGAIN,
+    ),
+    "rope for layers with a window of a type that is not there": (
+        config(
+            architectures=["Gemma3ForCausalLM"],
+            model_type="gemma3_text",
+            rope_parameters={"sliding_attention": {"rope_type": "made-up"}},
+        ),
+        "the rope type must be one of default, linear, llama3, yarn, dynamic, longrope, got 'made-up'; choose another model",
     ),
     "layer_types of another number": (
         config(layer_types=["full_attention"]),

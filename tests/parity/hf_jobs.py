@@ -63,8 +63,14 @@ def logits(
     hidden = outputs[0]
     if model.config.sequence_parallel:
         hidden = torch.cat(gather(hidden, group), dim=1)
-    part = hidden @ model.output_weight().T
+    part = capped(model, hidden @ model.output_weight().T)
     return torch.cat(gather(part, group), dim=-1)[..., : architecture.vocab_size]
+
+
+def capped(model: HiddenStateGPT, values: torch.Tensor) -> torch.Tensor:
+    """What becomes of logits."""
+    cap = model.logit_softcap
+    return values if cap is None else cap * torch.tanh(values / cap)
 
 
 def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -118,7 +124,7 @@ def _backward(chunks: list[Any], model: HiddenStateGPT, architecture: Architectu
         weight = model.output_weight()
         first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         cotangent = hf_models.cotangent()[..., first : first + weight.size(0)]
-        result = (hidden @ weight[: cotangent.size(-1)].T * cotangent).sum()
+        result = (capped(model, hidden @ weight[: cotangent.size(-1)].T) * cotangent).sum()
         return result, torch.tensor(1, dtype=torch.int), {}
 
     def forward(_: Any, chunk: Any) -> tuple[torch.Tensor, Any]:

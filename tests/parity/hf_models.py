@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -46,6 +49,43 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 CONFIGS = {
+    # caps that the scores and logits of these weights reach, and a window in every second layer
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES,
+        rope_parameters=_rope(5e5),
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        sliding_window=7,
+        **_NO_TOKENS,
+    ),
+    "gemma2-untied-no-caps-bias": lambda: Gemma2Config(
+        **_SIZES,
+        rope_parameters=_rope(1e5),
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
+        **_NO_TOKENS,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES,
+        rope_parameters={
+            "full_attention": _rope(5e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+            "sliding_attention": _rope(2e3),
+        },
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=9.0,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        **_NO_TOKENS,
+    ),
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),
     "llama-tied-llama3-rope": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, head_dim=16, tie_word_embeddings=True),
     "llama-odd-heads": lambda: LlamaConfig(
@@ -67,8 +107,30 @@ CONFIGS = {
     ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "olmo2": lambda: Olmo2Config(**_SIZES, rope_parameters=_rope(5e5), **_NO_TOKENS),
+    "olmo2-tied-odd-heads-bias": lambda: Olmo2Config(
+        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        rope_parameters=_rope(1e5),
+        attention_bias=True,
+        tie_word_embeddings=True,
+        **_NO_TOKENS,
+    ),
     "phi3-part-of-each-head": lambda: Phi3Config(
         **_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
+    ),
+    # as Phi-4-mini
+    "phi3-part-of-each-head-longrope": lambda: Phi3Config(
+        **_SIZES,
+        rope_parameters=_rope(
+            1e5,
+            rope_type="longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.5, 2.0],
+            long_factor=[2.0, 3.0, 4.0],
+            attention_factor=0.7,
+        ),
+        original_max_position_embeddings=32,
+        **_NO_TOKENS,
     ),
     "phi3-odd-heads-window-longrope": lambda: Phi3Config(
         **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
@@ -87,9 +149,9 @@ CONFIGS = {
         bos_token_id=None,
         eos_token_id=None,
     ),
-    "smollm3-window": lambda: SmolLM3Config(
+    "smollm3-window-yarn-rope": lambda: SmolLM3Config(
         **_SIZES,
-        rope_parameters=_rope(1e5),
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
         use_sliding_window=True,
         sliding_window=7,
         tie_word_embeddings=True,

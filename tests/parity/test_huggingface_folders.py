@@ -187,6 +187,20 @@ def test_padding_differs_between_layouts_in_a_distributed_checkpoint(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP2, Layout()), pytest.param(Layout(pipeline=2), Layout(tensor=4), marks=pytest.mark.full)]
+)
+def test_norms_over_all_heads_in_a_distributed_checkpoint(ranks: Any, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
+    hf_models.write_model("olmo2-tied-odd-heads-bias", model)
+    checkpoint.mkdir()
+    ranks.run(saved.model_ranks, hf_jobs.save_sharded, saved, model, checkpoint)
+    ranks.run(loaded.model_ranks, hf_jobs.load_sharded, loaded, model, checkpoint, tmp_path / "out")
+    before, after = weights(model), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 def test_shards_are_no_larger_than_asked_unless_one_weight_is(tmp_path: Path) -> None:
     writer = ShardWriter(folder=tmp_path, max_shard_bytes=100)
     sizes = {"a": 10, "b": 15, "c": 1, "d": 40, "e": 3}  # of four bytes

@@ -34,11 +34,14 @@ LAYOUTS = {
     "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
 }
 SETTINGS = {
+    "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
     ),
     "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
+    "olmo2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 SEED = 5

@@ -48,14 +48,35 @@ _DENSE_MAPPINGS = tuple(
     ParamMapping(mcore_name=mcore_name, hf_names=hf_names, split=split, required_flag=flag)
     for mcore_name, hf_names, split, flag in _DENSE
 )
-_QK_NORM_MAPPINGS = tuple(
+
+
+def _qk_norms(query: str, key: str) -> tuple[ParamMapping, ...]:
+    return tuple(
+        ParamMapping(
+            mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
+            hf_names={f"{_ATTENTION}{part}_norm.weight": (width,)},
+            split=Split.REPLICATED,
+        )
+        for part, width in (("q", query), ("k", key))
+    )
+
+
+_QK_NORM_MAPPINGS, _ALL_HEADS_NORM_MAPPINGS = _qk_norms("head", "head"), _qk_norms("query", "key_value")
+# of models that have norms before the MLP too
+_PRE_MLP_NORM = {_MCORE + "pre_mlp_layernorm.weight": {_HF + "pre_feedforward_layernorm.weight": ("hidden",)}}
+_POST_NORM_MAPPINGS = tuple(
     ParamMapping(
-        mcore_name=f"{_MCORE}self_attention.{part}_layernorm.weight",
-        hf_names={f"{_ATTENTION}{part}_norm.weight": ("head",)},
+        mcore_name=f"{_MCORE}post_{ours}_layernorm.weight",
+        hf_names={f"{_HF}post_{theirs}_layernorm.weight": ("hidden",)},
         split=Split.REPLICATED,
     )
-    for part in "qk"
+    for ours, theirs in (("attention", "attention"), ("mlp", "feedforward"))
 )
+
+
+def _without(mappings: tuple[ParamMapping, ...], *names: str) -> tuple[ParamMapping, ...]:
+    return tuple(mapping for mapping in mappings if mapping.mcore_name.removeprefix(_MCORE) not in names)
+
 
 # Phi-3's tensors hold what other families have in several.
 _FUSED = {
@@ -66,6 +87,41 @@ _FUSED_MAPPINGS = tuple(
     replace(mapping, hf_names=_FUSED.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
 )
 
+_GEMMA_MAPPINGS = _POST_NORM_MAPPINGS + tuple(
+    replace(mapping, hf_names=_PRE_MLP_NORM.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
+)
+
+# Gemma 2: norms before and after attention and MLP, soft caps on scores and logits, a window in every second layer.
+GEMMA2 = Family(
+    name="gemma2",
+    hf_architecture="Gemma2ForCausalLM",
+    mappings=_GEMMA_MAPPINGS,
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "post_norm": True,
+        "zero_centered_norm": True,
+        "scaled_embedding": True,
+    },
+    numbers={
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "attention_softcap": "attn_logit_softcapping",
+        "logit_softcap": "final_logit_softcapping",
+    },
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    windows=window_by_layer_type,
+    own_head_dim=True,
+)
+# Gemma 3, its text models: no cap on the scores, norms of queries and keys, and another rope for layers with a window.
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    hf_architecture="Gemma3ForCausalLM",
+    mappings=_GEMMA_MAPPINGS + _QK_NORM_MAPPINGS,
+    flags={**GEMMA2.flags, "qk_norm": True},
+    numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
+    local_rope=True,
+)
 # Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
 LLAMA = Family(
     name="llama",
@@ -108,4 +164,20 @@ QWEN3 = Family(
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     windows=window_by_layer_type,
     own_head_dim=True,
+)
+# OLMo 2: norms after attention and MLP instead of before them, and norms over all query heads and over all key heads.
+OLMO2 = Family(
+    name="olmo2",
+    hf_architecture="Olmo2ForCausalLM",
+    mappings=_without(_DENSE_MAPPINGS, "input_layernorm.weight", "pre_mlp_layernorm.weight")
+    + _POST_NORM_MAPPINGS
+    + _ALL_HEADS_NORM_MAPPINGS,
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "qk_norm": True,
+        "all_heads_norm": True,
+        "pre_norm": False,
+        "post_norm": True,
+    },
 )

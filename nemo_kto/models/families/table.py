@@ -84,11 +84,14 @@ class Family:
         name: what we call it; ``model_type`` in the configuration file too.
         hf_architecture: entry of ``architectures`` in the configuration file.
         mappings: the weights.
-        flags: flag of ``Architecture`` (qkv_bias, output_bias, mlp_bias, qk_norm) -> the configuration's attribute that
-            decides it, or the constant it is.
+        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> the configuration's attribute that decides it,
+            or the constant it is.
+        numbers: number of ``Architecture`` -> the configuration's attribute that it is.
+        activation: the configuration's attribute that names the MLP's activation, and what it must name.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
+        local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
     """
 
@@ -96,7 +99,10 @@ class Family:
     hf_architecture: str
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
     windows: Callable[[PretrainedConfig], Windows] = no_window
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     partial_rotary: bool = False
+    local_rope: bool = False
     own_head_dim: bool = False

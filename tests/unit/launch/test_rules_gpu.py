@@ -11,7 +11,7 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.launch import plan
 from nemo_kto.launch.packages import transformer_engine_version
-from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_sizes, gpu_rules, packed_windows
+from nemo_kto.launch.rules_gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows
 from nemo_kto.parallel import device
 from tests.tiny import make_checkpoint
 from tests.unit.launch.conftest import Load, Said
@@ -95,13 +95,13 @@ def test_sizes_that_can_be_multiplied_in_fp8(
     model = make_checkpoint(tmp_path / "small", "llama", intermediate_size=96)
     base = ("model.fp8=hybrid", f"pretrained_checkpoint.restore_from_path={model}")
     tensor = "model.tensor_model_parallel_size={}"
-    assert list(fp8_sizes(load(*base, tensor.format(2)))) == []
+    assert list(fp8_model(load(*base, tensor.format(2)))) == []
     told = (
         "model.fp8 must be null where a size of a rank's matrices is no multiple of 16, got hybrid with "
         "decoder.layers.0.mlp.linear_fc2.weight of 64 x 24; leave it out, or use another model.tensor_model_parallel_size "
         "than 4"
     )
-    assert [str(mistake) for mistake in fp8_sizes(load(*base, tensor.format(4)))] == [told]
+    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [told]
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
     assert str(error.value) == f"nothing can be planned:\n  {told}"
@@ -140,6 +140,14 @@ def test_packed_rows_with_windows_on_several_ranks(
         "true; Transformer Engine cannot do all three; leave one out"
     )
     assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
+
+
+def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) -> None:
+    cfg = load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'olmo2')}")
+    assert [str(mistake) for mistake in fp8_model(cfg)] == [
+        "model.fp8 must be null for a model with norms after attention and MLP and norms over all heads (olmo2), which "
+        "Transformer Engine's layers lack, got e4m3; leave it out"
+    ]
 
 
 def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
@@ -22,8 +23,11 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -57,6 +61,8 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
         ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
         ("MistralForCausalLM", {}, (False, False, False, False)),
+        ("Olmo2ForCausalLM", {}, (False, False, False, True)),
+        ("Olmo2ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
         ("Qwen2ForCausalLM", {}, (True, False, False, False)),
         ("Qwen3ForCausalLM", {}, (False, False, False, True)),
         ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
@@ -65,6 +71,63 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
 def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, Any], flags: tuple[bool, ...]) -> None:
     read = read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1)
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
+
+
+def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
+    found = {
+        name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
+        for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
+    }
+    assert found == {
+        "Gemma2ForCausalLM": ("norms after attention and MLP", "a soft cap on the scores"),
+        "Gemma3ForCausalLM": ("norms after attention and MLP", "a rope for layers with a window"),
+        "LlamaForCausalLM": (),
+        "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
+        "Qwen3ForCausalLM": (),
+    }
+
+
+def test_numbers_of_gemma2(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("Gemma2ForCausalLM"), num_hidden_layers=4), tensor_parallel=1)
+    assert (read.head_dim, read.query_pre_attn_scalar, read.softmax_scale) == (256, 256, None)
+    assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
+    assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
+    assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "factor", "local_theta"),
+    [
+        # as published: the old form, and what transformers 5 writes of it
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": LINEAR}, 1e6, 8.0, 3e4),
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": None}, 1e6, 1.0, 3e4),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {**LINEAR, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                }
+            },
+            1e6,
+            8.0,
+            3e4,
+        ),
+        ({"rope_theta": 2e6}, 2e6, 1.0, 1e4),  # transformers' default
+    ],
+)
+def test_gemma3_has_two_ropes(
+    tmp_path: Path, changes: dict[str, Any], theta: float, factor: float, local_theta: float
+) -> None:
+    given = {**of("Gemma3ForCausalLM"), "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 32, **changes}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    assert read.rope.frequencies == pytest.approx([theta ** -(pair / 4) / factor for pair in range(4)], rel=1e-6)
+    assert read.local_rope is not None
+    assert read.local_rope.frequencies == pytest.approx([local_theta ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert read.windows == (32, 32, 32, 32, 32, None, 32)
+    assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
 
 
 def test_head_size_of_its_own(tmp_path: Path) -> None:
@@ -109,6 +172,31 @@ def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channe
     assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
 
 
+LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "in_table"),
+    [
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]}, True),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 4, "long_factor": [4.0] * 4}}, False),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 3}, "partial_rotary_factor": 0.75}, True),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
+    ],
+)
+def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], in_table: bool
+) -> None:
+    given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
+    read = read_architecture(folder(tmp_path, **given, **changes), tensor_parallel=1)
+    assert read.rope.factor_in_table == in_table
+    assert ("an attention factor of some layers or channels" in read.not_in_engine) == in_table
+    assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
+
+
 def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, no_rope_layers=[0, 0, 0]), tensor_parallel=1)
     assert read.rotates == (True, True, True)
@@ -145,17 +233,13 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, "
+            "Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
             "must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
-        ),
-        (
-            {**of("SmolLM3ForCausalLM"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]},
-            "must rotate every layer, got layers without rotary embeddings, whose scores have no such factor",
         ),
         ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
@@ -180,6 +264,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
     with pytest.raises(ValueError, match=message) as error:
         read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("config", [T5Config(), BartConfig()], ids=["t5", "bart"])
+def test_encoder_decoder_models_are_refused_with_the_reason(tmp_path: Path, config: PretrainedConfig) -> None:
+    """Of the files that transformers writes."""
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_architecture(tmp_path, tensor_parallel=1)
+    assert str(error.value) == (
+        f"{tmp_path / 'config.json'}: an encoder-decoder model ({config.model_type}) cannot be trained: a response must be "
+        "the continuation of its prompt; choose a decoder-only model"
+    )
 
 
 def test_no_configuration(tmp_path: Path) -> None:

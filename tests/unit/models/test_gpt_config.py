@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,20 @@ def test_chunks_of_a_stage_do_not_exchange_in_batches(architecture: Architecture
     assert [chunks.batch_p2p_comm, chunks.overlap_p2p_comm] == [False, True]
     assert plain.variable_seq_lengths
     assert chunks.variable_seq_lengths
+
+
+def test_a_scalar_takes_the_place_of_the_head_size_in_the_softmax_scale(architecture: Architecture) -> None:
+    scales = [config_of(replace(architecture, query_pre_attn_scalar=scalar)).softmax_scale for scalar in (None, 8, 24)]
+    assert scales == [None, None, 1 / math.sqrt(24)]
+
+
+def test_only_silu_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's fused gelu is chosen by another function than the one it computes."""
+    gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    gemma2 = read_architecture(make_checkpoint(tmp_path, "gemma2"), tensor_parallel=1)
+    config = _transformer_config(gemma2, engine=False, params_dtype=torch.bfloat16)
+    assert (config.bias_activation_fusion, config.use_te_activation_func) == (False, True)
+    assert config.layernorm_zero_centered_gamma
 
 
 @pytest.mark.parametrize("fp8", [None, "hybrid", "e4m3"])

@@ -24,18 +24,20 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
-def norm_with_weight() -> torch.nn.Module:
-    norm = TorchNorm(config(), hidden_size=8, eps=1e-2)
+def norm_with_weight(zero_centered: bool = False) -> torch.nn.Module:
+    norm = TorchNorm(config(layernorm_zero_centered_gamma=zero_centered), hidden_size=8, eps=1e-2)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(-1, 2, 8))
     return norm
 
 
-def test_gradients_are_those_of_torch() -> None:
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_gradients_are_those_of_torch(zero_centered: bool) -> None:
     torch.manual_seed(0)
-    norm, values, grad = norm_with_weight(), torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
+    norm, values, grad = norm_with_weight(zero_centered), torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
     exact_weight, exact_values = (each.detach().double().requires_grad_() for each in (norm.weight, values))
-    exact = torch.nn.functional.rms_norm(exact_values, (8,), exact_weight, 1e-2)
+    exact = torch.nn.functional.rms_norm(exact_values, (8,), exact_weight + zero_centered, 1e-2)
+    torch.testing.assert_close(norm(values), exact.float(), rtol=2e-6, atol=2e-6)
     found = torch.autograd.grad(norm(values), (values, norm.weight), grad)
     expected = torch.autograd.grad(exact, (exact_values, exact_weight), grad.double())
     for one, other in zip(found, expected, strict=True):
@@ -82,6 +84,13 @@ def test_another_norm_is_refused() -> None:
         TorchNorm(config(normalization="LayerNorm"), hidden_size=8)
 
 
-def test_zero_centred_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="layernorm_zero_centered_gamma must be False"):
-        TorchNorm(config(layernorm_zero_centered_gamma=True), hidden_size=8)
+def test_in_bf16_one_and_the_weight_is_not_rounded() -> None:
+    """1 + 2^-9 is no number of bf16: rounded it would be 1."""
+    settings = config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    norm = TorchNorm(settings, hidden_size=64, eps=0.0)
+    with torch.no_grad():
+        norm.weight.fill_(2**-9)
+    values = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    normed = values.float() / values.float().square().mean().sqrt()
+    assert torch.equal(norm(values), (normed * (1 + 2**-9)).bfloat16())
+    assert not torch.equal(norm(values), normed.bfloat16())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, An
             ("original_max_position_embeddings", 8),
         ),
         (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full_attention": {"factor": 2.0}},
+            },
+            ("max_position_embeddings", 64),
+        ),
+        (
             {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": {"type": "yarn"}},
             ("max_position_embeddings", 64),
         ),
@@ -98,6 +107,20 @@ def test_the_attention_factor_is_a_factor_on_the_scores() -> None:
     """Cosines and sines of queries and of keys have it in transformers, so that it is there twice."""
     assert Rope(frequencies=(1.0,)).softmax_scale(64) is None
     assert Rope(frequencies=(1.0,), attention_factor=1.5).softmax_scale(64) == 1.5 * 1.5 / 8
+
+
+@pytest.mark.parametrize("in_table", [False, True])
+def test_the_attention_factor_is_in_the_table_or_in_the_scale(in_table: bool) -> None:
+    rope, heads_sbhd = of_theta(1e4), torch.randn(4, 1, 2, 12, requires_grad=True)  # of 12 channels 4 are not rotated
+    scaled = replace(rope, attention_factor=1.5, factor_in_table=in_table)
+    assert scaled.softmax_scale(16) == (None if in_table else 1.5 * 1.5 / 4)
+    assert scaled.softmax_scale(16, 25) == (1 / 5 if in_table else 1.5 * 1.5 / 5)
+    plain, found = RotaryTable(rope=rope).rotate(heads_sbhd), RotaryTable(rope=scaled).rotate(heads_sbhd)
+    factor = torch.tensor([1.5 if in_table else 1.0] * 8 + [1.0] * 4)
+    torch.testing.assert_close(found, plain * factor)
+    (grad,) = torch.autograd.grad(found, heads_sbhd, torch.ones_like(found))
+    (plain_grad,) = torch.autograd.grad(plain, heads_sbhd, torch.ones_like(plain))
+    torch.testing.assert_close(grad, plain_grad * factor)
 
 
 def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,16 @@ def test_each_slow_path_is_a_line(
     assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
 
 
+def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **{**RICH, "apex": False})
+    parts = ["norms after attention and MLP", "norms over all heads"]
+    assert kernels.slow_paths(BF16, tensor_parallel=1, not_in_engine=parts, environment={}) == [
+        "layers without Transformer Engine's kernels, which lack norms after attention and MLP and norms over all heads",
+        NO_ADDING,
+    ]
+    assert kernels.slow_paths(FP32, tensor_parallel=1, not_in_engine=parts, environment={})[0] == SLOW_TYPE
+
+
 @pytest.mark.parametrize("apex", [False, True])
 def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": apex})

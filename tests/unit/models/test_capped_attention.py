@@ -1,0 +1,84 @@
+"""Attention with a soft cap on the scores, against the same written out and differentiated by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_kto.models import capped_attention
+from nemo_kto.models.capped_attention import BLOCK
+
+LENGTH, HEADS, GROUPS, SIZE, SCALE, CAP = BLOCK + 37, 4, 2, 8, 0.9, 2.5
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+WINDOW = CAUSAL & ~CAUSAL.tril(-5)
+PLACE = torch.arange(LENGTH)
+DOCUMENTS = torch.stack([CAUSAL & (PLACE[:, None] // size == PLACE // size) for size in (20, 60)])[:, None]
+MASKS = {"causal": None, "window": WINDOW, "a mask for each sequence": DOCUMENTS}
+
+
+def heads(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Query, key, value, and the gradient that arrives; laid out as megatron-core's layers have them."""
+    draw = torch.Generator().manual_seed(0)
+    numbers = (HEADS, GROUPS, GROUPS, HEADS)
+    made = [torch.randn(LENGTH, 2, number, SIZE, generator=draw).to(dtype).permute(1, 2, 0, 3) for number in numbers]
+    return [each.requires_grad_(place < 3) for place, each in enumerate(made)]
+
+
+def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    key, value = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (key, value))
+    scores = CAP * torch.tanh(query @ key.mT * SCALE / CAP)
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value
+
+
+def attend(*parts: torch.Tensor, mask: torch.Tensor | None, **changes: object) -> torch.Tensor:
+    settings = {"dropout_p": 0.0, "is_causal": mask is None, "scale": SCALE, "enable_gqa": True, "cap": CAP}
+    return capped_attention.capped_attention(*parts, attn_mask=mask, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_values_and_gradients(mask: torch.Tensor | None) -> None:
+    *parts, grad = heads()
+    exact_parts = [part.detach().double().requires_grad_() for part in parts]
+    exact = written_out(*exact_parts, CAUSAL if mask is None else mask)
+    found = attend(*parts, mask=mask)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(exact, exact_parts, grad.double())
+    for one, other in zip(torch.autograd.grad(found, parts, grad), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_computes_in_fp32_what_lies_between_the_products() -> None:
+    *parts, grad = heads(torch.bfloat16)
+    exact_parts = [part.detach().double().requires_grad_() for part in parts]
+    exact = written_out(*exact_parts, CAUSAL)
+    found = attend(*parts, mask=None)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+    expected = torch.autograd.grad(exact, exact_parts, grad.double())
+    for one, other in zip(torch.autograd.grad(found, parts, grad), expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-2)
+
+
+def test_no_tensor_holds_the_scores_of_all_queries() -> None:
+    """Of 4 blocks: the largest tensors are the scores of one of them."""
+    from tests.distributed.test_logprobs import LargestTensor
+
+    long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
+    with LargestTensor() as largest:
+        attend(*long, mask=None).sum().backward()
+    assert largest.elements == BLOCK * 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p must be 0 where scores are capped, got 0\.1"),
+        ({"is_causal": False}, "is_causal must be True without a mask, got False"),
+        ({"enable_gqa": False}, "enable_gqa must be set for 4 heads and 2 key-value heads"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: str) -> None:
+    *parts, _ = heads()
+    with pytest.raises(ValueError, match=message):
+        attend(*parts, mask=None, **changes)
