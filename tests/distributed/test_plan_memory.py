@@ -80,6 +80,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, [CACHED, UNSHARDED], marks=pytest.mark.full),
         pytest.param(2, [CACHED, PIPELINE], marks=pytest.mark.full),
         pytest.param(2, [CACHED, "model.context_parallel_size=2"], marks=pytest.mark.full),
+        pytest.param(2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"], marks=pytest.mark.full),
+        pytest.param(2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"], marks=pytest.mark.full),
         # with one row the libraries' own share would be a sixth of what a rank holds of half a frozen model
         pytest.param(2, [*LORA, TENSOR, "model.micro_batch_size=2"], marks=pytest.mark.full),
         pytest.param(2, ["model.reference.mode=swap", TENSOR, *FULL], marks=pytest.mark.full),
