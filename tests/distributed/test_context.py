@@ -78,6 +78,23 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
         assert max(of_rank) < 2e-6
 
 
+def shares(size: int, length: int) -> tuple[list[int], list[int]]:
+    """On a rank: the places of its tokens, and those that megatron-core gives it."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from nemo_kto.models.spans import row_places
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(context=size), seed=1)
+    theirs = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]})["tokens"]
+    return row_places((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
+
+
+def test_shares_are_those_of_megatron_core(ranks: RankPool) -> None:
+    for ours, theirs in ranks.run(4, shares, 4, 24):
+        assert ours == theirs
+
+
 def model_on_rank(model: Path, context: int) -> tuple[Any, Any]:
     """The engine of a model, and its architecture."""
     from nemo_kto.checkpoint.huggingface import load_weights
