@@ -20,7 +20,8 @@ from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.models.memory import RankMemory, Training, stages_memory
-from nemo_kto.models.speed import Speed, Step, step_speed
+from nemo_kto.models.speed import Speed, step_speed
+from nemo_kto.models.traffic import Step
 from nemo_kto.parallel import device
 from nemo_kto.parallel.precision import DTYPES, MOMENTS, PRECISIONS, bf16_support, product_flops
 

@@ -109,9 +109,9 @@ def _host_lines(plan: Plan, largest: RankMemory) -> dict[str, str]:
 
 def _traffic(plan: Plan) -> str:
     traffic = plan.speed.traffic
-    context = f"{size(traffic.context)} context, " if plan.training.context_parallel > 1 else ""
-    sent = f"{size(traffic.tensor)} tensor, {size(traffic.pipeline)} pipeline, {context}{size(traffic.data)} data parallel"
-    return f"{sent}, a step"
+    context = f"{size(traffic.context.bytes)} context, " if plan.training.context_parallel > 1 else ""
+    stages = f"{size(traffic.tensor.bytes)} tensor, {size(traffic.pipeline.bytes)} pipeline"
+    return f"{stages}, {context}{size(traffic.data.bytes)} data parallel, a step"
 
 
 def _rate(plan: Plan) -> str:

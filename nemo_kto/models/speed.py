@@ -10,39 +10,8 @@ from dataclasses import dataclass
 
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.hardware import GPUS_PER_MACHINE, LINK_EFFICIENCY, Hardware
-from nemo_kto.models.memory import Training, stages_memory
-
-_FP32 = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step asks of the model.
-
-    Attributes:
-        rows: sequences of the global batch that go forward and backward.
-        width: tokens of each, all but the first of them an answer.
-        forward_only: forward passes without gradient over as many sequences: KL examples, and a reference that is evaluated.
-    """
-
-    rows: int
-    width: int
-    forward_only: int
-
-    @property
-    def tokens(self) -> int:
-        """That are trained on."""
-        return self.rows * self.width
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes that a rank sends in a step to its tensor-, pipeline- and context-parallel group, and as a gradient's sum."""
-
-    tensor: float
-    pipeline: float
-    context: float
-    data: float
+from nemo_kto.models.memory import Training
+from nemo_kto.models.traffic import Step, Traffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +20,7 @@ class Speed:
 
     Attributes:
         flops: of the unpadded model over the global batch: what perf/mfu counts.
+        traffic: of a rank of the stage that sends the most.
         bubble: fraction of the time in which a rank waits for the pipeline to fill and to drain.
         seconds: the estimate.
     """
@@ -67,40 +37,10 @@ def step_flops(training: Training, step: Step) -> int:
     return forward * (training_passes(frozen=training.adapters is not None) + step.forward_only)
 
 
-def step_traffic(training: Training, step: Step) -> Traffic:
-    """What a rank sends: of an all-reduce of n bytes among k ranks 2 n (k - 1) / k, of its two halves one half each."""
-    architecture, tensor, replicas = training.architecture, training.tensor_parallel, training.replicas
-    tokens = step.tokens / replicas
-    hidden = tokens * architecture.hidden_size * training.element_bytes
-    half = (tensor - 1) / tensor * hidden  # an all-gather or a reduce-scatter
-    layers = architecture.num_layers / training.pipeline_parallel
-    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
-    forwards = 1 + step.forward_only + again
-    regathered = 2 if training.sequence_parallel and training.adapters is None else 0  # inputs, for gradients of weights
-    of_layers = layers * (4 * half * (forwards + 1) + regathered * half)
-    logprobs = 2 * (tensor - 1) / tensor * tokens * architecture.hidden_size * _FP32
-    stages = training.pipeline_parallel
-    sent = 0.0 if stages == 1 else hidden * (2 + step.forward_only) / (tensor if training.sequence_parallel else 1)
-    largest = max(stages_memory(training), key=lambda memory: memory.trained)
-    gathered = largest.trained * (training.element_bytes if training.distributed_optimizer else _FP32)
-    return Traffic(
-        tensor=of_layers + logprobs if tensor > 1 else 0.0,
-        pipeline=sent,
-        context=_keys_and_values(training, forwards=forwards) * tokens,
-        data=(replicas - 1) / replicas * (largest.trained * _FP32 + gathered),
-    )
-
-
-def _keys_and_values(training: Training, *, forwards: float) -> float:
-    """What a rank sends of each of its tokens: keys and values to each of the others, and back what gradient they have.
-
-    Transformer Engine sends them around a ring, and once more in the backward pass; otherwise they are gathered and kept.
-    """
-    architecture = training.architecture
-    groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
-    each = 2 * groups * architecture.head_dim * training.element_bytes
-    layers = architecture.num_layers / training.pipeline_parallel
-    return (training.context_parallel - 1) * layers * each * (forwards + (2 if training.on_gpu else 1))
+def _busiest(training: Training, step: Step) -> Traffic:
+    """What the ranks of the stage send that sends the most."""
+    stages = [step_traffic(training, step, stage=stage) for stage in range(training.pipeline_parallel)]
+    return max(stages, key=lambda each: each.tensor.bytes + each.pipeline.bytes + each.context.bytes + each.data.bytes)
 
 
 def _again(training: Training, step: Step) -> int:
@@ -117,13 +57,13 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """The estimate for a step."""
     model_ranks = training.tensor_parallel * training.pipeline_parallel * training.context_parallel
     ranks = model_ranks * training.data_parallel
-    flops, traffic = step_flops(training, step), step_traffic(training, step)
+    flops, traffic = step_flops(training, step), _busiest(training, step)
     work = flops + _again(training, step)
     bubble = (training.pipeline_parallel - 1) / (training.micro_batches + training.pipeline_parallel - 1)
     seconds = work / ranks / hardware.reached(training.element_bytes)
     if hardware.link is not None and hardware.network is not None:
-        seconds += traffic.tensor / (hardware.link * LINK_EFFICIENCY)
+        seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
         near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
         for sent, reach in ((traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks)):
-            seconds += sent / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
+            seconds += sent.bytes / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

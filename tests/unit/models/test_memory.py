@@ -16,7 +16,8 @@ from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.memory import RankMemory, Training, rank_memory, stages_memory
 from nemo_kto.models.parameters import rank_parameters
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.models.speed import Step, step_speed, step_traffic
+from nemo_kto.models.speed import step_speed
+from nemo_kto.models.traffic import Step, step_traffic
 from tests.tiny import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
@@ -169,19 +170,23 @@ def test_operations_of_full_rows(architecture: Architecture) -> None:
 
 
 def test_what_a_rank_sends(architecture: Architecture) -> None:
-    """Two all-reduces a layer and pass, of which the backward pass is one; then the log-probs', in fp32."""
+    """Two all-reduces a layer and pass, of which the backward pass is one; the embedding's; then the log-probs', in fp32."""
     step = Step(rows=32, width=WIDTH, forward_only=1)
     shared = training(replace(architecture, tensor_parallel=2), data_parallel=4)
-    tokens = 32 * WIDTH / 4
+    tokens, answers = 32 * WIDTH / 4, 32 * (WIDTH - 1) / 4
     all_reduce = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4
-    traffic, trained = step_traffic(shared, step), rank_memory(shared, stage=0).trained
-    assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + all_reduce
-    assert traffic.pipeline == 0
-    assert traffic.data == 3 / 4 * 8 * trained
-    assert traffic.context == 0
-    staged = step_traffic(training(architecture, pipeline_parallel=2), step)
-    assert (staged.tensor, staged.data) == (0, 0)
-    assert staged.pipeline == 3 * 32 * WIDTH * HIDDEN * 4
+    traffic, trained = step_traffic(shared, step, stage=0), rank_memory(shared, stage=0).trained
+    of_logprobs = 2 * 3 * 4 * answers + HIDDEN * 4 * answers
+    assert traffic.tensor.bytes == LAYERS * 2 * all_reduce * 3 + 2 * all_reduce + of_logprobs
+    assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 + 2 + 2 * 2 + 1)
+    assert traffic.pipeline == traffic.context == (0, 0)
+    assert traffic.data == (2, 3 / 4 * 8 * trained)
+    staged = training(architecture, pipeline_parallel=2)
+    first, last = (step_traffic(staged, step, stage=stage) for stage in (0, 1))
+    assert first.tensor == first.data == (0, 0)
+    hidden, shapes = 32 * WIDTH * HIDDEN * 4, 24 * staged.micro_batches
+    assert first.pipeline == (2 * 2 * staged.micro_batches, 2 * (hidden + shapes)), "both passes go on"
+    assert last.pipeline == (2 * staged.micro_batches, hidden + shapes), "one comes back"
 
 
 def test_ranks_that_share_sequences(architecture: Architecture) -> None:
@@ -189,10 +194,11 @@ def test_ranks_that_share_sequences(architecture: Architecture) -> None:
     step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
     shared = replace(whole, context_parallel=4)
     tokens, keys_and_values = 32 * WIDTH / 8, 2 * 4 * (HIDDEN // 8) * 4
-    traffic = step_traffic(shared, step)
-    assert traffic.context == 3 * LAYERS * keys_and_values * tokens * (2 + 1)
-    assert step_traffic(replace(shared, on_gpu=True), step).context == 3 * LAYERS * keys_and_values * tokens * (2 + 2)
-    assert traffic.data == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
+    logprobs = 2 * 2 * 3 / 4 * 32 / 2 * 4
+    for passes, on_gpu in ((2 + 1, False), (2 + 2, True)):
+        traffic = step_traffic(replace(shared, on_gpu=on_gpu), step, stage=0)
+        assert traffic.context.bytes == 3 * LAYERS * keys_and_values * tokens * passes + logprobs
+    assert traffic.data.bytes == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
     alone, quarter = rank_memory(replace(whole, on_gpu=True), stage=0), rank_memory(replace(shared, on_gpu=True), stage=0)
     assert quarter.optimizer == alone.optimizer / 4
     assert quarter.checkpoint == alone.checkpoint / 4

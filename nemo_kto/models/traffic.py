@@ -1,0 +1,156 @@
+"""What the ranks of a layout tell each other in a step: messages and bytes, in closed form.
+
+A ring of k ranks sends 2 n (k - 1) / k bytes for an all-reduce of n bytes, and half of it for each of its halves, an
+all-gather or a reduce-scatter. A message is a collective, or a tensor that is sent on. tests/distributed/test_traffic.py
+counts both on real ranks. Left out is what does not grow with the model or the batch: sums of metrics, and answers that
+ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nemo_kto.models.memory import Training, rank_memory
+
+_FP32 = 4
+_SHAPE = 3 * 8  # three integers tell the next stage how large a hidden state is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step asks of the model.
+
+    Attributes:
+        rows: sequences of the global batch that go forward and backward.
+        width: tokens of each.
+        answer: tokens of each whose log-prob is wanted; None for all but the first.
+        forward_only: forward passes without gradient over as many sequences: KL examples, and a reference that is evaluated.
+    """
+
+    rows: int
+    width: int
+    answer: int | None = None
+    forward_only: int
+
+    @property
+    def tokens(self) -> int:
+        """That are trained on."""
+        return self.rows * self.width
+
+    @property
+    def answers(self) -> int:
+        """Tokens whose log-prob is wanted."""
+        return self.rows * (self.width - 1 if self.answer is None else self.answer)
+
+
+class Sent(NamedTuple):
+    """By one rank in a step."""
+
+    messages: float
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a rank sends to its tensor-, pipeline- and context-parallel group, and to those with the same weights."""
+
+    tensor: Sent
+    pipeline: Sent
+    context: Sent
+    data: Sent
+
+
+def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
+    """Of a rank of a pipeline stage."""
+    return Traffic(
+        tensor=_sum(_tensor(training, step, stage)) if training.tensor_parallel > 1 else Sent(0, 0.0),
+        pipeline=_sum(_pipeline(training, step, stage)) if training.pipeline_parallel > 1 else Sent(0, 0.0),
+        context=_sum(_context(training, step, stage)) if training.context_parallel > 1 else Sent(0, 0.0),
+        data=_sum(_data(training, stage)) if training.replicas > 1 else Sent(0, 0.0),
+    )
+
+
+def _sum(parts: Iterator[Sent]) -> Sent:
+    messages, sent = zip(*parts, strict=True)
+    return Sent(sum(messages), sum(sent))
+
+
+def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
+    """Two all-reduces a layer, forward and backward; sequence parallelism makes two messages of each, of the same bytes."""
+    ranks, micro_batches, layers = training.tensor_parallel, training.micro_batches, _layers(training)
+    hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes
+    half, shards, trained = (ranks - 1) / ranks, training.sequence_parallel, training.adapters is None
+    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
+    forwards = 1 + step.forward_only
+    of_layer = Sent(4 if shards else 2, 4 * half * hidden)
+    for passes in (forwards + again, 1):
+        yield Sent(passes * micro_batches * layers * of_layer.messages, passes * layers * of_layer.bytes)
+    if shards and trained:  # inputs of layers are gathered again for the gradients of their weights
+        yield Sent(2 * micro_batches * layers, 2 * layers * half * hidden)
+    if stage == 0:  # rows of the embedding, which one rank has each
+        yield Sent(forwards * micro_batches, forwards * half * hidden * (1 if shards else 2))
+        if shards and trained:
+            yield Sent(micro_batches, half * hidden)
+    if stage == training.pipeline_parallel - 1:
+        answers = step.answers / training.replicas
+        yield Sent(
+            2 * forwards * micro_batches, 2 * half * forwards * answers * 3 * _FP32
+        )  # maximum, sum and target's logit
+        whole = 2 * half * answers * training.architecture.hidden_size * _FP32
+        yield Sent(micro_batches, half * hidden if shards else whole)  # the gradient of the hidden states
+        if shards:
+            yield Sent(forwards * micro_batches, forwards * half * hidden)
+    if shards and trained:
+        norms = [each.numel for each in training.parameters(stage) if "norm" in each.name]
+        yield Sent(1, 2 * half * sum(norms) * _FP32)
+
+
+def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
+    """Hidden states to the next stage, and their gradients back; the gradient of an embedding that two stages have."""
+    stages, shards = training.pipeline_parallel, training.tensor_parallel if training.sequence_parallel else 1
+    hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
+    for passes, sends in ((1 + step.forward_only, stage < stages - 1), (1, stage > 0)):
+        if sends:
+            yield Sent(2 * passes * training.micro_batches, passes * (hidden + training.micro_batches * _SHAPE))
+    if _shares_embedding(training, stage):
+        rows = training.architecture.padded_vocab_size / training.tensor_parallel
+        yield Sent(1, rows * training.architecture.hidden_size * _FP32)
+
+
+def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
+    """Keys and values of a rank's tokens to each of the others, and the gradient that they have of them.
+
+    Transformer Engine sends them around a ring, and once more in the backward pass; otherwise they are gathered and kept.
+    """
+    architecture, others = training.architecture, training.context_parallel - 1
+    groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
+    tokens = step.tokens / training.replicas
+    each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others * _layers(training)
+    again = 1.0 if training.recompute == "full" or "core_attn" in training.recomputed else 0.0
+    passes = 1 + step.forward_only + again + (2 if training.on_gpu else 1)
+    messages = others if training.on_gpu else 1
+    yield Sent(passes * messages * _layers(training) * training.micro_batches, passes * each)
+    if stage == training.pipeline_parallel - 1:  # the log-probs of the sequences, which each rank has a part of
+        sums = 2 * others / (others + 1) * step.rows / training.data_parallel * _FP32
+        yield Sent((1 + step.forward_only) * training.micro_batches, (1 + step.forward_only) * sums)
+
+
+def _data(training: Training, stage: int) -> Iterator[Sent]:
+    """Gradients in fp32, and what comes back: the weights, or the gradients again where each rank updates all of them."""
+    trained, ranks = rank_memory(training, stage=stage).trained, training.replicas
+    buckets = 1 + _shares_embedding(training, stage)  # where gradients are not sent while others are made
+    yield Sent(buckets, (ranks - 1) / ranks * trained * _FP32)
+    back = training.element_bytes if training.distributed_optimizer else _FP32
+    yield Sent(buckets * training.distributed_optimizer, (ranks - 1) / ranks * trained * back)
+
+
+def _shares_embedding(training: Training, stage: int) -> bool:
+    """The first and the last stage have a copy each of an embedding that is the output layer too; it has its own bucket."""
+    ends = (0, training.pipeline_parallel - 1)
+    return training.architecture.tied and training.adapters is None and stage in ends and len(set(ends)) == 2
+
+
+def _layers(training: Training) -> float:
+    return training.architecture.num_layers / training.pipeline_parallel

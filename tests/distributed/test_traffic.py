@@ -1,0 +1,106 @@
+"""What ranks tell each other in a step: the closed form of models/traffic.py, counted on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.memory import Training
+from nemo_kto.models.traffic import Step, step_traffic
+from tests.distributed.jobs import train
+from tests.distributed.ranks import RankPool
+from tests.tiny import make_checkpoint
+
+WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.peft.lora_tuning.adapter_dim=4"]
+# Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
+CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
+    "tp2": (2, (2, 1, 1), {}, []),
+    "sequence_parallel": (2, (2, 1, 1), {"sequence_parallel": True}, ["model.sequence_parallel=true"]),
+    "pp2_dp2": (4, (1, 2, 1), {}, []),
+    "tp2_cp2": (4, (2, 1, 2), {}, []),
+    "dp4": (4, (1, 1, 1), {}, []),
+    "dp2_replicated_optimizer": (
+        2,
+        (1, 1, 1),
+        {"distributed_optimizer": False},
+        ["model.optim.use_distributed_optimizer=false"],
+    ),
+    "tp2_pp2": (4, (2, 2, 1), {}, []),
+    "cp2_recompute": (
+        2,
+        (1, 1, 2),
+        {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
+}
+QUICK = ("sequence_parallel", "pp2_dp2", "tp2_cp2")
+# What the formula counts of each axis; the rest are sums of metrics and the like.
+MESSAGES = {
+    "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
+    "pipeline": ("send",),
+    "embedding": ("allreduce_",),
+    "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
+    "data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
+    return make_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", **sizes)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All longer than a row may be."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    kinds = ("chosen", "rejected")
+    lines = [{"prompt": "a", "response": "word " * WIDTH, "preference": kinds[number % 2]} for number in range(2 * ROWS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
+def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Path, rows: Path, tmp_path: Path) -> None:
+    count, (tensor, pipeline, context), options, overrides = CASES[name]
+    degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
+    overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
+    counter = f"trainer.callbacks=[{{_target_: tests.distributed.traffic.CountStep, folder: {tmp_path}}}]"
+    length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0"]
+    ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
+    data = count // (tensor * pipeline * context)
+    training = Training(
+        architecture=read_architecture(model, tensor_parallel=tensor),
+        element_bytes=4,
+        pipeline_parallel=pipeline,
+        context_parallel=context,
+        data_parallel=data,
+        micro_batch_tokens=MICRO_BATCH * WIDTH,
+        micro_batch_width=WIDTH,
+        micro_batches=ROWS // data // MICRO_BATCH,
+        logprob_chunk=1024,
+        on_gpu=False,
+        **options,
+    )
+    prompt = len(AutoTokenizer.from_pretrained(model)("a")["input_ids"])
+    step = Step(rows=ROWS, width=WIDTH, answer=WIDTH - prompt, forward_only=3)  # KL, and two of the swapped reference
+    for rank in range(count):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        wanted = step_traffic(training, step, stage=found["stage"])
+        for axis in ("tensor", "pipeline", "context", "data"):
+            parts = (axis, "embedding") if axis == "pipeline" else (axis,)
+            counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part in parts for each in MESSAGES[part]]
+            messages, sent = (sum(column) for column in zip(*counted, strict=True))
+            expected = getattr(wanted, axis)
+            assert messages == expected.messages, (rank, axis, found)
+            assert sent == pytest.approx(expected.bytes, rel=0.02), (rank, axis, found)
