@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from nemo_kto.models.memory import Training, rank_memory
 
-_FP32 = 4
+_FP32, _FP64 = 4, 8
 _SHAPE = 3 * 8  # three integers tell the next stage how large a hidden state is
 
 
@@ -133,7 +133,7 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     messages = others if training.on_gpu else 1
     yield Sent(passes * messages * layers * _micro_batches(training), passes * layers * each)
     if stage == training.split.stages - 1:  # the log-probs of the sequences, which each rank has a part of
-        sums = 2 * others / (others + 1) * step.rows / training.data_parallel * _FP32
+        sums = 2 * others / (others + 1) * step.rows / training.data_parallel * _FP64
         yield Sent((1 + step.forward_only) * _micro_batches(training), (1 + step.forward_only) * sums)
 
 

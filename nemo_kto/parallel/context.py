@@ -23,8 +23,8 @@ def gather_shares(share: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 def sum_over_context_parallel(values: Tensor) -> Tensor:
     """The sum over the ranks that share a sequence, on each of them. Differentiable.
 
-    Each rank goes on with the same sum to the same loss, so that the gradient of its own part is that of the sum, and the
-    gradients of the weights, summed over these ranks, are those of one loss.
+    All ranks make the same loss of the same sum, so that the gradient of a rank's own part is that of the sum, and
+    the gradients of the weights, summed over these ranks, are those of one loss.
     """
     total: Tensor = reduce_from_tensor_model_parallel_region(values, group=parallel_state.get_context_parallel_group())
     return total

@@ -78,8 +78,25 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
         assert max(of_rank) < 2e-6
 
 
-def model_on_rank(model: Path, context: int) -> tuple[Any, Any]:
-    """The engine of a model, and its architecture."""
+def shares(size: int, length: int) -> tuple[list[int], list[int]]:
+    """On a rank: the places of its tokens, and those that megatron-core gives it."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from nemo_kto.models.spans import row_places
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(context=size), seed=1)
+    theirs = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]})["tokens"]
+    return row_places((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
+
+
+def test_shares_are_those_of_megatron_core(ranks: RankPool) -> None:
+    for ours, theirs in ranks.run(4, shares, 4, 24):
+        assert ours == theirs
+
+
+def engine_of(model: Path, context: int) -> Any:
+    """On a rank."""
     from nemo_kto.checkpoint.huggingface import load_weights
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.gpt import build_gpt
@@ -91,7 +108,7 @@ def model_on_rank(model: Path, context: int) -> tuple[Any, Any]:
     gpt = build_gpt(architecture, params_dtype=torch.float32, context_parallel=context)
     chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
     load_weights(chunks, architecture, model)
-    return engine(chunks, architecture), architecture
+    return engine(chunks, architecture)
 
 
 def answers(lengths: tuple[int, ...], multiple: int) -> Any:
@@ -109,8 +126,7 @@ def sequence_logps(model: Path, context: int, lengths: tuple[int, ...], average:
     """On a rank: log-probs of sequences, in rows as wide as the ranks need."""
     from dataclasses import replace
 
-    runs, _ = model_on_rank(model, context)
-    return replace(runs, average_log_probs=average).logprobs(answers(lengths, 2 * context)).tolist()
+    return replace(engine_of(model, context), average_log_probs=average).logprobs(answers(lengths, 2 * context)).tolist()
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -119,54 +135,3 @@ def test_sequences_shorter_than_the_chunks_of_all_ranks(ranks: RankPool, tiny_ll
     (expected,) = ranks.run(1, sequence_logps, tiny_llama, 1, lengths, average)
     for found in ranks.run(4, sequence_logps, tiny_llama, 4, lengths, average):
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-def bytes_sent(model: Path, context: int) -> tuple[float, float]:
-    """On a rank: what it sends of keys, values and their gradients in a step, counted and by the plan's formula."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import mappings
-
-    from nemo_kto.models.engine import MicroBatchLoss
-    from nemo_kto.models.memory import Training
-    from nemo_kto.models.speed import Step, step_traffic
-
-    runs, architecture = model_on_rank(model, context)
-    group, sent = parallel_state.get_context_parallel_group(), list[int]()
-
-    def counted(collective: Any, *, of_share: int) -> Any:
-        """A ring sends a share of what is gathered or scattered to each of the others."""
-
-        def call(output: Any, given: Any, **options: Any) -> Any:
-            if options["group"] is group:
-                sent.append((context - 1) * given.nbytes // of_share)
-            return collective(output, given, **options)
-
-        return call
-
-    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
-        return MicroBatchLoss(-logps_b.sum(), torch.tensor(len(logps_b), dtype=torch.int), {})
-
-    originals = mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func
-    mappings.dist_all_gather_func = counted(originals[0], of_share=1)
-    mappings.dist_reduce_scatter_func = counted(originals[1], of_share=context)
-    try:
-        runs.forward_backward(answers((32,) * 4, 2 * context), loss, forward_only=False)
-    finally:
-        mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = originals
-    training = Training(
-        architecture=architecture,
-        element_bytes=4,
-        context_parallel=context,
-        micro_batch_tokens=64,
-        micro_batch_width=32,
-        micro_batches=2,
-        logprob_chunk=16,
-        on_gpu=False,
-    )
-    return float(sum(sent)), step_traffic(training, Step(rows=4, width=32, forward_only=0)).context
-
-
-@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_what_ranks_send_is_what_is_planned(ranks: RankPool, tiny_llama: Path, context: int) -> None:
-    for counted, planned in ranks.run(context, bytes_sent, tiny_llama, context):
-        assert counted == planned > 0

@@ -223,7 +223,7 @@ def test_ranks_that_share_sequences(architecture: Architecture) -> None:
     step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
     shared = replace(whole, context_parallel=4)
     tokens, keys_and_values = 32 * WIDTH / 8, 2 * 4 * (HIDDEN // 8) * 4
-    logprobs = 2 * 2 * 3 / 4 * 32 / 2 * 4
+    logprobs = 2 * 2 * 3 / 4 * 32 / 2 * 8  # sums in fp64
     for passes, on_gpu in ((2 + 1, False), (2 + 2, True)):
         traffic = step_traffic(replace(shared, on_gpu=on_gpu), step, stage=0)
         assert traffic.context.bytes == 3 * LAYERS * keys_and_values * tokens * passes + logprobs
