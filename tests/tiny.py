@@ -34,11 +34,16 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.08,
     "rope_theta": 100000.0,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
+    "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},
 }
 
 
@@ -63,7 +68,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of llama, mistral, qwen2, qwen3.
+        family: one of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

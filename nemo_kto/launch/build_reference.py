@@ -97,6 +97,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
             pipeline_parallel=gpt.config.pipeline_model_parallel_size,
             pre_process=False,  # nothing outside of the layers is adapted
             post_process=False,
+            expert_parallel=gpt.config.expert_model_parallel_size,
             empty=True,
         )
         add_adapters(carrier, settings, architecture=policy.architecture, seed=0)

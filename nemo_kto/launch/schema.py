@@ -247,7 +247,9 @@ class GPTConfig(Section):
     pipeline_model_parallel_size: Count
     virtual_pipeline_model_parallel_size: Annotated[None, Remedy(f"virtual pipelines are {Unsupported}")]
     context_parallel_size: Annotated[Literal[1], Remedy(f"context parallelism is {Unsupported}")]
-    expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
+    expert_model_parallel_size: Count
+    expert_tensor_parallel_size: Count | None
+    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0: no such loss")]
     sequence_parallel: bool
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
     fp8: Literal["hybrid", "e4m3"] | None

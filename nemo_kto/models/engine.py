@@ -24,6 +24,7 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.router import balance_sums, routers
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
@@ -71,6 +72,7 @@ class LogProbEngine:
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
         forward_flops: operations of one forward pass, to be counted.
+        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts, in the objective.
         forward_clock: runs during the forward passes of this rank, in which only tensor-parallel ranks wait for each other.
     """
 
@@ -81,6 +83,7 @@ class LogProbEngine:
     average_log_probs: bool
     logprob_chunk_size: int
     forward_flops: ForwardFlops
+    moe_aux_loss_coeff: float = 0.0
     forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
 
     def __post_init__(self) -> None:
@@ -123,6 +126,8 @@ class LogProbEngine:
         Returns:
             The sums of each micro-batch on the last pipeline stage, nothing on the others.
         """
+        for router in routers(self.chunks):  # the objective is a mean over examples, of which each has so many sequences
+            router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
         if forward_only and not len(sequences):
             return []
         schedule = self._schedule(sequences, self.limits, loss, forward_only=forward_only)
@@ -133,6 +138,13 @@ class LogProbEngine:
         for chunk in self.chunks:
             chunk.train()
         return schedule()
+
+    def balance_sums(self) -> dict[str, float]:
+        """How evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
+
+        Nothing for a dense model, and after passes that were forward only.
+        """
+        return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -187,7 +199,12 @@ class LogProbEngine:
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
             with self.forward_clock.running():
-                output = chunk(micro_batch.tokens_bs, micro_batch.positions_bs, micro_batch.mask_b1ss)
+                output = chunk(
+                    micro_batch.tokens_bs,
+                    micro_batch.positions_bs,
+                    micro_batch.mask_b1ss,
+                    **self._padding(micro_batch, chunk),
+                )
                 if unwrap_model(chunk).post_process:
                     output = self._sequence_logps(micro_batch, output)
             return output, partial(loss, micro_batch.sequence_index_b)
@@ -203,6 +220,18 @@ class LogProbEngine:
             micro_batch_size=len(micro_batches[0].sequence_index_b),
             forward_only=forward_only,
         )
+
+    def _padding(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
+        """The tokens that do not count in a load-balancing loss: [b, s], on later pipeline stages this rank's part of s."""
+        gpt = unwrap_model(chunk)
+        if self._config.num_moe_experts is None or not gpt.training:
+            return {}
+        positions_s = torch.arange(micro_batch.tokens_bs.shape[1], device=micro_batch.counted_b.device)
+        padding_bs = positions_s >= micro_batch.counted_b.unsqueeze(1)
+        if self._config.sequence_parallel and not gpt.pre_process:  # the first stage takes its part itself
+            ranks, rank = self._config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+            padding_bs = padding_bs.chunk(ranks, dim=1)[rank].contiguous()
+        return {"padding_mask": padding_bs}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""

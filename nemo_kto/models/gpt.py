@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from nemo_kto.models.activation import SwiGLU
@@ -30,6 +31,7 @@ from nemo_kto.models.embedding import RowEmbedding
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.norm import TorchNorm
 from nemo_kto.models.rope import RotaryTable
+from nemo_kto.models.router import BalancedRouter
 from nemo_kto.parallel import device
 from nemo_kto.parallel.kernels import compiles, fused_rope, uses_transformer_engine
 
@@ -109,6 +111,7 @@ def build_gpt(
     recompute_modules: Sequence[str] | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     fp8: str | None = None,
+    expert_parallel: int = 1,
     empty: bool = False,
 ) -> HiddenStateGPT:
     """Build this rank's part of the model, with random weights.
@@ -125,6 +128,7 @@ def build_gpt(
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": linear layers multiply in it, in Transformer Engine's layers.
             Scales are those of the tensor at hand: nothing has to be kept from step to step. Weights stay as they are.
+        expert_parallel: ranks over which the experts of a layer are shared out.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
             put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
 
@@ -141,8 +145,9 @@ def build_gpt(
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
-        recompute_modules=list(recompute_modules or RECOMPUTED),
+        recompute_modules=_recomputed(architecture, recompute_modules or RECOMPUTED),
         fp8=fp8,
+        expert_model_parallel_size=expert_parallel,
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below
     )
     spec = _block_spec(architecture, config, engine=engine, attn_mask_type=attn_mask_type)
@@ -163,6 +168,11 @@ def _model(
         position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
         **ends,
     )
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Gradients of experts have a group of their own also where the experts are not shared out: then the state of
+            # the optimizer has one form, and experts that every tensor-parallel rank holds are summed over these ranks.
+            parameter.allreduce = False
     if engine:
         model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
     return model
@@ -207,40 +217,100 @@ def _transformer_config(architecture: Architecture, *, engine: bool, **settings:
         masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
         variable_seq_lengths=True,
-        # The default is refused with variable lengths, experts or not.
-        moe_token_dispatcher_type="alltoall",  # nosec B106  # no password
+        **_expert_settings(architecture, grouped=engine),
         **settings,
     )
+
+
+def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
+    """What the configuration says of experts.
+
+    ``grouped``: the experts of a rank multiply their tokens in one call of Transformer Engine's, not one after the other.
+    """
+    settings: dict[str, Any] = {
+        # The default is refused with variable lengths, experts or not.
+        "moe_token_dispatcher_type": "alltoall",  # nosec B106  # no password
+    }
+    if (experts := architecture.experts) is None:
+        return settings
+    mixed = {} if all(experts.layers) else {"moe_layer_freq": [int(sparse) for sparse in experts.layers]}
+    return (
+        settings
+        | mixed
+        | {
+            "num_moe_experts": experts.number,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "moe_router_topk": experts.per_token,
+            # shares of all experts, or of those that were chosen
+            "moe_router_pre_softmax": not experts.normalized,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": grouped,
+            "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
+        }
+    )
+
+
+def _recomputed(architecture: Architecture, modules: Sequence[str]) -> list[str]:
+    """Experts are MLPs too; megatron-core has a name of its own for them."""
+    return [*modules, *["moe"] * ("mlp" in modules and architecture.experts is not None)]
 
 
 def _block_spec(
     architecture: Architecture, config: TransformerConfig, *, engine: bool, attn_mask_type: AttnMaskType
 ) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config)
+    kinds = architecture.sparse_layers[first : first + get_num_layers_to_build(config)]
+    specs = {
+        sparse: _layer_spec(architecture, config, engine=engine, sparse=sparse, attn_mask_type=attn_mask_type)
+        for sparse in set(kinds)
+    }
+    norm: Any = TorchNorm
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm), TENorm
-    else:
-        layer, norm = _torch_layer_spec(architecture), TorchNorm
+        norm = TENorm
+    return TransformerBlockSubmodules(layer_specs=[specs[sparse] for sparse in kinds], layer_norm=norm)
+
+
+def _layer_spec(
+    architecture: Architecture, config: TransformerConfig, *, engine: bool, sparse: bool, attn_mask_type: AttnMaskType
+) -> ModuleSpec:
+    """Of a layer with experts (``sparse``) or with one MLP."""
+    make = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+    layer = make(
+        num_experts=config.num_moe_experts if sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=architecture.qk_norm,
+        **({} if engine else {"normalization": "RMSNorm"}),
+    )
+    if not engine:
+        _use_torch_modules(layer, architecture)
+    if sparse:
+        _submodules(layer.submodules.mlp).router = BalancedRouter
+        # the norm is a module of its own, whoever makes the layers
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = attn_mask_type
     if architecture.output_bias and not architecture.mlp_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return layer
 
 
-def _torch_layer_spec(architecture: Architecture) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
+    """Put this package's modules into the spec of one of megatron-core's local layers."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
     rotary = RotaryTable(rope=architecture.rope)
     parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention, params={"rotary": rotary})
-    # a ModuleSpec, and from megatron-core 0.18 on a partial
-    mlp: dict[str, Any] = parts.mlp.keywords if isinstance(parts.mlp, functools.partial) else vars(parts.mlp)
-    mlp["submodules"].activation_func = SwiGLU
+    mlp = _submodules(parts.mlp)
+    (_submodules(mlp.experts) if hasattr(mlp, "experts") else mlp).activation_func = SwiGLU
     if architecture.qk_norm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = TorchNorm
-    return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """What a module is made of: of a ModuleSpec, and from megatron-core 0.18 on of a partial."""
+    return (spec.keywords if isinstance(spec, functools.partial) else vars(spec))["submodules"]
 
 
 def _with_bias(linear: type) -> type:

@@ -122,6 +122,12 @@ class SequenceBatch:
         """[B] int64: response tokens of each sequence."""
         return response_counts(self.labels_BS)
 
+    @cached_property
+    def counted_B(self) -> Tensor:
+        """[B] int64: tokens before the padding where all answers to the prompt are valid, else 0."""
+        valid_P = self.valid_B.view(self.answers, -1).all(dim=0)
+        return self.lengths_B * valid_P.repeat(self.answers)
+
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """The sequences of these numbers, each by itself."""
         mask = self.mask_B1SS
@@ -165,6 +171,7 @@ class SequenceBatch:
             tokens_bs=self.tokens_BS[sequence_index_b, :width],
             positions_bs=self.positions_BS[sequence_index_b, :width],
             mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width],
+            counted_b=self.counted_B[sequence_index_b],
             hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
             target_T=target_T,
             sequence_T=sequence_T,
@@ -181,6 +188,8 @@ class MicroBatch:
     Attributes:
         sequence_index_b: which sequences of the batch these are.
         tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
+        counted_b: tokens of each sequence that count in what a model adds to the loss itself: those before the padding, none
+            of a sequence that is in no sum.
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
@@ -190,6 +199,7 @@ class MicroBatch:
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
+    counted_b: Tensor
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor

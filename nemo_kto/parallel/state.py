@@ -34,11 +34,20 @@ class Layout:
         tensor: ranks that share every layer (tensor parallel).
         pipeline: ranks that hold consecutive groups of layers (pipeline parallel).
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
+        expert: ranks over which the experts of a layer are shared out (expert parallel); of those of a stage.
+        expert_tensor: ranks that share every expert; None for those that share every layer.
     """
 
     tensor: int = 1
     pipeline: int = 1
     sequence_parallel: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold one copy of a layer's experts."""
+        return self.expert * (self.tensor if self.expert_tensor is None else self.expert_tensor)
 
     @property
     def model_ranks(self) -> int:
@@ -57,7 +66,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         timeout: how long a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the world cannot be divided into whole copies of the model.
+        ValueError: the world cannot be divided into whole copies of the model, or of its experts.
     """
     install_cpu_backend()
     device.select()
@@ -68,9 +77,16 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) = {layout.model_ranks} must divide the number of "
             f"ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
         )
+    if (of_stage := world_size() // layout.pipeline) % layout.expert_ranks:
+        raise ValueError(
+            f"expert ({layout.expert}) x expert tensor = {layout.expert_ranks} must divide the ranks of a pipeline stage, "
+            f"got {of_stage}; use a smaller expert-parallel size"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     seed += 100 * pipeline_stage()

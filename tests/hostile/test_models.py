@@ -68,7 +68,7 @@ AT_START: dict[str, tuple[Break, str]] = {
     "config is an empty object": (content("config.json", b"{}"), f"the architecture must be one of {FAMILIES}, got ''"),
     # which model
     "another family": (config(architectures=["GPT2LMHeadModel"]), f"must be one of {FAMILIES}, got 'GPT2LMHeadModel'"),
-    "a mixture of experts": (config(architectures=["MixtralForCausalLM"]), "got 'MixtralForCausalLM'"),
+    "a mixture of experts": (config(architectures=["DeepseekV3ForCausalLM"]), "got 'DeepseekV3ForCausalLM'"),
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), "got 'LlamaForSequenceClassification'"),
     "architectures is a string": (
         config(architectures="LlamaForCausalLM"),

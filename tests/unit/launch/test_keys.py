@@ -86,7 +86,6 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     only_one_value = {  # schema.py refuses all others
         "model.virtual_pipeline_model_parallel_size",
         "model.context_parallel_size",
-        "model.expert_model_parallel_size",
         "model.optim.name",
     }
     within_yaml = {"exp_manager.exp_dir", "exp_manager.name", "algorithm"}  # explicit_log_dir is made of the first two
