@@ -84,8 +84,8 @@ BROKEN = [
         ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_qkv,mlp]"],
         1,
         [
-            "model.peft.lora_tuning.target_modules must be layers that qwen3_moe has by themselves, got mlp, and its experts "
-            "cannot be adapted; use of q_proj, k_proj, v_proj, o_proj, or model.peft.peft_scheme=none"
+            "model.peft.lora_tuning.target_modules must be layers that qwen3_moe has by themselves, got mlp, and its "
+            "experts cannot be adapted; use of q_proj, k_proj, v_proj, o_proj, or model.peft.peft_scheme=none"
         ],
     ),
     (
@@ -135,7 +135,7 @@ def test_a_configuration_that_is_refused(tmp_path: Path, family: str, changes: d
     from nemo_kto.errors import UserError
     from nemo_kto.models.config_file import read_config_file
 
-    with pytest.raises(UserError, match="config.json") as error:
+    with pytest.raises(UserError, match=r"config\.json") as error:
         read_config_file(model(tmp_path / "mixture", family, **changes))
     assert text in str(error.value)
     one = {"num_experts_per_tok": 1, "norm_topk_prob": False, "mlp_only_layers": None}
