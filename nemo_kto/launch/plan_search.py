@@ -7,6 +7,7 @@ from itertools import product
 
 from nemo_kto.launch.plan_run import Plan, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
 
 Values = dict[str, object]  # of model
@@ -29,7 +30,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
     answers = plan.step.rows // model.global_batch_size
     for tensor, pipeline in product(_divisors(ranks), _divisors(ranks)):
         data, rest = divmod(ranks, tensor * pipeline)
-        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or architecture.num_layers % pipeline:
+        if rest or tensor > GPUS_PER_MACHINE or not _divides_model(architecture, tensor, pipeline):
             continue
         if model.global_batch_size % data:
             continue
@@ -38,18 +39,27 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "pipeline_model_parallel_size": pipeline,
             "sequence_parallel": tensor > 1,
         }
-        for recompute, rows in product(_RECOMPUTE, _ROWS):
+        for experts, recompute, rows in product(_expert_degrees(architecture, tensor * data), _RECOMPUTE, _ROWS):
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **recompute, **tokens}
+            yield {**degrees, **experts, **recompute, **tokens}
+
+
+def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
+    """How whole experts may be shared out over the ranks of a stage; one way to share none, of a dense model."""
+    if architecture.experts is None:
+        return [{}]
+    possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
     """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
     fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
-    best: dict[tuple[int, int], Plan] = {}
+    best: dict[tuple[int, ...], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
         model = found.cfg.model
-        best.setdefault((model.tensor_model_parallel_size, model.pipeline_model_parallel_size), found)
+        degrees = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
+        best.setdefault(degrees, found)
     return list(best.values())[:count]
 
 
@@ -61,9 +71,14 @@ def remedies(plan: Plan) -> list[str]:
         {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
     ]
     pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
+    experts = _expert_degrees(plan.training.architecture, plan.training.tensor_parallel * plan.training.data_parallel)
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
     lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
-    for kinds in ([[one_row], [_FULL], tensor, pipeline], [together], [[lora, {**lora, **_FULL, **one_row}]]):
+    for kinds in (
+        [[one_row], [_FULL], tensor, pipeline, [each for each in experts if each]],
+        [together],
+        [[lora, {**lora, **_FULL, **one_row}]],
+    ):
         if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
             return [overrides(change) for change in found]
     return []
@@ -80,6 +95,8 @@ def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
 def values_of(plan: Plan) -> Values:
     """The values of model that make the layout of a plan, but for those that are null anyway."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", *_FULL, "micro_batch_tokens")
+    if plan.training.architecture.experts is not None:
+        names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
     values = {name: getattr(plan.cfg.model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -97,9 +114,17 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     model, architecture = cfg.model, plan.training.architecture
     tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     data, rest = divmod(plan.machines.ranks, tensor * pipeline)
-    fits_model = architecture.ffn_hidden_size % tensor == 0 and architecture.num_layers % pipeline == 0
+    of_experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
+    fits_model = _divides_model(architecture, tensor, pipeline) and plan.machines.ranks // pipeline % of_experts == 0
+    fits_model &= architecture.sizes["expert_ffn"] % (model.expert_tensor_parallel_size or tensor) == 0
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     return fits_model and fits_batch and tensor <= GPUS_PER_MACHINE
+
+
+def _divides_model(architecture: Architecture, tensor: int, pipeline: int) -> bool:
+    """Whether tensor-parallel ranks can share out MLPs, and stages the layers."""
+    has_mlps = not all(architecture.sparse_layers)
+    return not (has_mlps and architecture.ffn_hidden_size % tensor) and architecture.num_layers % pipeline == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -63,7 +63,7 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
 
 def _run_lines(plan: Plan) -> dict[str, str]:
     architecture, adapters = plan.training.architecture, plan.training.adapters
-    whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1)))
+    whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
     how = "all trained" if adapters is None else f"LoRA of rank {adapters.rank} on {', '.join(adapters.modules)}"
     step, unit = plan.step, plan.cfg.recipe.unit
     rows = f"{plan.cfg.model.global_batch_size:,} {unit}"
@@ -81,6 +81,9 @@ def _layout(plan: Plan) -> str:
         f"{training.data_parallel} data x {training.tensor_parallel} tensor x {training.pipeline_parallel} pipeline parallel"
     )
     sharded = ", sequence parallel" if training.sequence_parallel else ""
+    if training.architecture.experts is not None:
+        shards = training.architecture.expert_tensor_parallel
+        sharded += f", experts over {training.expert_parallel}" + (f" x {shards}" if shards > 1 else "")
     ranks = f"{plan.machines.ranks} ranks = {degrees}{sharded}" if plan.machines.ranks > 1 else "1 rank"
     return f"{ranks}, {training.recompute or 'no'} recomputation"
 
@@ -106,7 +109,9 @@ def _host_lines(plan: Plan, largest: RankMemory) -> dict[str, str]:
 
 def _traffic(plan: Plan) -> str:
     traffic = plan.speed.traffic
-    return f"{size(traffic.tensor)} tensor, {size(traffic.pipeline)} pipeline, {size(traffic.data)} data parallel, a step"
+    experts = f", {size(traffic.expert)} expert" if traffic.expert else ""
+    ranks = f"{size(traffic.tensor)} tensor, {size(traffic.pipeline)} pipeline, {size(traffic.data)} data{experts}"
+    return f"{ranks} parallel, a step"
 
 
 def _rate(plan: Plan) -> str:

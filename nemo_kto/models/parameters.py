@@ -27,6 +27,11 @@ class RankParameter:
         return math.prod(self.shape)
 
     @property
+    def of_expert(self) -> bool:
+        """A parameter of an expert."""
+        return ".experts." in self.name
+
+    @property
     def is_multiplied(self) -> bool:
         """A matrix of a linear layer within the layers, which is what fp8 is for."""
         return ".linear_" in self.name and self.name.endswith(".weight")

@@ -37,11 +37,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that a rank sends in a step to its tensor-, pipeline- and data-parallel group."""
+    """Bytes that a rank sends in a step to its tensor-, pipeline- and data-parallel group, and to experts elsewhere."""
 
     tensor: float
     pipeline: float
     data: float
+    expert: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,25 @@ def step_traffic(training: Training, step: Step) -> Traffic:
     stages = training.pipeline_parallel
     sent = 0.0 if stages == 1 else hidden * (2 + step.forward_only) / (tensor if training.sequence_parallel else 1)
     largest = max(stages_memory(training), key=lambda memory: memory.trained)
-    gathered = largest.trained * (training.element_bytes if training.distributed_optimizer else _FP32)
+    trained = [each for each in training.parameters(largest.stage) if each.trained]
+    to_others = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained)
     return Traffic(
         tensor=of_layers + logprobs if tensor > 1 else 0.0,
         pipeline=sent,
-        data=(data - 1) / data * (largest.trained * _FP32 + gathered),
+        data=to_others * (_FP32 + (training.element_bytes if training.distributed_optimizer else _FP32)),
+        expert=_to_experts(training) * tokens * (forwards + 1),
     )
+
+
+def _to_experts(training: Training) -> float:
+    """Bytes that a token brings to experts of other ranks in one pass, and back; it chooses all alike."""
+    architecture, experts = training.architecture, training.architecture.experts
+    if experts is None:
+        return 0.0
+    elsewhere = 1 - 1 / training.expert_parallel
+    layers = architecture.sparse_layers.count(True) / training.pipeline_parallel
+    hidden = architecture.hidden_size * training.element_bytes / training.tensor_parallel
+    return layers * 2 * experts.per_token * elsewhere * hidden
 
 
 def _again(training: Training, step: Step) -> int:
@@ -109,6 +123,7 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     if hardware.link is not None and hardware.network is not None:
         model_ranks = training.tensor_parallel * training.pipeline_parallel
         seconds += traffic.tensor / (hardware.link * LINK_EFFICIENCY)
-        for sent, reach in ((traffic.pipeline, model_ranks), (traffic.data, ranks)):
+        experts = training.expert_parallel * training.architecture.expert_tensor_parallel
+        for sent, reach in ((traffic.pipeline, model_ranks), (traffic.data, ranks), (traffic.expert, experts)):
             seconds += sent / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

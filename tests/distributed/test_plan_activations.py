@@ -84,7 +84,9 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 640}
-    return {family: make_checkpoint(folder / family, family, **sizes) for family in ("llama", "qwen3")}
+    models = {family: make_checkpoint(folder / family, family, **sizes) for family in ("llama", "qwen3")}
+    models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
+    return models
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,9 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {}, "bfloat16", ALL),
         ("qwen3", {}, "bfloat16", None),
         ("llama", {"recompute": "full"}, "float32", None),
+        ("mixtral", {}, "float32", None),
+        pytest.param("mixtral", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        pytest.param("mixtral", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),

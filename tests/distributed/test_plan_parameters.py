@@ -17,7 +17,7 @@ Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
 ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
 
 
-def built(model: Path, tensor: int, pipeline: int, adapters: LoRASettings | None) -> Built:
+def built(model: Path, tensor: int, pipeline: int, adapters: LoRASettings | None, expert: int) -> Built:
     """The parameters of this rank of a model that is really built."""
     import torch
     from megatron.core import parallel_state
@@ -27,14 +27,15 @@ def built(model: Path, tensor: int, pipeline: int, adapters: LoRASettings | None
     from nemo_kto.models.lora import add_adapters
     from nemo_kto.parallel import state
 
-    state.init_distributed(layout=state.Layout(tensor=tensor, pipeline=pipeline), seed=1)
-    architecture = read_architecture(model, tensor_parallel=tensor)
+    state.init_distributed(layout=state.Layout(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=1), seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
     gpt = build_gpt(
         architecture,
         params_dtype=torch.float32,
         pipeline_parallel=pipeline,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
+        expert_parallel=expert,
     )
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=1)
@@ -48,12 +49,15 @@ def built(model: Path, tensor: int, pipeline: int, adapters: LoRASettings | None
     return stage, held
 
 
-def planned(model: Path, tensor: int, pipeline: int, stage: int, adapters: LoRASettings | None) -> Mapping[str, Any]:
+def planned(
+    model: Path, tensor: int, pipeline: int, stage: int, adapters: LoRASettings | None, expert: int
+) -> Mapping[str, Any]:
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.parameters import rank_parameters
 
-    architecture = read_architecture(model, tensor_parallel=tensor)
-    found = rank_parameters(architecture, pipeline_parallel=pipeline, stage=stage, adapters=adapters)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    degrees = {"pipeline_parallel": pipeline, "expert_parallel": expert}
+    found = rank_parameters(architecture, **degrees, stage=stage, adapters=adapters)
     return {each.name: (each.shape, each.trained) for each in found}
 
 
@@ -66,6 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
         "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
+        "qwen3_moe": make_checkpoint(folder / "qwen3_moe", "qwen3_moe", **heads),
     }
 
 
@@ -84,7 +89,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_rank_holds_what_was_planned(
     ranks: RankPool, models: dict[str, Path], family: str, tensor: int, pipeline: int, adapters: LoRASettings | None
 ) -> None:
-    found: list[Built] = ranks.run(tensor * pipeline, built, models[family], tensor, pipeline, adapters)
+    found: list[Built] = ranks.run(tensor * pipeline, built, models[family], tensor, pipeline, adapters, 1)
     assert {stage for stage, _ in found} == set(range(pipeline))
     for stage, held in found:
-        assert planned(models[family], tensor, pipeline, stage, adapters) == held
+        assert planned(models[family], tensor, pipeline, stage, adapters, 1) == held
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(2, 2, 2), pytest.param(1, 1, 4, marks=pytest.mark.full)])
+def test_a_rank_holds_some_of_the_experts(
+    ranks: RankPool, models: dict[str, Path], tensor: int, pipeline: int, expert: int
+) -> None:
+    """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
+    found: list[Built] = ranks.run(4, built, models["qwen3_moe"], tensor, pipeline, None, expert)
+    for stage, held in found:
+        assert planned(models["qwen3_moe"], tensor, pipeline, stage, None, expert) == held
+        assert sum(".experts." in name for name in held) == 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[pipeline]
