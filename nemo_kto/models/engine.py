@@ -24,12 +24,12 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.router import balance_sums, routers
+from nemo_kto.models.router import balance_sums, experts_span_copies, routers
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
 from nemo_kto.parallel.overlap import bucket_groups, finish_gathers
-from nemo_kto.parallel.reduce import from_last_stage
+from nemo_kto.parallel.reduce import from_last_stage, largest_over_data_parallel
 
 
 class MicroBatchLoss(NamedTuple):
@@ -100,8 +100,6 @@ class LogProbEngine:
         Evaluation mode, no gradient.
         """
         logps_B = torch.zeros(len(sequences), device=device.current_device())
-        if not len(sequences):
-            return logps_B.cpu()
         limits = self.limits
         if self.forward_micro_batch_size is not None:
             prompts = max(1, self.forward_micro_batch_size // sequences.answers)
@@ -110,9 +108,10 @@ class LogProbEngine:
         def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
             logps_B[sequence_index_b] = logps_b
 
-        schedule = self._schedule(sequences, limits, collect, forward_only=True)
-        with self._evaluation_mode():
-            schedule(collect_non_loss_data=True)
+        if micro_batches := self._micro_batches(sequences, limits):
+            schedule = self._schedule(micro_batches, collect, forward_only=True)
+            with self._evaluation_mode():
+                schedule(collect_non_loss_data=True)
         return from_last_stage(logps_B).cpu()
 
     def forward_backward(
@@ -128,9 +127,10 @@ class LogProbEngine:
         """
         for router in routers(self.chunks):  # the objective is a mean over examples, of which each has so many sequences
             router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
-        if forward_only and not len(sequences):
+        micro_batches = self._micro_batches(sequences, self.limits)
+        if forward_only and not micro_batches:
             return []
-        schedule = self._schedule(sequences, self.limits, loss, forward_only=forward_only)
+        schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
         if forward_only:
             with torch.no_grad(), self._evaluation_mode():
                 return schedule()
@@ -189,12 +189,23 @@ class LogProbEngine:
             "flops": passes * self.forward_flops.of(sequences),
         }
 
-    def _schedule(
-        self, sequences: SequenceBatch, limits: MicroBatchLimits, loss: Callable[..., object], *, forward_only: bool
-    ) -> Callable[..., list[Mapping[str, Tensor]]]:
-        """megatron-core's schedule with its arguments bound: micro-batches within the limits, each given to ``loss``."""
+    def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
+        """The sequences within the limits.
+
+        Data-parallel ranks that share out experts send each other tokens in every pass, so that they need as many passes: a
+        rank with fewer micro-batches adds some without sequences.
+        """
         check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
         micro_batches = sequences.micro_batches(limits)
+        if experts_span_copies(self._config):
+            missing = largest_over_data_parallel(len(micro_batches)) - len(micro_batches)
+            micro_batches += [MicroBatch.without_sequences(limits)] * missing
+        return micro_batches
+
+    def _schedule(
+        self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
+    ) -> Callable[..., list[Mapping[str, Tensor]]]:
+        """megatron-core's schedule with its arguments bound: micro-batches, each given to ``loss``."""
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
@@ -217,7 +228,7 @@ class LogProbEngine:
             num_microbatches=len(micro_batches),
             # the schedule exchanges the true shapes: variable_seq_lengths
             seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
-            micro_batch_size=len(micro_batches[0].sequence_index_b),
+            micro_batch_size=micro_batches[0].tokens_bs.shape[0],
             forward_only=forward_only,
         )
 

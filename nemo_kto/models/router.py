@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -67,6 +68,14 @@ class BalancedRouter(TopKRouter):
         noted = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
         self.balance = noted if self.balance is None else self.balance + noted
         return scale_b * (whole[0] * probs_be).sum(dim=-1)
+
+
+def experts_span_copies(config: TransformerConfig) -> bool:
+    """Whether the ranks that share out experts belong to several data-parallel copies of the other layers."""
+    if config.num_moe_experts is None:
+        return False
+    shards = config.expert_tensor_parallel_size
+    return bool(config.tensor_model_parallel_size % (config.expert_model_parallel_size * shards))
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:

@@ -205,6 +205,14 @@ class MicroBatch:
     sequence_T: Tensor
 
     @classmethod
+    def without_sequences(cls, limits: MicroBatchLimits) -> MicroBatch:
+        """One row of padding, for a rank that has nothing to do while others work; already on this rank's device."""
+        nothing, row = torch.zeros(0, dtype=torch.int64), torch.zeros(1, limits.multiple, dtype=torch.int64)
+        indices = dict.fromkeys(("sequence_index_b", "hidden_index_T", "target_T", "sequence_T"), nothing)
+        empty = cls(tokens_bs=row, positions_bs=row, mask_b1ss=None, counted_b=torch.zeros(1, dtype=torch.int64), **indices)
+        return cls.on_device([empty])[0]
+
+    @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The same on this rank's device, in one transfer: nothing is left to wait for between two micro-batches."""
         names = [each.name for each in fields(cls) if each.name != "mask_b1ss"]

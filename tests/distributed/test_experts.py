@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.engines import engine
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_load_balance import make_sequences
 
 TP2 = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
 EP2, WHOLE_EXPERTS = "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"
@@ -20,6 +22,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep2": (2, [EP2]),
     "ep2_replicated_optimizer": (2, [EP2, "model.optim.use_distributed_optimizer=false"]),
     "tp2_ep2_whole_experts": (2, [*TP2, EP2, WHOLE_EXPERTS]),
+    "ep2_90_tokens": (2, [EP2, "model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "ep2_overlap": (2, [EP2, "model.optim.overlap=true"]),
     "tp2_ep2": (4, [*TP2, EP2]),
     "pp2_ep2": (4, ["model.pipeline_model_parallel_size=2", EP2]),
     "ep4": (4, ["model.expert_model_parallel_size=4"]),
@@ -38,13 +42,14 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
     "kto_lora": ("kto", "qwen3_moe", [*LORA, BALANCE]),
+    "kto_synced": ("kto", "qwen3_moe", ["model.reference.sync_interval=1"]),
     "dpo_lora": ("dpo", "mixtral", LORA),
 }
 QUICK = {
-    ("kto", "ep2"): 10,
+    ("kto", "ep2_90_tokens"): 10,
     ("kto", "tp2_ep2_whole_experts"): 5,
     ("dpo", "pp2_ep2"): 5,
-    ("kto_lora", "ep2"): 5,
+    ("kto_lora", "ep2_overlap"): 5,
 }
 CASES = [
     *(pytest.param(*case, steps, id="-".join(case)) for case, steps in QUICK.items()),
@@ -106,7 +111,11 @@ MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2",
     [
         ("kto", "ep2", "ep2"),
         ("kto", "ep2", "tp2_ep2_whole_experts"),
-        *(pytest.param(name, *move, marks=pytest.mark.full) for name in ("kto", "dpo", "kto_lora") for move in MOVES),
+        *(
+            pytest.param(name, *move, marks=pytest.mark.full)
+            for name in ("kto", "dpo", "kto_lora", "kto_synced")
+            for move in MOVES
+        ),
         pytest.param("kto", "ep2_replicated_optimizer", "ep2_replicated_optimizer", marks=pytest.mark.full),
     ],
 )
@@ -128,3 +137,35 @@ def test_resumed(
     assert ours[:stop] == expected[:stop]
     assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
     assert_same(ours[stop:], expected[stop:], steps=steps - stop)
+
+
+def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> list[float]:
+    """On a rank: log-probs of its sequences, of which another rank may have more."""
+    import torch
+    from megatron.core import parallel_state
+
+    from nemo_kto.checkpoint.huggingface import load_weights
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(expert=expert_parallel), seed=1)
+    architecture = read_architecture(model, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=torch.float32, expert_parallel=expert_parallel)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, model)
+    first = sum(counts[: parallel_state.get_data_parallel_rank()])
+    mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
+    runs = engine(chunks, architecture)
+    logps = runs.logprobs(make_sequences(1, mine))
+    assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "nobody has any"
+    return logps.tolist()
+
+
+def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
+    folder = tiny_checkpoint("mixtral")
+    (expected,) = ranks.run(1, unevenly_shared, folder, [8], 1)
+    first, second = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
+    assert second == []
+    assert first == pytest.approx(expected, rel=1e-5)

@@ -37,7 +37,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = ", ".join(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
+NAMES = ("Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
