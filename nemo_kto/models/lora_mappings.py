@@ -11,10 +11,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 
 def adaptable(family: Family) -> list[ParamMapping]:
-    """The parameters that can be adapted: matrices of layers, of a mixture of experts only those of the attention.
-
-    Experts are one tensor to transformers from its version 5 on, which PEFT does not adapt under the names of linear layers.
-    """
+    """The parameters that can be adapted: matrices of layers, of a mixture of experts only those of the attention."""
     return [
         mapping
         for mapping in family.mappings
