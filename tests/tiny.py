@@ -34,6 +34,9 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.08,
     "rope_theta": 100000.0,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
@@ -42,6 +45,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
+    "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},
 }
 
 
@@ -66,7 +71,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, llama, mistral, olmo2, qwen2, qwen3.
+        family: one of gemma2, gemma3_text, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

@@ -41,9 +41,10 @@ class CachedReference:
             for sequences in parts:
                 keys_B2 = sequence_keys(sequences)
                 missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
+                unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
+                logps_B = engine.logprobs(unknown)  # nothing may be missing here, and something on another rank
                 if len(missing):
-                    unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
-                    self.cache.add(keys_B2[missing], engine.logprobs(unknown).numpy())
+                    self.cache.add(keys_B2[missing], logps_B.numpy())
             if number % _FLUSH_EVERY == 0:
                 self.cache.flush()
         self.cache.flush()

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
+from nemo_kto.checkpoint.stream import sends_weights
 from nemo_kto.errors import UserError
 from nemo_kto.files import flush
 from nemo_kto.locks import one_writer
@@ -38,13 +38,13 @@ def write_together(
     stream: Callable[[], Iterator[tuple[str, Tensor]]],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> None:
-    """Let the ranks of the first copy of the model stream to rank 0, which writes; the others wait. Collective.
+    """Let the ranks that hold the first copy of a weight stream to rank 0, which writes; the others wait. Collective.
 
     Args:
         what: is being done, for the error.
         target: folder to write; an earlier one is replaced if ``is_ours``.
         prepare: on rank 0, before anything.
-        stream: on every rank of the first copy: sends this rank's part as it is used up; gives on rank 0 what to write.
+        stream: on every rank with a first copy: sends this rank's part as it is used up; gives on rank 0 what to write.
         write: on rank 0, what the stream gives, into a folder, with all else that belongs there.
 
     Raises:
@@ -61,7 +61,7 @@ def write_together(
     try:
         state.on_rank_zero(start, failure)
         problem = None
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        if sends_weights():
             parts = stream()
             if first_rank:
                 problem = state.attempt(lambda: write(folder.path, map(_checked, parts)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.utils import unwrap_model
@@ -23,6 +24,9 @@ _ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+# An expert by itself, and in Transformer Engine's layer for all experts of a rank; numbers count those of the rank.
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<rest>linear_fc[12]\.weight)(?P<expert>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +36,20 @@ class Weight:
     Attributes:
         parameter: the parameter.
         mapping: its entry in the family's table.
-        layer: number of the layer in the whole model; None outside of the layers.
+        place: ``layer``, the number of the layer in the whole model, and ``expert``, that of the expert in its layer, where
+            it belongs to one.
         copied: it is the last stage's copy of a tied embedding.
     """
 
     parameter: nn.Parameter
     mapping: ParamMapping
-    layer: int | None
+    place: Mapping[str, int]
     copied: bool = False
 
 
 def wanted_weights(architecture: Architecture) -> Shapes:
     """Name and shape of every weight that a Hugging Face folder of this architecture must hold."""
-    mappings = architecture.family.mappings
-    held = [mapping for mapping in mappings if not mapping.required_flag or getattr(architecture, mapping.required_flag)]
-    return _shapes(held, architecture, range(architecture.num_layers))
+    return _shapes(architecture.family.mappings, architecture, range(architecture.num_layers))
 
 
 def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shapes:
@@ -61,11 +64,11 @@ def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> lis
     return [mapping for pair in pairs for mapping in pair]
 
 
-def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Iterable[int]) -> Shapes:
+def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Sequence[int]) -> Shapes:
     return {
-        name.format(layer=layer): shape
+        name.format(**place): shape
         for mapping in mappings
-        for layer in (layers if "{layer}" in mapping.mcore_name else [None])
+        for place in architecture.instances(mapping, layers)
         for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
     }
 
@@ -87,11 +90,11 @@ def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Ite
         KeyError: the family's table has no mapping for a parameter.
     """
     mappings = {mapping.mcore_name: mapping for mapping in architecture.family.mappings}
-    for name, layer, parameter in _parameters(chunks):
+    for name, place, parameter in _parameters(chunks):
         if name == "output_layer.weight" and architecture.tied:
-            yield Weight(parameter=parameter, mapping=mappings["embedding.word_embeddings.weight"], layer=None, copied=True)
+            yield Weight(parameter=parameter, mapping=mappings["embedding.word_embeddings.weight"], place=place, copied=True)
         elif name in mappings:
-            yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
+            yield Weight(parameter=parameter, mapping=mappings[name], place=place)
         elif not is_adapter(name):
             raise KeyError(f"the table of {architecture.family.name} has no mapping for the parameter {name}")
 
@@ -99,20 +102,26 @@ def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Ite
 def rank_adapters(chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
     """The adapters of this rank's chunks, with their mappings under PEFT's names."""
     mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
-    for name, layer, parameter in _parameters(chunks):
+    for name, place, parameter in _parameters(chunks):
         if is_adapter(name):
-            yield Weight(parameter=parameter, mapping=mappings[name], layer=layer)
+            yield Weight(parameter=parameter, mapping=mappings[name], place=place)
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, int | None, nn.Parameter]]:
-    """Name, as the tables have it, layer and parameter."""
+def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, int], nn.Parameter]]:
+    """Name, as the tables have it, numbers of layer and expert, and parameter."""
     finish_gathers(chunks)
     for chunk in chunks:
         gpt: HiddenStateGPT = unwrap_model(chunk)
         for name, parameter in gpt.named_parameters():
-            layer = None
+            place = {}
             if name.startswith("decoder.layers."):
                 local, name = name.removeprefix("decoder.layers.").split(".", 1)
-                layer = gpt.decoder.layers[int(local)].layer_number - 1  # counted from 1 over all stages
-                name = "decoder.layers.{layer}." + _ENGINE_NAMES.get(name, name)
-            yield name, layer, parameter
+                layer = gpt.decoder.layers[int(local)]
+                place["layer"] = layer.layer_number - 1  # counted from 1 over all stages
+                name = _ENGINE_NAMES.get(name, name)
+                if (found := _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)) is not None:
+                    parts = found.groupdict()
+                    place["expert"] = layer.mlp.local_expert_indices[int(parts["expert"])]
+                    name = f"mlp.experts.local_experts.{{expert}}.{parts['rest']}"
+                name = "decoder.layers.{layer}." + name
+            yield name, place, parameter

@@ -20,8 +20,8 @@ from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device
 
-# Of a parameter that a pipeline stage sends: mapping, layer, and the shape and dtype of the values that follow.
-_Header = tuple[ParamMapping, int | None, torch.Size, torch.dtype]
+# Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
+_Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
@@ -33,11 +33,11 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     Raises:
         UserError: a value is no finite number.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
     wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
     for weight in weights:
+        rank = dist.get_rank(_cutting_group(weight.mapping))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
-            name = list(weight.mapping.hf_names)[piece.source].format(layer=weight.layer)
+            name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
             if name in files:
                 wanted[files[name]].append((name, piece))
     for file in sorted(wanted):
@@ -48,33 +48,73 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
                     raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
 
 
+def sends_weights() -> bool:
+    """Whether this rank takes part in :func:`gather_weights`: it is of the first copy of the layers or of the experts."""
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        or parallel_state.get_expert_data_parallel_rank() == 0
+    )
+
+
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
 
-    For the ranks of one copy of the model, all of which must use the iterator up.
+    For the ranks where :func:`sends_weights`, all of which must use the iterator up.
     """
-    leads = parallel_state.get_tensor_model_parallel_rank() == 0
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(pipeline)
+    leads = dist.get_rank() == dist.get_process_group_ranks(_stage_group())[0]
     first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
     for weight in weights:
-        if weight.copied:
-            continue
-        whole = _gather_tensor_parallel(weight)
-        if leads and first_stage:
-            yield from _hf_weights(weight.mapping, weight.layer, whole, architecture)
-        elif leads:
-            header: _Header = (weight.mapping, weight.layer, whole.shape, whole.dtype)
-            dist.send_object_list([header], dst=stages[0], group=pipeline)
-            dist.send(whole, dst=stages[0], group=pipeline)
+        for place, whole in () if weight.copied else _whole_values(weight, architecture, leads=leads):
+            if first_stage:
+                yield from _hf_weights(weight.mapping, place, whole, architecture)
+            else:
+                header: _Header = (weight.mapping, place, whole.shape, whole.dtype)
+                dist.send_object_list([header], dst=stages[0], group=pipeline)
+                dist.send(whole, dst=stages[0], group=pipeline)
     if leads and not first_stage:
         dist.send_object_list([None], dst=stages[0], group=pipeline)
     for stage in stages[1:] if leads and first_stage else ():
         while (received := _receive_header(stage, pipeline)) is not None:
-            mapping, layer, shape, dtype = received
+            mapping, place, shape, dtype = received
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=pipeline)
-            yield from _hf_weights(mapping, layer, whole, architecture)
+            yield from _hf_weights(mapping, place, whole, architecture)
+
+
+def _stage_group() -> dist.ProcessGroup:
+    """The ranks of this pipeline stage, over which its experts are shared out; its first one leads."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
+def _cutting_group(mapping: ParamMapping) -> dist.ProcessGroup:
+    """The ranks over which a parameter is cut."""
+    if mapping.of_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) -> Iterator[tuple[Mapping[str, int], Tensor]]:
+    """Where the stage ``leads``: the weight, of an expert those of all ranks too; elsewhere nothing, while it is sent."""
+    if not weight.mapping.of_expert:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            whole = _gather_shards(weight)
+            if leads:
+                yield weight.place, whole
+        return
+    if parallel_state.get_expert_data_parallel_rank() > 0:
+        return
+    whole, stage = _gather_shards(weight), _stage_group()
+    holders = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    if leads:
+        yield weight.place, whole
+        on_each = architecture.sizes["experts"] // len(holders)
+        for number, holder in enumerate(holders[1:], start=1):
+            dist.recv(received := torch.empty_like(whole), src=holder, group=stage)
+            yield {**weight.place, "expert": weight.place["expert"] + number * on_each}, received
+    elif parallel_state.get_expert_tensor_parallel_rank() == 0:
+        dist.send(whole, dst=dist.get_process_group_ranks(stage)[0], group=stage)
 
 
 def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
@@ -83,10 +123,10 @@ def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
     return box[0]
 
 
-def _gather_tensor_parallel(weight: Weight) -> Tensor:
-    """On the first rank of a tensor-parallel group, its ranks' shards put together; on the others, their own shard."""
+def _gather_shards(weight: Weight) -> Tensor:
+    """On the first of the ranks over which a weight is cut, their shards put together; on the others, their own shard."""
     shard, dimension = weight.parameter.data, split_dimension(weight.mapping)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = _cutting_group(weight.mapping)
     ranks = dist.get_process_group_ranks(group)
     if dimension is None or not is_cut(weight.mapping) or len(ranks) == 1:
         return shard.contiguous()
@@ -96,14 +136,14 @@ def _gather_tensor_parallel(weight: Weight) -> Tensor:
 
 
 def _hf_weights(
-    mapping: ParamMapping, layer: int | None, whole: Tensor, architecture: Architecture
+    mapping: ParamMapping, place: Mapping[str, int], whole: Tensor, architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
     """Take the weights of the file out of one of our parameters."""
     dimension = split_dimension(mapping)
     parts = [] if dimension is None else segments(mapping, architecture)
     for source, (name, shape) in enumerate(zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)):
         if dimension is None or len(parts) == 1:
-            yield name.format(layer=layer), whole.cpu()
+            yield name.format(**place), whole.cpu()
             continue
         values = torch.empty(shape, dtype=whole.dtype)
         position = 0
@@ -111,4 +151,4 @@ def _hf_weights(
             if part.source == source:
                 values.narrow(dimension, part.start, part.length).copy_(whole.narrow(dimension, position, part.length))
             position += part.length
-        yield name.format(layer=layer), values
+        yield name.format(**place), values

@@ -64,6 +64,8 @@ def train(cfg: RunConfig) -> None:
         context=cfg.model.context_parallel_size,
         virtual=cfg.model.virtual_pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,
+        expert=cfg.model.expert_model_parallel_size,
+        expert_tensor=cfg.model.expert_tensor_parallel_size,
     )
     device.record_collectives(str(Path(cfg.exp_manager.explicit_log_dir) / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
@@ -214,6 +216,7 @@ def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
         average_log_probs=cfg.loss.preference_average_log_probs or cfg.loss.record.average_log_probs,
         logprob_chunk_size=cfg.model.logprob_chunk_size,
         forward_flops=ForwardFlops.of_model(policy.architecture),
+        moe_aux_loss_coeff=cfg.model.moe_aux_loss_coeff,
     )
 
 

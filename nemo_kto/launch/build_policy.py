@@ -78,7 +78,11 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
     With adapters, these are all that is trained.
     """
     adapters = adapter_settings(cfg.peft)
-    architecture = read_architecture(config_folder(source), tensor_parallel=cfg.tensor_model_parallel_size)
+    architecture = read_architecture(
+        config_folder(source),
+        tensor_parallel=cfg.tensor_model_parallel_size,
+        expert_tensor_parallel=cfg.expert_tensor_parallel_size,
+    )
     if not is_checkpoint(source):
         check_weights(architecture, source)  # before memory is taken for what may be of another size
     chunks = build_chunks(
@@ -93,6 +97,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         recompute_modules=cfg.recompute_modules,
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
         fp8=cfg.fp8,
+        expert_parallel=cfg.expert_model_parallel_size,
     )
     if adapters is not None:
         for chunk in chunks:
@@ -144,8 +149,11 @@ def load_base_weights(policy: Policy, source: Path) -> None:
     except UserError as error:
         raise UserError(f"the model {error}") from error
     folder = config_folder(base)
-    found = read_architecture(folder, tensor_parallel=policy.architecture.tensor_parallel)
-    values = {each.name: (getattr(found, each.name), getattr(policy.architecture, each.name)) for each in fields(found)}
+    ours = policy.architecture
+    found = read_architecture(
+        folder, tensor_parallel=ours.tensor_parallel, expert_tensor_parallel=ours.expert_tensor_parallel
+    )
+    values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
     differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if "head_dim" in differing:
         differing.pop("rope", None)  # one frequency for two channels of a head: it says nothing more

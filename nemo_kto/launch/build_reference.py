@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from megatron.core.utils import get_model_config
 
 from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
 from nemo_kto.checkpoint.adapter import load_adapter, read_adapter_settings
@@ -96,6 +97,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
             chunk=number,
             pre_process=False,  # nothing outside of the layers is adapted
             post_process=False,
+            expert_parallel=get_model_config(chunk).expert_model_parallel_size,
             empty=True,
         )
         add_adapters(carrier, settings, architecture=policy.architecture, seed=0)

@@ -50,7 +50,7 @@ MUST_STAY = (
     Rule(("model.data.seq_length", "model.data.truncation_mode"), "the same"),
     Rule(("model.data.reset_attention_mask", "model.data.eod_mask_loss"), "the same"),
     Rule(("model.data.default_chosen_reward", "model.data.default_rejected_reward"), "the same"),
-    Rule(("model.global_batch_size", "model.seed"), "the same"),
+    Rule(("model.global_batch_size", "model.seed", "model.moe_aux_loss_coeff"), "the same"),
     Rule(("trainer.precision",), "the same; `auto` keeps it"),
     Rule(("model.optim.name", "model.optim.use_distributed_optimizer"), "the same"),
 )
@@ -173,7 +173,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
         _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
         f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
         "trainer.precision": cfg.trainer.precision,
-        **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed")},
+        **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed", "moe_aux_loss_coeff")},
         **{f"model.data.{key}": getattr(model.data, key) for key in _DATA_KEYS},
         **{f"model.optim.{key}": getattr(model.optim, key) for key in ("name", "use_distributed_optimizer")},
     }

@@ -25,14 +25,13 @@ from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import RECIPES, Recipe
 
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
-_LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+_LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 _SHOWN = 5
 Check = Callable[[RunConfig], list[ConfigError]]
 _DESCRIPTION = """\
 What a run needs, rank by rank, and how fast it may be; of the model only config.json is read. KEY=VALUE: as in training.
-With --gpus and without a layout (model.tensor_model_parallel_size, model.pipeline_model_parallel_size,
-model.context_parallel_size): the five fastest of the layouts that fit. Without --gpus: on this machine. Exit status 1 if the
-run does not fit.
+With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size): the five
+fastest of the layouts that fit. Without --gpus: on this machine. Exit status 1 if the run does not fit.
 """
 DOES_NOT_FIT = 1  # the exit status
 

@@ -99,12 +99,17 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
     prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
     mode, _ = choose_mode(cfg)
     training = Training(
-        architecture=replace(architecture, tensor_parallel=tensor),
+        architecture=replace(
+            architecture,
+            tensor_parallel=tensor,
+            expert_tensor_parallel=model.expert_tensor_parallel_size or tensor,
+        ),
         element_bytes=DTYPES[cfg.trainer.precision].itemsize,
         fp8=model.fp8 is not None,
         split=pipeline_split(model),
         data_parallel=data,
         context_parallel=context,
+        expert_parallel=model.expert_model_parallel_size,
         sequence_parallel=model.sequence_parallel,
         adapters=adapter_settings(model.peft),
         distributed_optimizer=model.optim.use_distributed_optimizer,

@@ -9,6 +9,7 @@ from itertools import product
 from nemo_kto.launch.choices import pipeline_split
 from nemo_kto.launch.plan_run import Plan, degrees, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
 
 Values = dict[str, object]  # of model
@@ -35,7 +36,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
     contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
     for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
         data, rest = divmod(ranks, tensor * pipeline * context)
-        if rest or tensor > GPUS_PER_MACHINE or architecture.ffn_hidden_size % tensor or model.global_batch_size % data:
+        if rest or tensor > GPUS_PER_MACHINE or not _divides_mlps(architecture, tensor) or model.global_batch_size % data:
             continue
         degrees = {
             "tensor_model_parallel_size": tensor,
@@ -45,18 +46,27 @@ def layouts(plan: Plan) -> Iterator[Values]:
         }
         splits = [replace(pipeline_split(model), stages=pipeline, chunks=chunks) for chunks in _CHUNKS]
         fitting = [split for split in splits if split.fits(architecture.num_layers)]
-        for split, recompute, rows in product(fitting, _RECOMPUTE, _ROWS):
+        shared = _expert_degrees(architecture, ranks // pipeline)
+        for split, experts, recompute, rows in product(fitting, shared, _RECOMPUTE, _ROWS):
             virtual = {"virtual_pipeline_model_parallel_size": split.chunks if split.chunks > 1 else None}
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **virtual, **recompute, **tokens}
+            yield {**degrees, **virtual, **experts, **recompute, **tokens}
+
+
+def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
+    """How whole experts may be shared out over the ranks of a stage; one way to share none, of a dense model."""
+    if architecture.experts is None:
+        return [{}]
+    possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
     """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
     fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
-    best: dict[tuple[int, int, int], Plan] = {}
+    best: dict[tuple[int, ...], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
-        best.setdefault(degrees(found.cfg.model), found)
+        best.setdefault((*degrees(found.cfg.model), found.cfg.model.expert_model_parallel_size), found)
     return list(best.values())[:count]
 
 
@@ -69,9 +79,15 @@ def remedies(plan: Plan) -> list[str]:
     ]
     pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
     context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
+    of_stage = plan.machines.ranks // plan.training.split.stages
+    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
     lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
-    for kinds in ([[one_row], [_FULL], tensor, pipeline, context], [together], [[lora, {**lora, **_FULL, **one_row}]]):
+    for kinds in (
+        [[one_row], [_FULL], tensor, pipeline, context, experts],
+        [together],
+        [[lora, {**lora, **_FULL, **one_row}]],
+    ):
         if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
             return [overrides(change) for change in found]
     return []
@@ -90,6 +106,8 @@ def values_of(plan: Plan) -> Values:
     kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
     shared = ("context",) if plan.training.context_parallel > 1 else ()
     names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
+    if plan.training.architecture.experts is not None:
+        names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
     values = {name: getattr(plan.cfg.model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -107,7 +125,10 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     model, architecture = cfg.model, plan.training.architecture
     tensor, pipeline, context = degrees(model)
     data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
-    fits_model = architecture.ffn_hidden_size % tensor == 0 and pipeline_split(model).fits(architecture.num_layers)
+    shards = model.expert_tensor_parallel_size or tensor
+    fits_model = _divides_mlps(architecture, tensor) and pipeline_split(model).fits(architecture.num_layers)
+    fits_model &= architecture.sizes["expert_ffn"] % shards == 0
+    fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)
     return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE
@@ -116,6 +137,11 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
 def _are_long(plan: Plan, context: int) -> bool:
     """Whether so many ranks may share the sequences."""
     return context == 1 or plan.training.micro_batch_width // (2 * context) >= _CHUNK
+
+
+def _divides_mlps(architecture: Architecture, tensor: int) -> bool:
+    """Whether tensor-parallel ranks can share out the MLPs, if the model has any."""
+    return all(architecture.sparse_layers) or architecture.ffn_hidden_size % tensor == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -63,7 +63,7 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
 
 def _run_lines(plan: Plan) -> dict[str, str]:
     architecture, adapters = plan.training.architecture, plan.training.adapters
-    whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1)))
+    whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
     how = "all trained" if adapters is None else f"LoRA of rank {adapters.rank} on {', '.join(adapters.modules)}"
     step, unit = plan.step, plan.cfg.recipe.unit
     rows = f"{plan.cfg.model.global_batch_size:,} {unit}"
@@ -85,7 +85,11 @@ def _layout(plan: Plan) -> str:
         stages=training.split.text(training.architecture.num_layers),
         sequence_parallel=training.sequence_parallel,
     )
-    ranks = f"{plan.machines.ranks} ranks = {degrees}" if plan.machines.ranks > 1 else "1 rank"
+    experts = ""
+    if training.architecture.experts is not None:
+        shards = training.architecture.expert_tensor_parallel
+        experts = f", experts over {training.expert_parallel}" + (f" x {shards}" if shards > 1 else "")
+    ranks = f"{plan.machines.ranks} ranks = {degrees}{experts}" if plan.machines.ranks > 1 else "1 rank"
     return f"{ranks}, {training.recompute or 'no'} recomputation"
 
 
@@ -114,8 +118,9 @@ def _host_lines(plan: Plan, largest: RankMemory) -> dict[str, str]:
 def _traffic(plan: Plan) -> str:
     traffic = plan.speed.traffic
     context = f"{size(traffic.context.bytes)} context, " if plan.training.context_parallel > 1 else ""
+    experts = f", {size(traffic.expert.bytes)} expert" if traffic.expert.bytes else ""
     stages = f"{size(traffic.tensor.bytes)} tensor, {size(traffic.pipeline.bytes)} pipeline"
-    return f"{stages}, {context}{size(traffic.data.bytes)} data parallel, a step"
+    return f"{stages}, {context}{size(traffic.data.bytes)} data{experts} parallel, a step"
 
 
 def _rate(plan: Plan) -> str:

@@ -156,6 +156,7 @@ def _layout(cfg: RunConfig, ranks: int) -> Errors:
         near = f"{below} or {below + step}" if below else f"{step}"
         text = f"must be divisible by {product}, got {model.global_batch_size}; use {near}"
         yield ConfigError("model.global_batch_size", text, ("model.micro_batch_size", *degrees, *_RANKS))
+    yield from _expert_layout(cfg, ranks)
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         text = "needs model.tensor_model_parallel_size above 1, got 1; raise it or set model.sequence_parallel=false"
         yield ConfigError("model.sequence_parallel", text, degrees[:1])
@@ -170,6 +171,20 @@ def _packing(cfg: RunConfig) -> Errors:
     if data.packing and data.reset_attention_mask:
         text = "must be false with model.data.packing=true, whose rows of sequences take no mask, got true"
         yield ConfigError("model.data.reset_attention_mask", f"{text}; set one or the other", ("model.data.packing",))
+
+
+def _expert_layout(cfg: RunConfig, ranks: int) -> Errors:
+    """One copy of a layer's experts lies on ranks of one pipeline stage."""
+    model, key = cfg.model, "model.expert_model_parallel_size"
+    stages, shards = model.pipeline_model_parallel_size, model.expert_tensor_parallel_size
+    shards = model.tensor_model_parallel_size if shards is None else shards
+    one_copy = model.expert_model_parallel_size * shards
+    if ranks % (model.tensor_model_parallel_size * stages) == 0 and ranks // stages % one_copy:
+        factors = f"{model.expert_model_parallel_size} * {shards} = {one_copy}"
+        text = f"* expert_tensor_parallel_size = {factors} must divide the ranks of a pipeline stage, got {ranks // stages}"
+        remedy = "use more ranks (trainer.devices) or smaller sizes"
+        reads = ("model.expert_tensor_parallel_size", "model.tensor_model_parallel_size", *_RANKS)
+        yield ConfigError(key, f"{text}; {remedy}", ("model.pipeline_model_parallel_size", *reads))
 
 
 def _recompute(cfg: RunConfig) -> Errors:

@@ -19,11 +19,12 @@ from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_f
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.launch.rules_experts import divisor_below, expert_rules
 from nemo_kto.launch.rules_pipeline import pipeline_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
-from nemo_kto.models.lora_mappings import hf_module
+from nemo_kto.models.lora_mappings import adaptable, hf_module
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
 from nemo_kto.models.rope import longest_sequence
 
@@ -47,7 +48,9 @@ def broken_files(cfg: RunConfig) -> Errors:
         config, family = read_config_file(folder)
     except UserError:  # said above, or the folder is not there
         config, family = {}, None
-    yield from _layout(cfg, config)
+    yield from _layout(cfg, config, family)
+    if family is not None:
+        yield from expert_rules(cfg, config, family)
     yield from _adapter(cfg, config)
     if family is not None and cfg.model.peft.peft_scheme != "none" and cfg.model.peft.restore_from_path is None:
         yield from _targets(cfg, family)
@@ -108,23 +111,19 @@ def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
             yield ConfigError(_REFERENCE, wrong, (_MODEL,), about_files=True)
 
 
-def _layout(cfg: RunConfig, config: dict[str, int]) -> Errors:
+def _layout(cfg: RunConfig, config: dict[str, int], family: Family | None) -> Errors:
     """What does not fit the model that config.json describes; fields that it leaves to their defaults are not looked at."""
     model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
     yield from pipeline_rules(cfg, config.get("num_hidden_layers"))
     width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
-    if width is not None and width % shards:
-        text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {_divisor_below(width, shards)}"
+    of_all = family is None or family.experts is None  # else it may be the width of experts, or of no layer
+    if of_all and width is not None and width % shards:
+        text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
     (name, positions), length = longest_sequence(config), model.data.seq_length
     if positions is not None and length > positions:
         text = f"must be at most {name} = {positions} of {where}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of a number up to a limit."""
-    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
@@ -147,10 +146,11 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
 
 def _targets(cfg: RunConfig, family: Family) -> Errors:
     """Linear layers to adapt that the model does not have by themselves."""
-    held = {hf_module(name) for mapping in family.mappings for name in mapping.hf_names}
+    held = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
     targets = [target for target in cfg.model.peft.lora_tuning.target_modules if target in TARGET_MODULES]
     if wrong := [target for target in targets if not held.issuperset(NEMO_TARGETS.get(target, (target,)))]:
-        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, of which it fuses some; "
+        why = "of which it fuses some" if family.experts is None else "and its experts cannot be adapted"
+        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, {why}; "
         remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in held)}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, text + remedy, (_MODEL, _SCHEME))
 

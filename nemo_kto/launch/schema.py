@@ -252,7 +252,9 @@ class GPTConfig(Section):
     account_for_embedding_in_pipeline_split: bool
     account_for_loss_in_pipeline_split: bool
     context_parallel_size: Count
-    expert_model_parallel_size: Annotated[Literal[1], Remedy(f"expert parallelism is {Unsupported}")]
+    expert_model_parallel_size: Count
+    expert_tensor_parallel_size: Count | None
+    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0: no such loss")]
     sequence_parallel: bool
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
     fp8: Literal["hybrid", "e4m3"] | None

@@ -40,6 +40,23 @@ class Metrics(dict[str, float]):
         return Metrics(sums, self._derive)
 
 
+def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """How evenly the experts of a mixture were chosen, from sums over global batches; nothing for a dense model.
+
+    Returns:
+        moe_aux_loss, the mean of the load-balancing loss over sequences and layers (1 where all experts are chosen alike);
+        moe_largest_share and moe_smallest_share, the part of a layer's choices that fell on its expert with the most or the
+        fewest, of the layer where that is most extreme: for each batch by itself, as a mean over batches. The first is left
+        out where its sums are, as they are of packed rows.
+    """
+    if not sums.get("moe_batches"):
+        return {}
+    shares = {name: sums[f"{name}_sum"] / sums["moe_batches"] for name in ("moe_largest_share", "moe_smallest_share")}
+    if "moe_aux_losses" not in sums:
+        return shares
+    return {"moe_aux_loss": sums["moe_aux_loss_sum"] / sums["moe_aux_losses"], **shares}
+
+
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
     """Sum of the values where the mask is True, 0-d float64, without gradient.
 

@@ -19,6 +19,9 @@ from nemo_kto.models.lora_settings import LoRASettings
 RECOMPUTED = ("mlp",)
 
 _FP32 = 4
+# Of a router, for each expert: its probability in fp32, and whether it was chosen, both once more to send tokens back; for
+# each choice: its weight, the token's number, and where the token lies among those of the expert.
+_EXPERT_BYTES, _CHOICE_BYTES = 9, 24
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
@@ -47,7 +50,10 @@ class Activations:
     packed: bool = False
 
     def layer(self, recomputed: Collection[str] = ()) -> float:
-        """Of one transformer layer, bytes a token, but for what is within the modules that are ``recomputed``."""
+        """Of one transformer layer, bytes a token, but for what is within the modules that are ``recomputed``.
+
+        Where only some layers have experts it is the mean over all layers.
+        """
         attention = self._attention(core="core_attn" not in recomputed)
         if "mlp" in recomputed:  # of which the input is kept, whether or not a weight needs it
             return self._norms() + attention + self.layer_input() + self._adapter_inputs(_ATTENTION)
@@ -75,7 +81,7 @@ class Activations:
         """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
         up projection, of both projections, and the activated gate; or, if that is more, the scores of a block of queries, in
         fp32, their gradients and two tensors besides, where scores are capped."""
-        mlp = self.element_bytes * (4 * self.architecture.ffn_hidden_size / self.architecture.tensor_parallel)
+        mlp = self.element_bytes * 4 * max(self._ffn() if self._dense() else 0, self._chosen_ffn())
         heads = self.architecture.padded_attention_heads / self.architecture.tensor_parallel
         is_capped = self.architecture.attention_softcap is not None
         return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
@@ -127,7 +133,33 @@ class Activations:
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")
 
     def _mlp(self) -> float:
-        ffn = self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
+        dense = self._dense()
+        return dense * self._dense_mlp() + ((1 - dense) * self._experts() if dense < 1 else 0)
+
+    def _dense(self) -> float:
+        """The part of the layers that have one MLP."""
+        return self.architecture.sparse_layers.count(False) / self.architecture.num_layers
+
+    def _ffn(self) -> float:
+        return self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
+
+    def _chosen_ffn(self) -> float:
+        """Widths of the experts that a token chooses, on average over the ranks, which share out the tokens."""
+        experts = self.architecture.experts
+        return 0.0 if experts is None else experts.per_token * experts.ffn_hidden_size / self.architecture.tensor_parallel
+
+    def _experts(self) -> float:
+        """Of router and experts: the token and its copies, gate and up projections, their product without and with the
+        token's weight, and the router's numbers for each expert."""
+        experts = self.architecture.experts
+        assert experts is not None
+        hidden, trained = self._hidden(), self.adapters is None
+        saved = (3 + trained) * self._chosen_ffn() + (1 + experts.per_token * trained) * hidden
+        of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
+        return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
+
+    def _dense_mlp(self) -> float:
+        ffn = self._ffn()
         saved = 2 * ffn + ffn * self._keeps_input("down_proj")  # gate and up projection, and what the down projection gets
         return self.element_bytes * (saved + self._hidden() * self._keeps_input("gate_proj", "up_proj"))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.config_file import CONFIG, read_config_file
-from nemo_kto.models.families import Family
+from nemo_kto.models.families import Experts, Family, Layers, ParamMapping
 from nemo_kto.models.families.table import Windows
 from nemo_kto.models.rope import Rope, layer_rope, read_rope
 
@@ -27,9 +28,11 @@ class Architecture:
     Attributes:
         family: the table the weights are read by.
         tensor_parallel: ranks that share every layer.
+        expert_tensor_parallel: ranks that share every expert.
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection.
         local_rope: rope of the layers with a window; None where it is that of the others.
+        experts: what is in the place of the MLP in some layers or all; None for a dense model.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         tied: the output layer's weight is the embedding.
@@ -75,6 +78,8 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    experts: Experts | None = None
+    expert_tensor_parallel: int = 1
 
     @property
     def not_in_engine(self) -> tuple[str, ...]:
@@ -92,6 +97,29 @@ class Architecture:
     def activation(self) -> str:
         """Of the MLP's gate."""
         return self.family.activation[1]
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return (False,) * self.num_layers if self.experts is None else self.experts.layers
+
+    def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
+        """How often a parameter of the table exists: the number of the layer, and of the expert, where it has one.
+
+        Args:
+            layers: the layers that are looked at, from 0; a parameter outside of the layers does not depend on them.
+        """
+        if mapping.required_flag and not getattr(self, mapping.required_flag):
+            return
+        if "{layer}" not in mapping.mcore_name:
+            yield {}
+            return
+        wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
+        for layer in (layer for layer in layers if self.sparse_layers[layer] in wanted):
+            if mapping.of_expert:
+                yield from ({"layer": layer, "expert": expert} for expert in range(self.sizes["experts"]))
+            else:
+                yield {"layer": layer}
 
     @property
     def untied(self) -> bool:
@@ -139,15 +167,20 @@ class Architecture:
             "ffn": self.ffn_hidden_size,
             "gate_and_up": 2 * self.ffn_hidden_size,
             "head": self.head_dim,
+            "experts": 0 if self.experts is None else self.experts.number,
+            "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
         }
 
 
-def read_architecture(folder: str | Path, *, tensor_parallel: int) -> Architecture:
+def read_architecture(
+    folder: str | Path, *, tensor_parallel: int, expert_tensor_parallel: int | None = None
+) -> Architecture:
     """Read config.json of a Hugging Face folder.
 
     Args:
         folder: the folder.
         tensor_parallel: ranks that will share every layer; decides the padding.
+        expert_tensor_parallel: ranks that will share every expert; None for those that share every layer.
 
     Raises:
         UserError: there is none, or it is not of a supported model; names what is wrong with it.
@@ -163,18 +196,24 @@ def read_architecture(folder: str | Path, *, tensor_parallel: int) -> Architectu
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
         ) from error
     try:
-        return _architecture(config, family, tensor_parallel=tensor_parallel)
+        return _architecture(
+            config,
+            family,
+            tensor_parallel=tensor_parallel,
+            expert_tensor_parallel=tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel,
+        )
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
-def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: int) -> Architecture:
-    heads = config.num_attention_heads
-    if config.intermediate_size % tensor_parallel:
-        raise ValueError(
-            f"intermediate_size must be divisible by the tensor-parallel size, got {config.intermediate_size} and "
-            f"{tensor_parallel}; choose a smaller tensor-parallel size"
-        )
+def _architecture(
+    config: PretrainedConfig, family: Family, *, tensor_parallel: int, expert_tensor_parallel: int
+) -> Architecture:
+    heads, experts = config.num_attention_heads, None if family.experts is None else family.experts(config)
+    if experts is None or not all(experts.layers):
+        _check_width("intermediate_size", config.intermediate_size, "tensor-parallel", tensor_parallel)
+    if experts is not None:
+        _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
     flags = {
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
@@ -198,6 +237,8 @@ def _architecture(config: PretrainedConfig, family: Family, *, tensor_parallel: 
         windows=family.windows(config),
         rotates=rotates,
         tied=bool(config.tie_word_embeddings),
+        experts=experts,
+        expert_tensor_parallel=expert_tensor_parallel,
         **flags,
         **{ours: getattr(config, theirs) for ours, theirs in family.numbers.items()},
     )
@@ -215,6 +256,13 @@ def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tupl
         for rope in ropes
     ]
     return ropes[0], ropes[1] if family.local_rope else None
+
+
+def _check_width(name: str, width: int, kind: str, ranks: int) -> None:
+    if width % ranks:
+        raise ValueError(
+            f"{name} must be divisible by the {kind} size, got {width} and {ranks}; choose a smaller {kind} size"
+        )
 
 
 def _round_up(value: int, multiple: int) -> int:

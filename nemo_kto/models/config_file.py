@@ -19,6 +19,7 @@ from nemo_kto.models.rope import check_rope_type
 CONFIG = "config.json"
 _REMEDY = "download the model again, or write it with save_pretrained"
 _LARGEST = 2**31 - 1
+_MAX_EXPERTS = 10_000
 _MAX_LAYERS = 10_000  # a thousand times too many would first be looked for in the files one after the other
 
 
@@ -45,11 +46,17 @@ _FLAG = _Form(lambda value: isinstance(value, bool), "true or false")
 _STRING = _Form(lambda value: isinstance(value, str), "a string")
 _STRINGS = _Form(lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value), "a list of strings")
 _FLAGS = _Form(lambda value: isinstance(value, list) and all(part in (0, 1) for part in value), "a list of 0 and 1")
+_INDICES = _Form(
+    lambda value: isinstance(value, list) and all(type(part) is int and part >= 0 for part in value),
+    "a list of integers from 0",
+)
 _MAPPING = _Form(lambda value: isinstance(value, dict), "an object")
 _FIELDS = {
     "architectures": _STRINGS, "model_type": _STRING, "hidden_act": _STRING, "hidden_activation": _STRING,
     "layer_types": _STRINGS, "no_rope_layers": _FLAGS, "no_rope_layer_interval": _count(),
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
+    "num_local_experts": _count(_MAX_EXPERTS), "num_experts": _count(_MAX_EXPERTS), "num_experts_per_tok": _count(),
+    "moe_intermediate_size": _count(), "decoder_sparse_step": _count(), "mlp_only_layers": _INDICES, "norm_topk_prob": _FLAG,
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
     "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE, "rope_local_base_freq": _POSITIVE,
@@ -73,7 +80,7 @@ _ROPE_FIELDS = {
 _MAY_BE_NULL = {
     "architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window",
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-    *(name for name, form in _FIELDS.items() if form is _MAPPING),
+    *(name for name, form in _FIELDS.items() if form in (_MAPPING, _INDICES)),
 }  # fmt: skip
 
 
@@ -158,6 +165,25 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if rotating is not None and layers is not None and len(rotating) < layers:
         raise ValueError(f"no_rope_layers must have a 0 or 1 for each of {layers} layers, got {len(rotating)}; {_REMEDY}")
     _check_heads(config, family)
+    if family.experts is not None:
+        _check_experts(config)
+
+
+def _check_experts(config: Mapping[str, Any]) -> None:
+    number, chosen = number_of_experts(config), config.get("num_experts_per_tok")
+    if number is not None and chosen is not None and chosen > number:
+        raise ValueError(f"num_experts_per_tok must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
+    if chosen == 1 and config.get("norm_topk_prob", config.get("model_type") == "mixtral"):
+        raise ValueError(
+            "num_experts_per_tok must be at least 2 where the weights of a token's experts are normalized, got 1, whose "
+            "weight would be 1 whatever the router says; choose another model"
+        )
+
+
+def number_of_experts(config: Mapping[str, Any]) -> int | None:
+    """Experts of a layer, as a config.json says it; None for a dense model, or where it leaves that to the default."""
+    number: int | None = config.get("num_local_experts", config.get("num_experts"))
+    return number
 
 
 def _check_heads(config: Mapping[str, Any], family: Family) -> None:

@@ -24,12 +24,13 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.router import balance_sums, experts_span_copies, routers
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
 from nemo_kto.parallel.context import leads_context_parallel, sum_over_context_parallel
 from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
 from nemo_kto.parallel.overlap import bucket_groups, finish_gathers
-from nemo_kto.parallel.reduce import from_last_stage
+from nemo_kto.parallel.reduce import from_last_stage, largest_over_data_parallel
 
 
 class MicroBatchLoss(NamedTuple):
@@ -72,6 +73,7 @@ class LogProbEngine:
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
         forward_flops: operations of one forward pass, to be counted.
+        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts, in the objective.
         forward_clock: runs during the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
             each other.
     """
@@ -83,6 +85,7 @@ class LogProbEngine:
     average_log_probs: bool
     logprob_chunk_size: int
     forward_flops: ForwardFlops
+    moe_aux_loss_coeff: float = 0.0
     forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
 
     def __post_init__(self) -> None:
@@ -99,8 +102,6 @@ class LogProbEngine:
         Evaluation mode, no gradient.
         """
         logps_B = torch.zeros(len(sequences), device=device.current_device())
-        if not len(sequences):
-            return logps_B.cpu()
         limits = self.limits
         if self.forward_micro_batch_size is not None:
             prompts = max(1, self.forward_micro_batch_size // sequences.answers)
@@ -109,9 +110,10 @@ class LogProbEngine:
         def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
             logps_B[sequence_index_b] = logps_b
 
-        schedule = self._schedule(sequences, limits, collect, forward_only=True)
-        with self._evaluation_mode():
-            schedule(collect_non_loss_data=True)
+        if micro_batches := self._micro_batches(sequences, limits):
+            schedule = self._schedule(micro_batches, collect, forward_only=True)
+            with self._evaluation_mode():
+                schedule(collect_non_loss_data=True)
         return from_last_stage(logps_B).cpu()
 
     def forward_backward(
@@ -125,9 +127,12 @@ class LogProbEngine:
         Returns:
             The sums of each micro-batch on the last pipeline stage, nothing on the others.
         """
-        if forward_only and not len(sequences):
+        for router in routers(self.chunks):  # the objective is a mean over examples, of which each has so many sequences
+            router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
+        micro_batches = self._micro_batches(sequences, self.limits)
+        if forward_only and not micro_batches:
             return []
-        schedule = self._schedule(sequences, self.limits, loss, forward_only=forward_only)
+        schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
         if forward_only:
             with torch.no_grad(), self._evaluation_mode():
                 return schedule()
@@ -135,6 +140,13 @@ class LogProbEngine:
         for chunk in self.chunks:
             chunk.train()
         return schedule()
+
+    def balance_sums(self) -> dict[str, float]:
+        """How evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
+
+        Nothing for a dense model, and after passes that were forward only.
+        """
+        return balance_sums(self.chunks, by_sequence=not self.limits.packed)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -179,12 +191,20 @@ class LogProbEngine:
             "flops": passes * self.forward_flops.of(sequences),
         }
 
-    def _schedule(
-        self, sequences: SequenceBatch, limits: MicroBatchLimits, loss: Callable[..., object], *, forward_only: bool
-    ) -> Callable[..., list[Mapping[str, Tensor]]]:
-        """megatron-core's schedule with its arguments bound: micro-batches within the limits, each given to ``loss``."""
+    def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
+        """The sequences within the limits.
+
+        Data-parallel ranks that share out experts send each other tokens in every pass, so that they need as many passes: a
+        rank with fewer micro-batches adds some without sequences.
+        """
         check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
-        micro_batches = sequences.micro_batches(limits, context_rank=parallel_state.get_context_parallel_rank())
+        agree = largest_over_data_parallel if experts_span_copies(self._config) else int
+        return sequences.micro_batches(limits, context_rank=parallel_state.get_context_parallel_rank(), agree=agree)
+
+    def _schedule(
+        self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
+    ) -> Callable[..., list[Mapping[str, Tensor]]]:
+        """megatron-core's schedule with its arguments bound: micro-batches, each given to ``loss``."""
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
@@ -194,6 +214,7 @@ class LogProbEngine:
                     micro_batch.positions_bs,
                     micro_batch.mask_b1ss,
                     packed_seq_params=micro_batch.packed,
+                    **self._padding(micro_batch, chunk),
                 )
                 if unwrap_model(chunk).post_process:
                     output = self._sequence_logps(micro_batch, output)
@@ -210,6 +231,17 @@ class LogProbEngine:
             micro_batch_size=micro_batches[0].tokens_bs.shape[0],
             forward_only=forward_only,
         )
+
+    def _padding(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
+        """The tokens that do not count in a load-balancing loss: [b, s], on later pipeline stages this rank's part of s."""
+        gpt = unwrap_model(chunk)
+        if self._config.num_moe_experts is None or not gpt.training:
+            return {}
+        padding_bs = ~micro_batch.counts_bs
+        if self._config.sequence_parallel and not gpt.pre_process:  # the first stage takes its part itself
+            ranks, rank = self._config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+            padding_bs = padding_bs.chunk(ranks, dim=1)[rank].contiguous()
+        return {"padding_mask": padding_bs}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""

@@ -31,10 +31,10 @@ class ForwardFlops:
         """For one layout-independent copy of the model."""
         hidden, heads, groups = architecture.hidden_size, architecture.num_attention_heads, architecture.num_query_groups
         attention = hidden * architecture.head_dim * (2 * heads + 2 * groups)  # query and output, key and value
-        mlp = 3 * hidden * architecture.ffn_hidden_size  # gate, up, down
+        mlps = sum(_mlp(architecture, sparse=sparse) for sparse in architecture.sparse_layers)
         return cls(
-            per_token=2 * architecture.num_layers * (attention + mlp),
-            per_token_mlp=2 * architecture.num_layers * mlp,
+            per_token=2 * (architecture.num_layers * attention + mlps),
+            per_token_mlp=2 * mlps,
             per_token_pair=4 * architecture.num_layers * heads * architecture.head_dim,
             per_response_token=2 * hidden * architecture.vocab_size,
         )
@@ -50,6 +50,14 @@ class ForwardFlops:
         pairs = (lengths_B * (lengths_B + 1) / 2).sum()
         responses = sequences.response_counts_B.sum()
         return self.per_token * lengths_B.sum() + self.per_token_pair * pairs + self.per_response_token * responses
+
+
+def _mlp(architecture: Architecture, *, sparse: bool) -> int:
+    """Weights that a token meets in a layer's MLP (gate, up, down), or in the router and the experts that it chooses."""
+    hidden, experts = architecture.hidden_size, architecture.experts
+    if not sparse or experts is None:
+        return 3 * hidden * architecture.ffn_hidden_size
+    return hidden * experts.number + experts.per_token * 3 * hidden * experts.ffn_hidden_size
 
 
 def training_passes(*, frozen: bool) -> int:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import ParamMapping, Split
+from nemo_kto.models.families import Family, ParamMapping, Split
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import split_dimension
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 
 
+def adaptable(family: Family) -> list[ParamMapping]:
+    """The parameters that can be adapted: matrices of layers, of a mixture of experts only those of the attention."""
+    return [
+        mapping
+        for mapping in family.mappings
+        if ".linear_" in mapping.mcore_name and (family.experts is None or ".mlp." not in mapping.mcore_name)
+    ]
+
+
 def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
     """The parameters of the family whose weights are adapted, in whole or in part."""
-    mappings = architecture.family.mappings
-    return [mapping for mapping in mappings if any(hf_module(name) in settings.modules for name in mapping.hf_names)]
+    return [
+        mapping
+        for mapping in adaptable(architecture.family)
+        if any(hf_module(name) in settings.modules for name in mapping.hf_names)
+    ]
 
 
 def adapter_mappings(mapping: ParamMapping, rank: int) -> tuple[ParamMapping, ParamMapping]:

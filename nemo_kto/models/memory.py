@@ -7,6 +7,7 @@ for micro-batches that are full of answers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nemo_kto.models.activations import RECOMPUTED, Activations
@@ -29,6 +30,7 @@ class Training:
         fp8: linear layers multiply in fp8.
         split: how the layers are shared out over the pipeline.
         data_parallel, context_parallel: degrees.
+        expert_parallel: ranks over which the experts of a layer are shared out.
         sequence_parallel: activations are sharded over the sequence too.
         adapters: what is adapted; None where all weights are trained.
         distributed_optimizer: its state is sharded over the data- and context-parallel ranks.
@@ -56,6 +58,7 @@ class Training:
     split: PipelineSplit = field(default_factory=PipelineSplit)
     data_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     sequence_parallel: bool = False
     adapters: LoRASettings | None = None
     distributed_optimizer: bool = True
@@ -98,31 +101,44 @@ class Training:
 
     def parameters(self, stage: int) -> list[RankParameter]:
         """What a rank of a pipeline stage holds."""
-        return rank_parameters(self.architecture, split=self.split, stage=stage, adapters=self.adapters)
+        return rank_parameters(
+            self.architecture,
+            split=self.split,
+            expert_parallel=self.expert_parallel,
+            stage=stage,
+            adapters=self.adapters,
+        )
+
+    def copies(self, parameter: RankParameter) -> int:
+        """Ranks that hold the same values: data- and context-parallel ones; of an expert all of its stage with it."""
+        if not parameter.of_expert:
+            return self.replicas
+        shards = self.expert_parallel * self.architecture.expert_tensor_parallel
+        return self.replicas * self.tensor_parallel // shards
+
+    def share(self, parameters: Iterable[RankParameter]) -> float:
+        """How many of the trained values are this rank's, where the ranks that hold the same share them out."""
+        return sum(each.numel / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
-        """The optimizer's, for each trained parameter: two moments, and in bf16 the fp32 value; a share if it is sharded.
+        """The optimizer's, for each trained parameter that it keeps here: two moments, and in bf16 the fp32 value.
 
         Without what lies on the host.
         """
         main = 0 if self.element_bytes == _FP32 else _FP32
-        return (1 - self.offload) * (2 * self.moment_bytes + main) / self._state_shards
+        return (1 - self.offload) * (2 * self.moment_bytes + main)
 
     def offloaded_bytes(self) -> float:
-        """On the host, for each trained parameter: fp32 value, gradient and two moments of the part that is there."""
-        return self.offload * 4 * _FP32 / self._state_shards
+        """On the host, for each of these parameters: fp32 value, gradient and two moments of the part that is there."""
+        return self.offload * 4 * _FP32
 
     def saved_bytes(self) -> float:
-        """What a rank writes into a checkpoint, for each trained parameter: those with the same weights share it out.
+        """What a rank writes into a checkpoint, for each trained parameter of its share.
 
         The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
         """
         main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
-        return (self.element_bytes + main + 2 * self.moment_bytes) / self.replicas
-
-    @property
-    def _state_shards(self) -> int:
-        return self.replicas if self.distributed_optimizer else 1
+        return self.element_bytes + main + 2 * self.moment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +206,8 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     """Memory of a rank of a pipeline stage."""
     parameters = training.parameters(stage)
     count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
+    share = training.share(parameters)
+    kept = share if training.distributed_optimizer else trained  # by the optimizer
     swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
     moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
     activations = _activations(training, stage, parameters)
@@ -200,14 +218,14 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         trained=trained,
         weights=count * training.element_bytes + (_quantised(parameters) if training.fp8 else 0),
         gradients=trained * _FP32,
-        optimizer=trained * training.state_bytes(),
+        optimizer=kept * training.state_bytes(),
         activations=activations,
         logprobs=logprobs,
         working=_working(training, parameters),
         heap=0.0 if training.on_gpu else activations + logprobs,
-        offloaded=trained * training.offloaded_bytes(),
+        offloaded=kept * training.offloaded_bytes(),
         reference=swapped * (training.element_bytes + moving),
-        checkpoint=trained * training.saved_bytes() if training.async_save else 0.0,
+        checkpoint=share * training.saved_bytes() if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
     )
@@ -304,7 +322,7 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
-    share = sum(trained) / (training.replicas if training.distributed_optimizer else 1)
+    share = training.share(parameters) if training.distributed_optimizer else sum(trained)
     if training.on_gpu:
         on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
         return on_gpu * max(share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32), made)

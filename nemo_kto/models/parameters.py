@@ -10,7 +10,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.segments import is_cut, segments, source_shapes, split_dimension
+from nemo_kto.models.segments import is_cut, segments, shards, source_shapes, split_dimension
 from nemo_kto.models.stages import PipelineSplit
 
 _ONE_STAGE = PipelineSplit()
@@ -30,19 +30,30 @@ class RankParameter:
         return math.prod(self.shape)
 
     @property
+    def of_expert(self) -> bool:
+        """A parameter of an expert."""
+        return ".experts." in self.name
+
+    @property
     def is_multiplied(self) -> bool:
         """A matrix of a linear layer within the layers, which is what fp8 is for."""
         return ".linear_" in self.name and self.name.endswith(".weight")
 
 
 def rank_parameters(
-    architecture: Architecture, *, split: PipelineSplit = _ONE_STAGE, stage: int = 0, adapters: LoRASettings | None = None
+    architecture: Architecture,
+    *,
+    split: PipelineSplit = _ONE_STAGE,
+    expert_parallel: int = 1,
+    stage: int = 0,
+    adapters: LoRASettings | None = None,
 ) -> list[RankParameter]:
     """What a rank of a pipeline stage holds; padded heads and rows are counted. All ranks of a stage hold the same shapes.
 
     Args:
         architecture: the model; also says the tensor-parallel size.
         split: how the layers are shared out over the pipeline.
+        expert_parallel: ranks over which experts are shared out, which divides their number; the first of them is meant.
         stage: from 0.
         adapters: what is adapted; None where all weights are trained.
 
@@ -51,13 +62,15 @@ def rank_parameters(
     """
     is_first, is_last = stage == 0, stage == split.stages - 1
     layers = [layer for chunk in split.layers(architecture.num_layers)[stage] for layer in chunk]
+    experts = architecture.sizes["experts"] // expert_parallel
     held = []
     for mapping in architecture.family.mappings:
         name, shape = mapping.mcore_name, rank_shape(mapping, architecture)
-        if mapping.required_flag and not getattr(architecture, mapping.required_flag):
-            continue
+        places = [place for place in architecture.instances(mapping, layers) if place.get("expert", -1) < experts]
         if "{layer}" in name:
-            held += [RankParameter(name=name.format(layer=layer), shape=shape, trained=adapters is None) for layer in layers]
+            held += [RankParameter(name=name.format(**place), shape=shape, trained=adapters is None) for place in places]
+        elif not places:
+            continue
         elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
             held.append(RankParameter(name=name, shape=shape, trained=adapters is None))
         elif is_last and architecture.tied:  # the last stage has a copy of the embedding
@@ -70,14 +83,14 @@ def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, 
     shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
     if dimension is not None:
         whole = sum(segment.length for segment in segments(mapping, architecture))
-        shape[dimension] = whole // architecture.tensor_parallel if is_cut(mapping) else whole
+        shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
     return tuple(shape)
 
 
 def _adapters(architecture: Architecture, settings: LoRASettings, layers: Sequence[int]) -> Iterator[RankParameter]:
     for mapping in adapted_mappings(architecture, settings):
         for part in adapter_mappings(mapping, settings.rank):
-            for layer in layers:
-                if settings.layers is None or layer + 1 in settings.layers:
-                    name = part.mcore_name.format(layer=layer)
+            for place in architecture.instances(part, layers):
+                if settings.layers is None or place["layer"] + 1 in settings.layers:
+                    name = part.mcore_name.format(**place)
                     yield RankParameter(name=name, shape=rank_shape(part, architecture), trained=True)

@@ -52,6 +52,11 @@ def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tup
     return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in mapping.hf_names.values()]
 
 
+def shards(mapping: ParamMapping, architecture: Architecture) -> int:
+    """The number of ranks over which a parameter is cut, if it is."""
+    return architecture.expert_tensor_parallel if mapping.of_expert else architecture.tensor_parallel
+
+
 def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     """The segments of a parameter, put together over the tensor-parallel group."""
     parts = _segments(mapping, architecture)
@@ -68,16 +73,17 @@ def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]
 
 def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     sizes, head = architecture.sizes, architecture.head_dim
+    ffn = sizes["expert_ffn" if mapping.of_expert else "ffn"]
     if mapping.split is Split.VOCABULARY:
         return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
     if mapping.split is Split.HEADS:
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
     if mapping.split is Split.ROW_PARALLEL:
-        return _padded(sizes["ffn"], sizes["ffn"])
+        return _padded(ffn, ffn)
     if mapping.split is Split.GATED:
-        part = sizes["ffn"] // architecture.tensor_parallel
-        ranks = range(architecture.tensor_parallel)
-        return [Segment(source=source, start=rank * part, length=part) for rank in ranks for source in (0, 1)]
+        ranks = shards(mapping, architecture)
+        part = ffn // ranks
+        return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
     if mapping.split is Split.QKV:
         return _query_key_value(architecture)
     if mapping.split is Split.STACKED:
@@ -111,7 +117,7 @@ def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *,
 
     Args:
         values: the parameter's values on this rank.
-        rank: this one's, in the tensor-parallel group.
+        rank: this one's, in the tensor-parallel group; of an expert's parameter, in the expert-tensor-parallel group.
     """
     dimension = split_dimension(mapping)
     if dimension is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -145,6 +145,12 @@ class SequenceBatch:
         """[B] int64: response tokens of each sequence."""
         return response_counts(self.labels_BS)
 
+    @cached_property
+    def counted_B(self) -> Tensor:
+        """[B] int64: tokens before the padding where all answers to the prompt are valid, else 0."""
+        valid_P = self.valid_B.view(self.answers, -1).all(dim=0)
+        return self.lengths_B * valid_P.repeat(self.answers)
+
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """The sequences of these numbers, each by itself."""
         mask = self.mask_B1SS
@@ -156,14 +162,22 @@ class SequenceBatch:
             mask_B1SS=None if mask is None else mask[sequence_index_b],
         )
 
-    def micro_batches(self, limits: MicroBatchLimits, *, context_rank: int = 0) -> list[MicroBatch]:
+    def micro_batches(
+        self, limits: MicroBatchLimits, *, context_rank: int = 0, agree: Callable[[int], int] = int
+    ) -> list[MicroBatch]:
         """Cut into micro-batches: of prompts of like length, each no wider than its longest sequence needs, or packed.
 
         A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
         answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
+
+        Args:
+            limits: of each.
+            context_rank: of this rank in its context-parallel group.
+            agree: how many all ranks take, of how many this one needs; the last ones are then without sequences.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
-        whole += [self._empty_micro_batch(limits)] * (-len(whole) % limits.group)
+        count = agree(-(-len(whole) // limits.group) * limits.group)
+        whole += [self._empty_micro_batch(limits)] * (count - len(whole))
         return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits) -> int:
@@ -198,6 +212,7 @@ class SequenceBatch:
             tokens_bs=self.tokens_BS[sequence_index_b, :width],
             positions_bs=self.positions_BS[sequence_index_b, :width],
             mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width],
+            counts_bs=torch.arange(width) < self.counted_B[sequence_index_b, None],
             hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
             target_T=target_T,
             sequence_T=sequence_T,
@@ -210,6 +225,8 @@ class SequenceBatch:
         starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
 
+        counts_BS = torch.arange(self.tokens_BS.shape[1]) < self.counted_B[:, None]
+
         def row(values_BS: Tensor) -> Tensor:
             own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
             return torch.cat([F.pad(each, (0, of_row - len(each))) for each, of_row in zip(own, lengths, strict=True)])[None]
@@ -219,6 +236,7 @@ class SequenceBatch:
             tokens_bs=row(self.tokens_BS),
             positions_bs=row(self.positions_BS),
             mask_b1ss=None,
+            counts_bs=row(counts_BS),
             hidden_index_T=starts_b[sequence_T] + position_T,
             target_T=target_T,
             sequence_T=sequence_T,
@@ -233,6 +251,7 @@ class SequenceBatch:
             tokens_bs=torch.zeros(1, width, dtype=torch.long),
             positions_bs=torch.arange(width)[None],
             mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
+            counts_bs=torch.zeros(1, width, dtype=torch.bool),
             hidden_index_T=nothing,
             target_T=nothing,
             sequence_T=nothing,
@@ -258,6 +277,8 @@ class MicroBatch:
     Attributes:
         sequence_index_b: which sequences of the batch these are.
         tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
+        counts_bs: which tokens count in what a model adds to the loss itself: those before the padding, none of a sequence
+            that is in no sum.
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
@@ -269,6 +290,7 @@ class MicroBatch:
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
+    counts_bs: Tensor
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
@@ -292,6 +314,7 @@ class MicroBatch:
             self,
             tokens_bs=self.tokens_bs[:, place_s],
             positions_bs=self.positions_bs[:, place_s],
+            counts_bs=self.counts_bs[:, place_s],
             hidden_index_T=(index_T * rows + row_T)[is_here_T],
             target_T=self.target_T[is_here_T],
             sequence_T=self.sequence_T[is_here_T],
@@ -302,12 +325,14 @@ class MicroBatch:
         """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
         names = ("sequence_index_b", "tokens_bs", "positions_bs", "hidden_index_T", "target_T", "sequence_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
+        counts = iter(device.upload([each.counts_bs for each in micro_batches]))
         masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
         rows = [each.lengths for each in micro_batches if each.lengths is not None]
         packed = iter(PackedSequences.of(rows))
         return [
             cls(
                 mask_b1ss=None if each.mask_b1ss is None else next(masks),
+                counts_bs=next(counts),
                 lengths=each.lengths,
                 packed=None if each.lengths is None else next(packed),
                 **{name: next(there) for name in names},

@@ -40,7 +40,7 @@ def step_flops(training: Training, step: Step) -> int:
 def _busiest(training: Training, step: Step) -> Traffic:
     """What the ranks of the stage send that sends the most."""
     stages = [step_traffic(training, step, stage=stage) for stage in range(training.split.stages)]
-    return max(stages, key=lambda each: each.tensor.bytes + each.pipeline.bytes + each.context.bytes + each.data.bytes)
+    return max(stages, key=lambda each: each.bytes)
 
 
 def _again(training: Training, step: Step) -> int:
@@ -76,6 +76,8 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
         seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
         near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
         model_ranks = near * training.split.stages
-        for sent, reach in ((traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks)):
+        experts = training.expert_parallel * training.architecture.expert_tensor_parallel
+        others = (traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks), (traffic.expert, experts)
+        for sent, reach in others:
             seconds += sent.bytes / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_kto.models.memory import Training, rank_memory
+from nemo_kto.models.memory import Training
 
 _FP32, _FP64 = 4, 8
 _SHAPE = 3 * 8  # three integers tell the next stage how large a hidden state is
@@ -54,12 +54,18 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a rank sends to its tensor-, pipeline- and context-parallel group, and to those with the same weights."""
+    """What a rank sends to its tensor-, pipeline- and context-parallel group, to those with the same weights, to experts."""
 
     tensor: Sent
     pipeline: Sent
     context: Sent
     data: Sent
+    expert: Sent
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return sum(each.bytes for each in (self.tensor, self.pipeline, self.context, self.data, self.expert))
 
 
 def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
@@ -69,6 +75,7 @@ def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
         pipeline=_sum(_pipeline(training, step, stage)) if training.split.stages > 1 else Sent(0, 0.0),
         context=_sum(_context(training, step, stage)) if training.context_parallel > 1 else Sent(0, 0.0),
         data=_sum(_data(training, stage)) if training.replicas > 1 else Sent(0, 0.0),
+        expert=_sum(_expert(training, step, stage)) if training.expert_parallel > 1 else Sent(0, 0.0),
     )
 
 
@@ -138,12 +145,34 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 
 def _data(training: Training, stage: int) -> Iterator[Sent]:
-    """Gradients in fp32, and what comes back: the weights, or the gradients again where each rank updates all of them."""
-    trained, ranks = rank_memory(training, stage=stage).trained, training.replicas
-    buckets = 1 + _shares_embedding(training, stage)  # where gradients are not sent while others are made
-    yield Sent(buckets, (ranks - 1) / ranks * trained * _FP32)
-    back = training.element_bytes if training.distributed_optimizer else _FP32
-    yield Sent(buckets * training.distributed_optimizer, (ranks - 1) / ranks * trained * back)
+    """Gradients in fp32, and what comes back: the weights, or the gradients again where each rank updates all of them.
+
+    Those of experts go to fewer ranks, in messages of their own.
+    """
+    trained = [each for each in training.parameters(stage) if each.trained]
+    for of_expert in {each.of_expert for each in trained}:
+        sent = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained if each.of_expert == of_expert)
+        buckets = 1 + (
+            _shares_embedding(training, stage) and not of_expert
+        )  # where nothing is sent while gradients are made
+        yield Sent(buckets * (sent > 0), sent * _FP32)
+        back = training.element_bytes if training.distributed_optimizer else _FP32
+        yield Sent(buckets * (sent > 0) * training.distributed_optimizer, sent * back)
+
+
+def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
+    """Tokens to experts of other ranks and back, in each pass; they choose all alike."""
+    architecture, experts = training.architecture, training.architecture.experts
+    assert experts is not None, "only a mixture shares out experts"
+    held = [layer for chunk in training.split.layers(architecture.num_layers)[stage] for layer in chunk]
+    layers, elsewhere = sum(architecture.sparse_layers[layer] for layer in held), 1 - 1 / training.expert_parallel
+    hidden = architecture.hidden_size * training.element_bytes / training.tensor_parallel
+    again = 1.0 if training.recompute == "full" or "mlp" in training.recomputed else 0.0
+    passes = 2 + step.forward_only + again
+    tokens = step.tokens / training.replicas
+    yield Sent(
+        2 * passes * layers * _micro_batches(training), passes * layers * 2 * experts.per_token * elsewhere * hidden * tokens
+    )
 
 
 def _shares_embedding(training: Training, stage: int) -> bool:

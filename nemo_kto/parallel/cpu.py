@@ -173,10 +173,16 @@ def _answer_tensor_types() -> None:
 def _patch_megatron() -> None:
     """Names that megatron-core uses without having imported them where Transformer Engine is absent, and needless copies."""
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_number_or_tensor
+    mappings._gather_along_first_dim = _of_any_size(mappings._gather_along_first_dim, _gather_of_any_size)
+    mappings._reduce_scatter_along_first_dim = _of_any_size(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter_of_any_size
+    )
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(param_and_grad_buffer, name, _skipped_by_one_rank(getattr(param_and_grad_buffer, name)))
 
@@ -192,3 +198,43 @@ def _skipped_by_one_rank(collective: Callable[..., object]) -> Callable[..., obj
         return collective(output, input_, **options)
 
     return call
+
+
+def _as_number_or_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """gloo wants the sizes of an all-to-all as numbers; megatron-core converts them only where they lie on a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _of_any_size(equal: Callable[..., torch.Tensor], unequal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers and scatters tensors of one size; the tokens of experts are as many as the router sends each rank."""
+
+    @functools.wraps(equal)
+    def call(
+        input_: torch.Tensor,
+        group: Any,
+        sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+        *,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+    ) -> torch.Tensor:
+        sizes = sizes or output_split_sizes or input_split_sizes
+        if sizes is None or len(set(sizes)) == 1:
+            return equal(input_, group, None, use_global_buffer)
+        return unequal(input_, group, sizes)
+
+    return call
+
+
+def _gather_of_any_size(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_of_any_size(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    whole = input_.clone()
+    torch.distributed.all_reduce(whole, group=group)
+    return whole.split(sizes)[group.rank()].clone()

@@ -29,6 +29,13 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, packed.tolist(), strict=True))
 
 
+def largest_over_data_parallel(count: int) -> int:
+    """The largest of the counts of all copies of the model, on every rank; collective."""
+    box = torch.tensor([count], device=device.current_device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+    return int(box.item())
+
+
 def ranks_where(answer: bool) -> list[int]:
     """The ranks of the world that answer True, on every rank."""
     answers = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
@@ -39,7 +46,7 @@ def ranks_where(answer: bool) -> list[int]:
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
     """``values`` of the last pipeline stage, on every stage; earlier stages pass a tensor of the same shape."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return values

@@ -36,6 +36,8 @@ class Layout:
         context: ranks that share every sequence (context parallel).
         virtual: model chunks of each pipeline rank (virtual pipeline parallel); None for one.
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
+        expert: ranks over which the experts of a layer are shared out (expert parallel); of those of a stage.
+        expert_tensor: ranks that share every expert; None for those that share every layer.
     """
 
     tensor: int = 1
@@ -43,6 +45,13 @@ class Layout:
     context: int = 1
     virtual: int | None = None
     sequence_parallel: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold one copy of a layer's experts."""
+        return self.expert * (self.tensor if self.expert_tensor is None else self.expert_tensor)
 
     @property
     def model_ranks(self) -> int:
@@ -61,7 +70,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         timeout: how long a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the world cannot be divided into whole copies of the model.
+        ValueError: the world cannot be divided into whole copies of the model, or of its experts.
     """
     install_cpu_backend()
     device.select()
@@ -72,11 +81,18 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) x context ({layout.context}) = {layout.model_ranks} "
             f"must divide the number of ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
         )
+    if (of_stage := world_size() // layout.pipeline) % layout.expert_ranks:
+        raise ValueError(
+            f"expert ({layout.expert}) x expert tensor = {layout.expert_ranks} must divide the ranks of a pipeline stage, "
+            f"got {of_stage}; use a smaller expert-parallel size"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
         virtual_pipeline_model_parallel_size=layout.virtual,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     seed += 100 * pipeline_stage()

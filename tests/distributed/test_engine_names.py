@@ -99,7 +99,7 @@ def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
 
     def placed(chunk: nn.Module) -> set[tuple[str, int | None, torch.Size]]:
         weights = mapping.rank_weights([chunk], architecture)
-        return {(weight.mapping.mcore_name, weight.layer, weight.parameter.shape) for weight in weights}
+        return {(weight.mapping.mcore_name, weight.place.get("layer"), weight.parameter.shape) for weight in weights}
 
     return {
         "keys": sorted({entry.key for entry in sharded.values()}),

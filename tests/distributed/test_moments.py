@@ -55,11 +55,10 @@ def narrow(model: Path, folder: Path) -> dict[str, Any]:
         architecture=run.architecture, element_bytes=2, data_parallel=2, moment_bytes=2, micro_batch_tokens=1,
         micro_batch_width=1, micro_batches=1, logprob_chunk=1, on_gpu=True,
     )  # fmt: skip
-    numel = sum(each.numel for each in rank_parameters(run.architecture))
     return {
         "types": sorted({(name, str(kept.dtype)) for of_one in saved for name, kept in of_one.items()}),
         "bytes": sum(kept.nbytes for of_one in saved for kept in of_one.values()),
-        "planned": numel * planned.state_bytes(),
+        "planned": planned.share(rank_parameters(run.architecture)) * planned.state_bytes(),
         "same": same(run.weights(), again.weights()),
         "widened": all(
             kept.dtype == FP32 and torch.equal(kept, of_one[name].float())

@@ -96,10 +96,12 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 640}
-    return {
+    models = {
         family: make_checkpoint(folder / family, family, **sizes)
         for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
     }
+    models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
+    return models
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,9 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"packed": True}, "float32", None),
         pytest.param("llama", {"packed": True}, "float32", QUERIES, marks=pytest.mark.full),
         pytest.param("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL, marks=pytest.mark.full),
+        ("mixtral", {}, "float32", None),
+        pytest.param("mixtral", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        pytest.param("mixtral", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),

@@ -18,7 +18,7 @@ Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
 ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
 
 
-def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings | None) -> Built:
+def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings | None, expert: int) -> Built:
     """The parameters of this rank of a model that is really built."""
     import torch
 
@@ -28,10 +28,11 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
     from nemo_kto.parallel import state
 
     virtual = split.chunks if split.chunks > 1 else None
-    state.init_distributed(layout=state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual), seed=1)
-    architecture = read_architecture(model, tensor_parallel=tensor)
+    layout = state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual, expert=expert, expert_tensor=1)
+    state.init_distributed(layout=layout, seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
     held = {}
-    for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split):
+    for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split, expert_parallel=expert):
         if adapters is not None:
             add_adapters(gpt, adapters, architecture=architecture, seed=1)
         for name, parameter in gpt.named_parameters():
@@ -42,12 +43,14 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
     return state.pipeline_stage(), held
 
 
-def planned(model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None) -> Mapping[str, Any]:
+def planned(
+    model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None, expert: int
+) -> Mapping[str, Any]:
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.parameters import rank_parameters
 
-    architecture = read_architecture(model, tensor_parallel=tensor)
-    found = rank_parameters(architecture, split=split, stage=stage, adapters=adapters)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    found = rank_parameters(architecture, split=split, expert_parallel=expert, stage=stage, adapters=adapters)
     return {each.name: (each.shape, each.trained) for each in found}
 
 
@@ -63,6 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
         "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
+        "qwen3_moe": make_checkpoint(folder / "qwen3_moe", "qwen3_moe", **heads),
     }
 
 
@@ -92,7 +96,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_rank_holds_what_was_planned(
     ranks: RankPool, models: dict[str, Path], family: str, tensor: int, split: PipelineSplit, adapters: LoRASettings | None
 ) -> None:
-    found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters)
+    found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters, 1)
     assert {stage for stage, _ in found} == set(range(split.stages))
     for stage, held in found:
-        assert planned(models[family], tensor, split, stage, adapters) == held
+        assert planned(models[family], tensor, split, stage, adapters, 1) == held
+
+
+@pytest.mark.parametrize(("tensor", "stages", "expert"), [(2, 2, 2), pytest.param(1, 1, 4, marks=pytest.mark.full)])
+def test_a_rank_holds_some_of_the_experts(
+    ranks: RankPool, models: dict[str, Path], tensor: int, stages: int, expert: int
+) -> None:
+    """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
+    split = PipelineSplit(stages=stages)
+    found: list[Built] = ranks.run(4, built, models["qwen3_moe"], tensor, split, None, expert)
+    for stage, held in found:
+        assert planned(models["qwen3_moe"], tensor, split, stage, None, expert) == held
+        assert sum(".experts." in name for name in held) == 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[stages]

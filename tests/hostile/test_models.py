@@ -37,9 +37,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-FAMILIES = ", ".join(
-    f"{name}ForCausalLM" for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
-)
+NAMES = ("Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
 # What is broken, and what the launcher says of it: the end of the line, or a part of it.
@@ -81,7 +80,7 @@ AT_START: dict[str, tuple[Break, str]] = {
         "a model of images or sounds (gemma3) cannot be trained, only text models; choose another, or save its language "
         "model with save_pretrained as a model of its own",
     ),
-    "a mixture of experts": (config(architectures=["MixtralForCausalLM"]), "got 'MixtralForCausalLM'"),
+    "a mixture of experts": (config(architectures=["DeepseekV3ForCausalLM"]), "got 'DeepseekV3ForCausalLM'"),
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), "got 'LlamaForSequenceClassification'"),
     "architectures is a string": (
         config(architectures="LlamaForCausalLM"),

@@ -26,7 +26,7 @@ from tests.parity import hf_models
 
 
 def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:
-    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
+    architecture = read_architecture(folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor)
     model = build_gpt(
         architecture,
         **{"params_dtype": torch.float32, **settings},
@@ -34,6 +34,7 @@ def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=layout.sequence_parallel,
+        expert_parallel=layout.expert,
     )
     return model, architecture
 

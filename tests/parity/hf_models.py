@@ -13,11 +13,13 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     set_seed,
 )
@@ -172,11 +174,30 @@ CONFIGS = {
     ),
 }
 
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+MIXTURES = {
+    "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
+    "mixtral-window": lambda: MixtralConfig(
+        **_SIZES, rope_parameters=_rope(1e5), num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=7
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, rope_parameters=_rope(1e6), norm_topk_prob=True),
+    "qwen3-moe-dense-layers": lambda: Qwen3MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        rope_parameters=_rope(1e5),
+        head_dim=16,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        tie_word_embeddings=True,
+    ),
+}
+
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
-    """Write one of ``CONFIGS`` with random weights, biases and norms included, in several files, with a tokenizer."""
+    """Write a model of those above with random weights, biases and norms included, in several files, with a tokenizer."""
     set_seed(len(name))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES)[name](), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # transformers starts biases at zero and norms at one
             if parameter.dim() == 1:

@@ -13,6 +13,33 @@ if TYPE_CHECKING:
 Windows = tuple[int | None, ...]
 
 
+class Layers(Enum):
+    """Which layers have a parameter."""
+
+    ALL = "every layer, or it lies outside of the layers"
+    DENSE = "layers with one MLP"
+    SPARSE = "layers with experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts: the MLPs among which a router chooses for each token (Shazeer et al. 2017, arXiv 1701.06538).
+
+    Attributes:
+        number: experts of a layer.
+        per_token: of them, those that see a token.
+        ffn_hidden_size: width of an expert's gate and up projection.
+        normalized: the weights of a token's experts add up to 1; else they are their shares of all experts.
+        layers: whether each layer has experts; the others have one MLP.
+    """
+
+    number: int
+    per_token: int
+    ffn_hidden_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+
 class Split(Enum):
     """How a parameter of ours is put together from the weights of the file and cut over tensor-parallel ranks."""
 
@@ -30,17 +57,25 @@ class ParamMapping:
     """One parameter of ours and the weights it holds.
 
     Attributes:
-        mcore_name: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model.
+        mcore_name: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model, and
+            ``{expert}`` for that of the expert in its layer.
         hf_names: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
             One name where the split has several weights: they lie one under the other in one tensor of the file.
         split: how the first comes from the second.
         required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
+        layers: which layers have it.
     """
 
     mcore_name: str
     hf_names: Mapping[str, tuple[str | int, ...]]
     split: Split
     required_flag: str = ""
+    layers: Layers = Layers.ALL
+
+    @property
+    def of_expert(self) -> bool:
+        """True for a parameter of an expert, which is cut over the expert-tensor-parallel ranks."""
+        return "{expert}" in self.mcore_name
 
 
 def no_window(config: PretrainedConfig) -> Windows:
@@ -93,6 +128,7 @@ class Family:
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
         local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
+        experts: the mixture of experts that a configuration describes; None for a family without.
     """
 
     name: str
@@ -106,3 +142,4 @@ class Family:
     partial_rotary: bool = False
     local_rope: bool = False
     own_head_dim: bool = False
+    experts: Callable[[PretrainedConfig], Experts] | None = None

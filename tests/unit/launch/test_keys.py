@@ -84,7 +84,6 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
     handed_on_whole = (*(f"exp_manager.{part}." for part in parts), f"trainer.{recipe.name}.")
     only_one_value = {  # schema.py refuses all others
-        "model.expert_model_parallel_size",
         "model.optim.name",
     }
     within_yaml = {"exp_manager.exp_dir", "exp_manager.name", "algorithm"}  # explicit_log_dir is made of the first two

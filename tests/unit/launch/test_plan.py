@@ -69,6 +69,46 @@ def test_what_a_layout_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["expected"].endswith("(an estimate from published figures, not measured)")
 
 
+# The shape of Mixtral 8x7B.
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 32000, "sliding_window": None,
+}  # fmt: skip
+
+
+EXPERTS, GPUS = "pretrained_checkpoint.restore_from_path=mixtral", ("--gpus", "16", "--gpu", "h200")
+
+
+def write_mixtral(folder: Path) -> None:
+    (folder / "mixtral").mkdir()
+    (folder / "mixtral" / "config.json").write_text(json.dumps(MIXTRAL))
+
+
+def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
+    of_layout = ["model.pipeline_model_parallel_size=2", "model.activations_checkpoint_granularity=selective"]
+    status, told = planned(capsys, "kto", EXPERTS, *GPUS, *of_layout, *experts)
+    assert (status, told["model"]) == (0, "mixtral (mixtral), 46.7 B parameters, all trained")
+    assert told["layout"].startswith("16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 8, selective")
+    # 45.1 B in experts, 1 / 16 of them; 1.34 B in attention, routers and norms, 1 / 2; an embedding of 0.13 B
+    assert told["parameters"] == "3.62 B a rank, on stage 1 of 2, which needs the most"
+    # 12 bytes for each value of an expert, of which no other rank has a copy; of the others 12 / 8
+    assert told["optimizer"] == "35.0 GB"
+    assert "expert" in told["sent by a rank"]
+
+
+def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "32")
+    assert status == 0
+    words = told["use"].split()
+    assert {"model.expert_tensor_parallel_size=1"} <= set(words)
+    status, again = planned(capsys, "kto", EXPERTS, "--gpus", "32", *words)
+    assert (status, again["verdict"]) == (0, "fits")
+    assert told["1"].startswith(again["layout"])
+
+
 def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT

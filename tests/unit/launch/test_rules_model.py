@@ -55,10 +55,6 @@ BROKEN = [
         ],
     ),
     (
-        ["model.expert_model_parallel_size=2"],
-        ["model.expert_model_parallel_size must be 1, got 2; expert parallelism is not supported in this version"],
-    ),
-    (
         ["model.fp8=true"],
         ["model.fp8 must be hybrid, e4m3 or null, got true"],
     ),

@@ -233,8 +233,9 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, "
-            "Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
+            "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM,"
+            " got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (

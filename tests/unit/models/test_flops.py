@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,11 +29,12 @@ def test_by_hand() -> None:
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
-def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = make_checkpoint(tmp_path, "llama")
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    folder = make_checkpoint(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     flops, length = ForwardFlops.of_model(read_architecture(folder, tensor_parallel=2)), 16
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64))

@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.architecture import Architecture, read_architecture
-from nemo_kto.models.gpt import _transformer_config
 from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.models.transformer_settings import recomputed, transformer_config
 from nemo_kto.parallel.kernels import uses_transformer_engine
 from tests.tiny import make_checkpoint
 from tests.unit.parallel.test_kernels import RICH, gpu
@@ -24,7 +24,7 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
 
 
 def config_of(architecture: Architecture, **settings: object) -> TransformerConfig:
-    return _transformer_config(
+    return transformer_config(
         architecture,
         engine=uses_transformer_engine(torch.bfloat16),
         params_dtype=torch.bfloat16,
@@ -88,7 +88,7 @@ def test_only_silu_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """megatron-core's fused gelu is chosen by another function than the one it computes."""
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     gemma2 = read_architecture(make_checkpoint(tmp_path, "gemma2"), tensor_parallel=1)
-    config = _transformer_config(gemma2, engine=False, params_dtype=torch.bfloat16)
+    config = transformer_config(gemma2, engine=False, params_dtype=torch.bfloat16)
     assert (config.bias_activation_fusion, config.use_te_activation_func) == (False, True)
     assert config.layernorm_zero_centered_gamma
 
@@ -102,3 +102,25 @@ def test_fp8_has_scales_that_nothing_has_to_remember(
     config = config_of(architecture, fp8=fp8)
     assert (config.fp8, config.fp8_recipe, config.params_dtype) == (fp8, "tensorwise", torch.bfloat16)
     assert [config.fp8_param, config.fp8_dot_product_attention, config.fp8_multi_head_attention] == [False] * 3
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_experts_of_a_rank_multiply_together_where_they_can(
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_gpu:
+        gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    folder = make_checkpoint(tmp_path, "qwen3_moe", norm_topk_prob=False)
+    config = config_of(read_architecture(folder, tensor_parallel=1), expert_model_parallel_size=4)
+    assert config.moe_grouped_gemm == on_gpu
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 3, 32)
+    assert config.moe_layer_freq == [1, 0, 1, 1]
+    assert config.moe_router_pre_softmax
+    assert (config.moe_aux_loss_coeff, config.moe_expert_capacity_factor) == (0.0, None), "no loss per micro-batch, no drops"
+
+
+def test_what_recomputes_mlps_recomputes_experts(architecture: Architecture, tmp_path: Path) -> None:
+    mixture = read_architecture(make_checkpoint(tmp_path, "mixtral"), tensor_parallel=1)
+    assert recomputed(mixture, ["mlp"]) == ["mlp", "moe"]
+    assert recomputed(mixture, ["core_attn"]) == ["core_attn"]
+    assert recomputed(architecture, ["mlp"]) == ["mlp"]

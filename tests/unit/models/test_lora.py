@@ -83,7 +83,15 @@ def test_phi3_has_only_the_modules_that_it_does_not_fuse() -> None:
     assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_proj", "linear_fc2"]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Phi3ForCausalLM"])
+def test_of_a_mixture_only_the_attention_is_adapted() -> None:
+    for family in (family for family in FAMILIES.values() if family.experts is not None):
+        mappings = adapted_mappings(replace(ARCHITECTURE, family=family), settings("all"))
+        assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_qkv", "linear_proj"]
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name != "Phi3ForCausalLM" and FAMILIES[name].experts is None]
+)
 def test_every_other_family_has_every_module(family: str) -> None:
     mappings = adapted_mappings(replace(ARCHITECTURE, family=FAMILIES[family]), settings("all"))
     assert [mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in mappings] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ def test_bytes_of_a_parameter(
     each = (memory.weights, memory.gradients, memory.optimizer, memory.checkpoint)
     assert each == (number * weights, number * 4, number * optimizer, number * checkpoint)
     assert memory.certain == number * (weights + 4 + optimizer)
+
+
+def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
+    """Of 8 experts of 3 matrices of 32 x 64 in 3 layers, a rank has 4, which 4 of 8 ranks have; all have the others."""
+    mixture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
+    memory = first(mixture, data_parallel=8, expert_parallel=2)
+    of_experts = 3 * 4 * 3 * 32 * HIDDEN
+    others = sum(each.numel for each in rank_parameters(mixture) if ".experts." not in each.name)
+    assert memory.parameters == of_experts + others
+    assert memory.optimizer == 8 * (of_experts / 4 + others / 8)
+    assert memory.checkpoint == 16 * (of_experts / 4 + others / 8)
+    halved = first(replace(mixture, tensor_parallel=2, expert_tensor_parallel=2), data_parallel=4, expert_parallel=2)
+    assert halved.parameters < memory.parameters
+    traffic = step_traffic(training(mixture, data_parallel=8, expert_parallel=2), Step(rows=8, width=16, forward_only=0))
+    assert traffic.expert == 3 * 2 * 3 * (1 / 2) * HIDDEN * 4 * 16 * 2, "layers, there and back, choices, half of them away"
 
 
 def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture: Architecture) -> None:

@@ -8,8 +8,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_kto.models.gpt import _pipeline_settings
 from nemo_kto.models.stages import PipelineSplit, SplitError
+from nemo_kto.models.transformer_settings import _pipeline_settings
 
 SPLITS = [
     (4, PipelineSplit()),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.metrics import Derive, Metrics
+from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.reference import Phase, ReferencePolicy
 from nemo_kto.models.sequences import SequenceBatch
@@ -119,5 +119,8 @@ class MegatronGPTModel:
         """
         sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = float(sums["loss_sum"])
-        metrics = Metrics(global_sums(sums) | dict(batch_sums), derive)
+        metrics = Metrics(
+            global_sums(sums) | dict(batch_sums) | self.engine.balance_sums(),
+            lambda sums: {**derive(sums), **balance_metrics(sums)},
+        )
         return metrics["loss"], metrics

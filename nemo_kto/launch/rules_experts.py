@@ -1,0 +1,63 @@
+"""The rules of mixtures of experts: what fits the experts of a model, and what only a model with experts has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_kto.errors import ConfigError
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.config_file import number_of_experts
+from nemo_kto.models.families import Family
+
+_MODEL = "pretrained_checkpoint.restore_from_path"
+_PARALLEL, _TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+
+
+def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
+    """Mistakes that the content of config.json shows, together with the family that it names."""
+    if family.experts is None:
+        yield from _dense(cfg, family)
+        return
+    model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+    number, parallel = number_of_experts(config), model.expert_model_parallel_size
+    if number is not None and number % parallel:
+        text = f"must divide the {number} experts of {where}, got {parallel}; use {divisor_below(number, parallel)}"
+        yield ConfigError(_PARALLEL, text, (_MODEL,))
+    tensor, shards = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
+    key, shards = ("model.tensor_model_parallel_size", tensor) if shards is None else (_TENSOR, shards)
+    name, width = next(((name, config[name]) for name in _WIDTHS if name in config), ("", None))
+    if width is not None and width % shards:
+        text = f"must divide {name} = {width} of {where}, got {shards}; use {_TENSOR}={divisor_below(width, shards)}"
+        yield ConfigError(key, text, (_MODEL, _TENSOR))
+    if tensor > 1 and not model.sequence_parallel:
+        text = (
+            f"must be true for a mixture of experts with model.tensor_model_parallel_size above 1, got false with {tensor}"
+        )
+        yield ConfigError("model.sequence_parallel", f"{text}; set it", ("model.tensor_model_parallel_size", _MODEL))
+    if model.moe_aux_loss_coeff and model.data.packing:
+        text = "must be 0.0 with model.data.packing=true: the loss is of each sequence by itself, and rows hold several, got"
+        reads = ("model.data.packing", _MODEL)
+        yield ConfigError("model.moe_aux_loss_coeff", f"{text} {model.moe_aux_loss_coeff}; set one or the other", reads)
+    if model.fp8 is not None:
+        text = (
+            f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"
+        )
+        yield ConfigError("model.fp8", text, (_MODEL,))
+
+
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has
+
+
+def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
+    without = {_PARALLEL: (1, "1"), _TENSOR: (None, "null"), "model.moe_aux_loss_coeff": (0.0, "0.0")}
+    for key, (nothing, text) in without.items():
+        if (value := getattr(cfg.model, key.removeprefix("model."))) != nothing:
+            where = cfg.pretrained_checkpoint.restore_from_path
+            told = f"must be {text} for a model without experts, got {value} with {where} ({family.name}); leave it out"
+            yield ConfigError(key, told, (_MODEL,))
+
+
+def divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of a number up to a limit."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

@@ -1,0 +1,104 @@
+"""The families with a mixture of experts: a dense family's attention, and experts in the place of its MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_kto.models.families.dense import MISTRAL, QWEN3
+from nemo_kto.models.families.table import (
+    Experts,
+    Family,
+    Layers,
+    ParamMapping,
+    Split,
+    window_everywhere,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_MCORE = "decoder.layers.{layer}.mlp."
+_EXPERT = _MCORE + "experts.local_experts.{expert}."
+
+
+def _expert_mappings(block: str, *, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
+    """The router and the experts of a layer.
+
+    Args:
+        block: name of the mixture in the file, such as ``mlp``.
+        gate, up, down: names of an expert's projections.
+    """
+    block = f"model.layers.{{layer}}.{block}."
+    expert = block + "experts.{expert}."
+    wide, narrow = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
+    return (
+        ParamMapping(
+            mcore_name=_MCORE + "router.weight",
+            hf_names={block + "gate.weight": ("experts", "hidden")},
+            split=Split.REPLICATED,
+            layers=Layers.SPARSE,
+        ),
+        ParamMapping(
+            mcore_name=_EXPERT + "linear_fc1.weight",
+            hf_names={f"{expert}{gate}.weight": wide, f"{expert}{up}.weight": wide},
+            split=Split.GATED,
+            layers=Layers.SPARSE,
+        ),
+        ParamMapping(
+            mcore_name=_EXPERT + "linear_fc2.weight",
+            hf_names={f"{expert}{down}.weight": narrow},
+            split=Split.ROW_PARALLEL,
+            layers=Layers.SPARSE,
+        ),
+    )
+
+
+def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
+    """The weights of a dense family, whose MLPs are in some layers only, and those of the experts."""
+    dense = (
+        replace(mapping, layers=Layers.DENSE) if mapping.mcore_name.startswith(_MCORE) else mapping
+        for mapping in family.mappings
+    )
+    return (*dense, *mappings)
+
+
+def _mixtral_experts(config: PretrainedConfig) -> Experts:
+    return Experts(
+        number=config.num_local_experts,
+        per_token=config.num_experts_per_tok,
+        ffn_hidden_size=config.intermediate_size,
+        normalized=True,
+        layers=(True,) * config.num_hidden_layers,
+    )
+
+
+def _qwen3_experts(config: PretrainedConfig) -> Experts:
+    """Every ``decoder_sparse_step``-th layer has experts, but for ``mlp_only_layers``, counted from 0."""
+    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
+    return Experts(
+        number=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        ffn_hidden_size=config.moe_intermediate_size,
+        normalized=bool(config.norm_topk_prob),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)),
+    )
+
+
+# Mistral with experts in every layer.
+MIXTRAL = Family(
+    name="mixtral",
+    hf_architecture="MixtralForCausalLM",
+    mappings=_with_experts(MISTRAL, _expert_mappings("block_sparse_moe", gate="w1", up="w3", down="w2")),
+    windows=window_everywhere,
+    experts=_mixtral_experts,
+)
+# Qwen 3 with many narrow experts, perhaps not in every layer.
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    hf_architecture="Qwen3MoeForCausalLM",
+    mappings=_with_experts(QWEN3, _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+    flags=QWEN3.flags,
+    windows=window_everywhere,
+    experts=_qwen3_experts,
+)

@@ -1,0 +1,122 @@
+"""Which modules layers are made of: Transformer Engine's, or megatron-core's own with those of this package."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from nemo_kto.models.activation import GeGLU, SwiGLU
+from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.layer import PostNormLayer
+from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
+from nemo_kto.models.rope import RotaryTable
+from nemo_kto.models.router import BalancedRouter
+
+
+def block_spec(
+    architecture: Architecture,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    engine: bool,
+    attn_mask_type: AttnMaskType,
+) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, vp_stage)
+    kinds = architecture.sparse_layers[first : first + get_num_layers_to_build(config, vp_stage)]
+    specs = {
+        sparse: _layer_spec(architecture, config, engine=engine, sparse=sparse, attn_mask_type=attn_mask_type)
+        for sparse in set(kinds)
+    }
+    norm: Any = TorchNorm
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    return TransformerBlockSubmodules(layer_specs=[specs[sparse] for sparse in kinds], layer_norm=norm)
+
+
+def _layer_spec(
+    architecture: Architecture, config: TransformerConfig, *, engine: bool, sparse: bool, attn_mask_type: AttnMaskType
+) -> ModuleSpec:
+    """Of a layer with experts (``sparse``) or with one MLP."""
+    make = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+    layer = make(
+        num_experts=config.num_moe_experts if sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=architecture.qk_norm,
+        **({} if engine else {"normalization": "RMSNorm"}),
+    )
+    if not engine:
+        _use_torch_modules(layer, architecture)
+    if sparse:
+        _submodules(layer.submodules.mlp).router = BalancedRouter
+        # the norm is a module of its own, whoever makes the layers
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    attention = layer.submodules.self_attention
+    attention.params["attn_mask_type"] = attn_mask_type
+    if architecture.output_bias and not architecture.mlp_bias:
+        attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
+    return layer
+
+
+def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
+    """Put this package's modules into the spec of one of megatron-core's local layers."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
+    if architecture.post_norm:
+        layer.module = PostNormLayer
+    local_rope = architecture.local_rope
+    parts.self_attention.submodules.core_attention = ModuleSpec(
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "rotary": RotaryTable(rope=architecture.rope),
+            "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
+        },
+    )
+    mlp = _submodules(parts.mlp)
+    mlp = _submodules(mlp.experts) if hasattr(mlp, "experts") else mlp
+    mlp.activation_func = SwiGLU if architecture.activation == "silu" else GeGLU
+    if architecture.qk_norm:
+        queries, keys = _qk_norms(architecture)
+        parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys
+
+
+def _submodules(spec: Any) -> Any:
+    """What a module is made of: of a ModuleSpec, and from megatron-core 0.18 on of a partial."""
+    return (spec.keywords if isinstance(spec, functools.partial) else vars(spec))["submodules"]
+
+
+def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    if not architecture.all_heads_norm:
+        return TorchNorm, TorchNorm
+    counts = (
+        (architecture.num_attention_heads, architecture.padded_attention_heads),
+        (architecture.num_query_groups, architecture.padded_query_groups),
+    )
+    queries, keys = (
+        ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded}) for heads, padded in counts
+    )
+    return queries, keys
+
+
+def _with_bias(linear: type) -> type:
+    """The same linear layer with a bias; megatron-core has one switch for the attention's output and the MLP together."""
+
+    class LinearWithBias(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    return LinearWithBias

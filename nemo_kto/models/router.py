@@ -1,0 +1,118 @@
+"""The router of a mixture of experts: megatron-core's, with a load-balancing loss that no layout changes.
+
+The loss of a layer and a sequence of T tokens, of which each sees K of E experts (Fedus et al. 2022, arXiv 2101.03961,
+equations 4 to 6; for each sequence by itself: DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
+
+    E * sum over experts e of f_e * P_e      f_e: the share of the T * K choices that fell on e
+                                             P_e: the mean over the tokens of the router's probability of e
+
+It is 1 where all experts are chosen alike. Over the tokens of a micro-batch, as megatron-core has it by default, it would
+depend on which sequences share one. Padding is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from nemo_kto.parallel import device
+
+
+class BalancedRouter(TopKRouter):
+    """Chooses experts as megatron-core does, and in training notes how evenly.
+
+    Attributes:
+        loss_weight: what the loss of each sequence is multiplied by in the objective; the schedule divides by the number of
+            examples.
+        balance: what was noted since it was None: the sum of the losses, the number of sequences, and how often each expert
+            was chosen; [2 + E], the same on all ranks that share a sequence.
+    """
+
+    loss_weight: float = 0.0
+    balance: Tensor | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As megatron-core's.
+
+        Args:
+            logits: [sequence, batch, E].
+            padding_mask: True for tokens that do not count, [sequence, batch]; None where all do.
+        """
+        probs, chosen = super().routing(logits, padding_mask)
+        if self.training and torch.is_grad_enabled():  # not when activations are dropped that are recomputed later
+            counts_sb = torch.ones(logits.shape[:2], device=logits.device)
+            if padding_mask is not None:
+                counts_sb = counts_sb.masked_fill(padding_mask, 0.0)
+            losses_b = self._losses(logits, chosen.view(logits.shape), counts_sb)
+            if self.loss_weight:
+                probs = MoEAuxLossAutoScaler.apply(probs, self.loss_weight * losses_b.sum())
+        return probs, chosen
+
+    def _losses(self, logits_sbe: Tensor, chosen_sbe: Tensor, counts_sb: Tensor) -> Tensor:
+        """The loss of each sequence: [b]. Of a sequence that ranks share, this rank's part; they add up to it."""
+        probs_be = (torch.softmax(logits_sbe, dim=-1, dtype=torch.float32) * counts_sb.unsqueeze(-1)).sum(dim=0)
+        chosen_be = (chosen_sbe * counts_sb.unsqueeze(-1)).sum(dim=0)
+        whole = torch.stack([chosen_be, probs_be.detach()])
+        if self.tp_cp_group.size() > 1:
+            torch.distributed.all_reduce(whole, group=self.tp_cp_group)
+        tokens_b = whole[0].sum(dim=-1) / self.topk
+        scale_b = self.num_experts / (self.topk * tokens_b.clamp(min=1).square())
+        values = [(scale_b * (whole[0] * whole[1]).sum(dim=-1)).sum(), (tokens_b > 0).sum()]
+        noted = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
+        self.balance = noted if self.balance is None else self.balance + noted
+        return scale_b * (whole[0] * probs_be).sum(dim=-1)
+
+
+def experts_span_copies(config: TransformerConfig) -> bool:
+    """Whether the ranks that share out experts belong to several data-parallel copies of the other layers."""
+    if config.num_moe_experts is None:
+        return False
+    shards = config.expert_tensor_parallel_size
+    return bool(config.tensor_model_parallel_size % (config.expert_model_parallel_size * shards))
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:
+    """The routers of a model; none of a dense one."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
+
+
+def balance_sums(chunks: Sequence[torch.nn.Module], *, by_sequence: bool) -> dict[str, float]:
+    """What the routers of all ranks have noted, the same on every rank; collective. Nothing of a dense model.
+
+    Args:
+        chunks: of this rank.
+        by_sequence: a row of a micro-batch was one sequence; the losses of packed rows are left out.
+
+    Returns:
+        ``moe_aux_loss_sum`` over the sequences and layers, and ``moe_aux_losses``, the number of them; the shares of the
+        choices of a layer that fell on the expert with the most and with the fewest of all layers, each summed over
+        ``moe_batches``, which is 1.
+    """
+    config = get_model_config(chunks[0])
+    if config.num_moe_experts is None:
+        return {}
+    noted = torch.zeros(config.num_layers, 2 + config.num_moe_experts, dtype=torch.float64, device=device.current_device())
+    for router in routers(chunks):
+        if router.balance is not None:
+            noted[router.layer_number - 1] = router.balance
+    torch.distributed.all_reduce(noted, group=parallel_state.get_data_parallel_group())
+    torch.distributed.all_reduce(noted, group=parallel_state.get_pipeline_model_parallel_group())
+    noted = noted[noted[:, 1] > 0].cpu()  # layers with experts, if any sequence counts
+    if not len(noted):
+        return {}
+    of_sequences = {"moe_aux_loss_sum": float(noted[:, 0].sum()), "moe_aux_losses": float(noted[:, 1].sum())}
+    shares = noted[:, 2:] / noted[:, 2:].sum(dim=1, keepdim=True)
+    return {
+        **(of_sequences if by_sequence else {}),
+        "moe_largest_share_sum": float(shares.max()),
+        "moe_smallest_share_sum": float(shares.min()),
+        "moe_batches": 1.0,
+    }

@@ -1,0 +1,171 @@
+"""Whole jobs with mixtures of experts: one trajectory however the experts are shared out, and resumed at other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.engines import engine
+from tests.distributed.jobs import assert_same, train, trajectory
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_load_balance import make_sequences
+
+TP2 = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+EP2, WHOLE_EXPERTS = "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one_rank": (1, []),
+    "micro_batch_1": (1, ["model.micro_batch_size=1"]),
+    "recompute": (1, ["model.activations_checkpoint_granularity=selective"]),
+    "ep2": (2, [EP2]),
+    "ep2_replicated_optimizer": (2, [EP2, "model.optim.use_distributed_optimizer=false"]),
+    "tp2_ep2_whole_experts": (2, [*TP2, EP2, WHOLE_EXPERTS]),
+    "ep2_90_tokens": (2, [EP2, "model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "ep2_overlap": (2, [EP2, "model.optim.overlap=true"]),
+    "tp2_ep2": (4, [*TP2, EP2]),
+    "pp2_ep2": (4, ["model.pipeline_model_parallel_size=2", EP2]),
+    "ep4": (4, ["model.expert_model_parallel_size=4"]),
+    "dp2": (2, []),
+}
+LORA = [
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.target_modules=[attention]",
+    "model.peft.lora_tuning.adapter_dim=4",
+    "model.reference.mode=adapter",
+    "model.optim.lr=5e-3",
+]
+BALANCE = "model.moe_aux_loss_coeff=0.02"
+# Name of a run: the algorithm, the family, what is overridden.
+RUNS: dict[str, tuple[str, str, list[str]]] = {
+    "kto": ("kto", "mixtral", [BALANCE]),
+    "dpo": ("dpo", "qwen3_moe", [BALANCE]),
+    "kto_lora": ("kto", "qwen3_moe", [*LORA, BALANCE]),
+    "kto_synced": ("kto", "qwen3_moe", ["model.reference.sync_interval=1"]),
+    "dpo_lora": ("dpo", "mixtral", LORA),
+}
+QUICK = {
+    ("kto", "ep2_90_tokens"): 10,
+    ("kto", "tp2_ep2_whole_experts"): 5,
+    ("dpo", "pp2_ep2"): 5,
+    ("kto_lora", "ep2_overlap"): 5,
+}
+CASES = [
+    *(pytest.param(*case, steps, id="-".join(case)) for case, steps in QUICK.items()),
+    *(
+        pytest.param(run, layout, 10, id=f"{run}-{layout}-10", marks=pytest.mark.full)
+        for run in RUNS
+        for layout in LAYOUTS
+        if layout != "one_rank" and QUICK.get((run, layout)) != 10
+    ),
+]
+Start = Callable[[str, str, int, Path], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def start(ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, dpo_rows: Path) -> Start:
+    """Names of a run and a layout, steps, and a folder -> what is logged there when the run has ended."""
+
+    def run(name: str, layout: str, steps: int, folder: Path) -> list[dict[str, float]]:
+        (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
+        given = [*of_run, *of_layout, f"trainer.{algorithm}.max_steps={steps}", f"trainer.{algorithm}.save_interval=2"]
+        given.append("exp_manager.checkpoint_callback_params.save_top_k=-1")
+        rows = kto_rows if algorithm == "kto" else dpo_rows
+        ranks.run(world_size, train, tiny_checkpoint(family), rows, folder, world_size, given, algorithm)
+        return trajectory(folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Path]:
+    """The folder of a run that nothing stopped; each is made once."""
+    known: dict[tuple[str, str, int], Path] = {}
+
+    def get(name: str, layout: str, steps: int) -> Path:
+        if (name, layout, steps) not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            assert len(start(name, layout, steps, folder)) == steps
+            known[name, layout, steps] = folder
+        return known[name, layout, steps]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "layout", "steps"), CASES)
+def test_same_trajectory(
+    name: str, layout: str, steps: int, start: Start, whole: Callable[[str, str, int], Path], tmp_path: Path
+) -> None:
+    ours, expected = start(name, layout, steps, tmp_path), trajectory(whole(name, "one_rank", steps))
+    assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must not be chosen alike, or their number says nothing"
+    assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
+    assert_same(ours, expected, steps=steps)
+
+
+MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2", "pp2_ep2"), ("pp2_ep2", "ep4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("kto", "ep2", "ep2"),
+        ("kto", "ep2", "tp2_ep2_whole_experts"),
+        *(
+            pytest.param(name, *move, marks=pytest.mark.full)
+            for name in ("kto", "dpo", "kto_lora", "kto_synced")
+            for move in MOVES
+        ),
+        pytest.param("kto", "ep2_replicated_optimizer", "ep2_replicated_optimizer", marks=pytest.mark.full),
+    ],
+)
+def test_resumed(
+    name: str,
+    before: str,
+    after: str,
+    start: Start,
+    whole: Callable[[str, str, int], Path],
+    tmp_path: Path,
+) -> None:
+    uninterrupted, stop, steps = whole(name, before, 5), 2, 5
+    shutil.copytree(uninterrupted / "checkpoints" / f"step_{stop:06d}", tmp_path / "checkpoints" / f"step_{stop:06d}")
+    shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
+    ours, expected = start(name, after, steps, tmp_path), trajectory(uninterrupted)
+    if before == after:
+        assert ours == expected, "to the last bit"
+        return
+    assert ours[:stop] == expected[:stop]
+    assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
+    assert_same(ours[stop:], expected[stop:], steps=steps - stop)
+
+
+def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> list[float]:
+    """On a rank: log-probs of its sequences, of which another rank may have more."""
+    import torch
+    from megatron.core import parallel_state
+
+    from nemo_kto.checkpoint.huggingface import load_weights
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(expert=expert_parallel), seed=1)
+    architecture = read_architecture(model, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=torch.float32, expert_parallel=expert_parallel)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, model)
+    first = sum(counts[: parallel_state.get_data_parallel_rank()])
+    mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
+    runs = engine(chunks, architecture)
+    logps = runs.logprobs(make_sequences(1, mine))
+    assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "nobody has any"
+    return logps.tolist()
+
+
+def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
+    folder = tiny_checkpoint("mixtral")
+    (expected,) = ranks.run(1, unevenly_shared, folder, [8], 1)
+    first, second = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
+    assert second == []
+    assert first == pytest.approx(expected, rel=1e-5)

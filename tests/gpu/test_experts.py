@@ -1,0 +1,78 @@
+"""Experts of Transformer Engine, whose products are grouped, on a GPU: logits, checkpoints between both kinds, a whole job.
+
+In fp32, for which a run does not take these layers, because they multiply in TF32. A token whose choice of experts is close
+may be sent to others than those of transformers, so that a few tokens may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_kto.checkpoint.huggingface import load_weights
+from nemo_kto.checkpoint.mapping import rank_weights
+from nemo_kto.models import gpt
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.parallel import device, state
+from nemo_kto.parallel.kernels import uses_transformer_engine
+
+pytestmark = pytest.mark.skipif(
+    not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    state.init_distributed(layout=state.Layout(), seed=3)
+    yield
+    state.destroy()
+
+
+def built(folder: Path) -> tuple[Any, Any]:
+    architecture = read_architecture(folder, tensor_parallel=1)
+    model = gpt.build_gpt(architecture, params_dtype=torch.float32)
+    load_weights([model], architecture, folder)
+    return model, architecture
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_logits_are_those_of_transformers(
+    family: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
+    folder = tiny_checkpoint(family)
+    model, _ = built(folder)
+    assert {type(layer.mlp.experts).__name__ for layer in model.decoder.layers if hasattr(layer.mlp, "experts")} == {
+        "TEGroupedMLP"
+    }
+    tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
+    here = tokens.to(device.current_device())
+    positions = torch.arange(64, device=here.device).expand_as(here)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = (model.eval()(here, positions, None) @ model.output_weight().T).float().cpu()
+    wrong_bs = ((found[..., : expected.size(-1)] - expected).abs() > 2e-3 * expected.abs().max()).any(dim=-1)
+    assert wrong_bs.float().mean() < 0.05
+
+
+def test_both_kinds_have_the_same_weights_and_checkpoints(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names, keys = tiny_checkpoint("qwen3_moe"), [], []
+    for engine in (True, False):
+        monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype, engine=engine: engine)
+        model, architecture = built(folder)
+        found = rank_weights([model], architecture)
+        names.append({(weight.mapping.mcore_name, *weight.place.values()): weight.parameter.cpu() for weight in found})
+        sharded = model.sharded_state_dict()
+        keys.append({entry.key for name, entry in sharded.items() if not name.endswith("_extra_state")})
+    grouped, single = names
+    assert grouped.keys() == single.keys()
+    assert all(torch.equal(values, single[name]) for name, values in grouped.items())
+    assert keys[0] == keys[1]

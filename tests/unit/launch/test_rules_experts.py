@@ -1,0 +1,142 @@
+"""Rules of mixtures of experts: what fits the experts, and what a dense model does not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_stub_model
+from tests.unit.launch.conftest import Said
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", EXPERTS),
+}
+KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
+BATCH = "model.global_batch_size=16"
+ONE_BY_ONE = "model.micro_batch_size=1"
+
+
+def model(folder: Path, name: str, **changes: object) -> Path:
+    architecture, config = FAMILIES[name]
+    write_stub_model(folder)
+    config = {"architectures": [architecture], "model_type": name, **config, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+BROKEN = [
+    ("llama", [f"{KEY}=2"], 2, [f"{KEY} must be 1 for a model without experts, got 2 with MODEL (llama); leave it out"]),
+    (
+        "llama",
+        [f"{SHARDS}=1", "model.moe_aux_loss_coeff=0.1"],
+        1,
+        [
+            f"{SHARDS} must be null for a model without experts, got 1 with MODEL (llama); leave it out",
+            "model.moe_aux_loss_coeff must be 0.0 for a model without experts, got 0.1 with MODEL (llama); leave it out",
+        ],
+    ),
+    ("mixtral", [f"{KEY}=4"], 4, [f"{KEY} must divide the 6 experts of MODEL, got 4; use 3"]),
+    (
+        "qwen3_moe",
+        [f"{KEY}=4", f"{SHARDS}=1", "model.pipeline_model_parallel_size=2"],
+        4,
+        [
+            f"{KEY} must divide the 6 experts of MODEL, got 4; use 3",
+            f"{KEY} * expert_tensor_parallel_size = 4 * 1 = 4 must divide the ranks of a pipeline stage, got 2; use more "
+            "ranks (trainer.devices) or smaller sizes",
+        ],
+    ),
+    (
+        "mixtral",
+        [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2"],
+        2,
+        [
+            f"{KEY} * expert_tensor_parallel_size = 2 * 2 = 4 must divide the ranks of a pipeline stage, got 2; use more "
+            "ranks (trainer.devices) or smaller sizes"
+        ],
+    ),
+    (
+        "qwen3_moe",
+        [f"{TENSOR}=8", f"{SEQUENCE}=true"],
+        8,
+        [f"{TENSOR} must divide moe_intermediate_size = 12 of MODEL, got 8; use {SHARDS}=6"],
+    ),
+    (
+        "mixtral",
+        [f"{SHARDS}=8"],
+        8,
+        [f"{SHARDS} must divide intermediate_size = 12 of MODEL, got 8; use {SHARDS}=6"],
+    ),
+    (
+        "mixtral",
+        [f"{TENSOR}=2"],
+        2,
+        [f"{SEQUENCE} must be true for a mixture of experts with {TENSOR} above 1, got false with 2; set it"],
+    ),
+    (
+        "qwen3_moe",
+        ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_qkv,mlp]"],
+        1,
+        [
+            "model.peft.lora_tuning.target_modules must be layers that qwen3_moe has by themselves, got mlp, and its "
+            "experts cannot be adapted; use of q_proj, k_proj, v_proj, o_proj, or model.peft.peft_scheme=none"
+        ],
+    ),
+    (
+        "mixtral",
+        ["model.moe_aux_loss_coeff=-1"],
+        1,
+        ["model.moe_aux_loss_coeff must be at least 0, got -1; 0.0: no such loss"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "ranks", "texts"), BROKEN, ids=lambda value: str(value)[:60])
+def test_a_rule_that_is_broken(
+    said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
+) -> None:
+    folder = model(tmp_path / "mixture", family)
+    given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
+    assert said(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "ranks"),
+    [
+        ("mixtral", [f"{KEY}=2", "model.moe_aux_loss_coeff=0.01"], 2),
+        ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
+        ("qwen3_moe", ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention]"], 1),
+    ],
+)
+def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
+    folder = model(tmp_path / "mixture", family)
+    given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
+    assert said(*given, ranks=ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "text"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most the number of experts, 6, got 7"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2 where the weights of a token's"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok must be at least 2 where"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of integers from 0, got [-1]"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1 to"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts must be an integer from 1 to 10000, got 0"),
+    ],
+)
+def test_a_configuration_that_is_refused(tmp_path: Path, family: str, changes: dict[str, object], text: str) -> None:
+    from nemo_kto.errors import UserError
+    from nemo_kto.models.config_file import read_config_file
+
+    with pytest.raises(UserError, match=r"config\.json") as error:
+        read_config_file(model(tmp_path / "mixture", family, **changes))
+    assert text in str(error.value)
+    one = {"num_experts_per_tok": 1, "norm_topk_prob": False, "mlp_only_layers": None}
+    read_config_file(model(tmp_path / "right", "qwen3_moe", **one))
