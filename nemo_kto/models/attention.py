@@ -180,6 +180,9 @@ class TorchAttention(MegatronModule):
 
     def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
         """One after the other: a kernel for rows of unlike length would compute with their padding."""
+        if self.window is not None:  # what the first query does not see, no later one does
+            beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
+            key, value = key[beyond:], value[beyond:]
         seen = self._seen(query.size(0), key.size(0), masked, query.device)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
