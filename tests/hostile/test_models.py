@@ -38,7 +38,8 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
 FAMILIES = ", ".join(
-    f"{name}ForCausalLM" for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
+    f"{name}ForCausalLM"
+    for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
 )
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nemo_kto.models.families.dense import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
+from nemo_kto.models.families.dense import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3
 from nemo_kto.models.families.table import Family, ParamMapping, Split
 
 __all__ = ["FAMILIES", "Family", "ParamMapping", "Split", "find_family"]
 
 FAMILIES = {
-    family.hf_architecture: family for family in (GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3)
+    family.hf_architecture: family for family in (GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3)
 }
 
 
