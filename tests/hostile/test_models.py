@@ -77,6 +77,14 @@ AT_START: dict[str, tuple[Break, str]] = {
         "decoder-only model",
     ),
     "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), "encoder_decoder must be true or false, got 'no'"),
+    "a model with attention sinks": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss"),
+        "a gpt_oss model cannot be trained: this program lacks attention sinks, and experts with biases; choose another",
+    ),
+    "a model with chunked attention": (
+        config(architectures=["Llama4ForCausalLM"], model_type="llama4_text"),
+        "a llama4_text model cannot be trained: this program lacks chunked attention, and a softmax whose temperature grows",
+    ),
     "a model of images": (
         config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),
         "a model of images or sounds (gemma3) cannot be trained, only text models; choose another, or save its language "
