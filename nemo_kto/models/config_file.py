@@ -20,6 +20,11 @@ CONFIG = "config.json"
 _REMEDY = "download the model again, or write it with save_pretrained"
 _LARGEST = 2**31 - 1
 _MAX_EXPERTS = 10_000
+# What models have that people may well try, by their model_type, and no table here can say.
+_LACKING = {
+    "gpt_oss": "attention sinks, and experts with biases",
+    "llama4_text": "chunked attention, and a softmax whose temperature grows with the position",
+}
 _MAX_LAYERS = 10_000  # a thousand times too many would first be looked for in the files one after the other
 
 
@@ -130,6 +135,10 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         told = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
         raise ValueError(f"{told}: a response must be the continuation of its prompt; choose a decoder-only model")
+    if lacking := _LACKING.get(str(config.get("model_type"))):
+        raise ValueError(
+            f"a {config['model_type']} model cannot be trained: this program lacks {lacking}; choose another model"
+        )
     if "vision_config" in config or "audio_config" in config:
         told = f"a model of images or sounds ({config.get('model_type')}) cannot be trained, only text models"
         raise ValueError(f"{told}; choose another, or save its language model with save_pretrained as a model of its own")

@@ -23,7 +23,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 ROPE_TYPES = tuple(_NEEDED)
 # Families with a rope of their own for layers with a window.
-_BY_LAYER_TYPE = ("gemma3_text",)
+_BY_LAYER_TYPE = ("gemma3_text", "olmo3")
 _OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
@@ -147,7 +147,7 @@ def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
     if layer_type in parameters:
         return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
     if layer_type == "sliding_attention":  # the old form
-        theta = config.get("rope_local_base_freq")
+        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
         return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
     return config
 

@@ -37,7 +37,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
-NAMES = ("Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+NAMES = (
+    *("Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
+    *("Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
+)
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
@@ -75,6 +78,14 @@ AT_START: dict[str, tuple[Break, str]] = {
         "decoder-only model",
     ),
     "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), "encoder_decoder must be true or false, got 'no'"),
+    "a model with attention sinks": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss"),
+        "a gpt_oss model cannot be trained: this program lacks attention sinks, and experts with biases; choose another",
+    ),
+    "a model with chunked attention": (
+        config(architectures=["Llama4ForCausalLM"], model_type="llama4_text"),
+        "a llama4_text model cannot be trained: this program lacks chunked attention, and a softmax whose temperature grows",
+    ),
     "a model of images": (
         config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),
         "a model of images or sounds (gemma3) cannot be trained, only text models; choose another, or save its language "

@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -115,6 +116,15 @@ CONFIGS = {
         rope_parameters=_rope(1e5),
         attention_bias=True,
         tie_word_embeddings=True,
+        **_NO_TOKENS,
+    ),
+    "olmo3": lambda: Olmo3Config(
+        **_SIZES,
+        rope_parameters={
+            "full_attention": _rope(5e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+            "sliding_attention": _rope(5e5),
+        },
+        sliding_window=7,
         **_NO_TOKENS,
     ),
     "phi3-part-of-each-head": lambda: Phi3Config(

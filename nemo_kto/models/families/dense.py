@@ -181,3 +181,5 @@ OLMO2 = Family(
         "post_norm": True,
     },
 )
+# OLMo 3: a window in three of four layers, whose rope is not scaled.
+OLMO3 = replace(OLMO2, name="olmo3", hf_architecture="Olmo3ForCausalLM", windows=window_by_layer_type, local_rope=True)

@@ -28,6 +28,7 @@ MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -85,6 +86,18 @@ def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
         "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
         "Qwen3ForCausalLM": (),
     }
+
+
+def test_olmo3_scales_only_the_rope_of_layers_without_a_window(tmp_path: Path) -> None:
+    """The form of the published files."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.25}
+    given = {"num_hidden_layers": 4, "sliding_window": 12, "rope_scaling": scaling}
+    read = read_architecture(folder(tmp_path, **of("Olmo3ForCausalLM"), **given), tensor_parallel=1)
+    assert read.windows == (12, 12, 12, None)
+    assert read.local_rope is not None
+    assert read.local_rope.frequencies == pytest.approx([5e5 ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert (read.local_rope.attention_factor, read.rope.attention_factor, read.rope.factor_in_table) == (1.0, 1.25, True)
+    assert read.rope.frequencies != read.local_rope.frequencies
 
 
 def test_numbers_of_gemma2(tmp_path: Path) -> None:
@@ -234,8 +247,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
             "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
-            "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM,"
-            " got 'GPT2LMHeadModel'",
+            "Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.models import capped_attention
 from nemo_kto.models.capped_attention import BLOCK
@@ -44,6 +45,20 @@ def test_values_and_gradients(mask: torch.Tensor | None) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     expected = torch.autograd.grad(exact, exact_parts, grad.double())
     for one, other in zip(torch.autograd.grad(found, parts, grad), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_fewer_queries_than_keys_are_the_last_ones() -> None:
+    """As torch describes it: over two blocks of queries, before which there are keys."""
+    *parts, grad = heads()
+    before, mask = 20, causal_lower_right(LENGTH - 20, LENGTH)
+    query, key, value = parts
+    exact_parts = [part.detach().double().requires_grad_() for part in parts]
+    exact = written_out(*exact_parts, CAUSAL)[:, :, before:]
+    found = attend(query[:, :, before:], key, value, mask=mask)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(exact, exact_parts, grad[:, :, before:].double())
+    for one, other in zip(torch.autograd.grad(found, parts, grad[:, :, before:]), expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
