@@ -55,6 +55,7 @@ def say_start(
         tensor_parallel=cfg.model.tensor_model_parallel_size,
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,
         sequence_parallel=cfg.model.sequence_parallel,
+        expert_parallel=None if policy.architecture.experts is None else cfg.model.expert_model_parallel_size,
         device=_device(),
         precision=f"{cfg.trainer.precision} ({why_precision})",
         reference=f"{mode} ({why})" + ("" if other is None or mode == "none" else f", {other}"),

@@ -62,6 +62,7 @@ class RunStart:
         micro_batch: at most so much in one pass on one rank.
         data_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
         sequence_parallel: activations are sharded over the sequence too.
+        expert_parallel: ranks over which the experts of a layer are shared out; None for a dense model.
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
         folder: of the run.
@@ -89,6 +90,7 @@ class RunStart:
     reference: str
     folder: str
     slow_paths: Sequence[str] = ()
+    expert_parallel: int | None = None
 
     def __str__(self) -> str:
         """A table with a line for each fact."""
@@ -114,7 +116,9 @@ class RunStart:
         if ranks == 1:
             return "1 rank"
         degrees = f"{self.data_parallel} data x {self.tensor_parallel} tensor x {self.pipeline_parallel} pipeline parallel"
-        return f"{ranks} ranks = {degrees}" + (", sequence parallel" if self.sequence_parallel else "")
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        experts = "" if self.expert_parallel is None else f", experts over {self.expert_parallel}"
+        return f"{ranks} ranks = {degrees}{sequence}{experts}"
 
 
 @dataclass(frozen=True, kw_only=True)
