@@ -45,6 +45,25 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
         )
         yield ConfigError("model.fp8", text, (_MODEL,))
 
+    yield from _stages(cfg, config)
+
+
+def _stages(cfg: RunConfig, config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Every pipeline stage must have experts to train, or none: the norm of their gradient is a sum over all stages."""
+    layers, stages = config.get("num_hidden_layers"), cfg.model.pipeline_model_parallel_size
+    if layers is None or layers % stages or cfg.model.peft.peft_scheme != "none":
+        return
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    of_stage = layers // stages
+    without = [stage + 1 for stage in range(stages) if not any(sparse[stage * of_stage : (stage + 1) * of_stage])]
+    if without and any(sparse):
+        key = "model.pipeline_model_parallel_size"
+        text = (
+            f"must leave layers with experts to every stage, got {stages}, with none on stage {without[0]}; use fewer stages"
+        )
+        yield ConfigError(key, text, (_MODEL,))
+
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has
 

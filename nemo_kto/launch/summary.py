@@ -57,6 +57,7 @@ def say_start(
         pipeline_parallel=cfg.model.pipeline_model_parallel_size,
         stages=policy.split.text(policy.architecture.num_layers),
         sequence_parallel=cfg.model.sequence_parallel,
+        expert_parallel=None if policy.architecture.experts is None else cfg.model.expert_model_parallel_size,
         device=_device(),
         precision=f"{cfg.trainer.precision} ({why_precision})",
         reference=f"{mode} ({why})" + ("" if other is None or mode == "none" else f", {other}"),

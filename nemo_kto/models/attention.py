@@ -205,14 +205,11 @@ class TorchAttention(MegatronModule):
         tensor.
         """
         seen = None if masked is None else ~masked
-        window = keys if self.window is None else self.window
-        if keys <= window and queries == keys:
-            return seen
-        if keys <= window and not self.capped:
-            return causal_lower_right(queries, keys)
+        if self.window is None or keys <= self.window:
+            return seen if queries == keys else causal_lower_right(queries, keys)
         place = torch.arange(keys, device=device)
         distance = place[keys - queries :, None] - place[None, :]
-        near = (distance >= 0) & (distance < window)
+        near = (distance >= 0) & (distance < self.window)
         return near if seen is None else near & seen
 
     def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:

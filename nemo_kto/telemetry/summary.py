@@ -63,6 +63,7 @@ class RunStart:
         data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
         stages: what there is to say of the pipeline's stages besides; may be empty.
         sequence_parallel: activations are sharded over the sequence too.
+        expert_parallel: ranks over which the experts of a layer are shared out; None for a dense model.
         device: name of the device of a rank.
         precision, reference: what was chosen, and why.
         folder: of the run.
@@ -92,6 +93,7 @@ class RunStart:
     reference: str
     folder: str
     slow_paths: Sequence[str] = ()
+    expert_parallel: int | None = None
 
     def __str__(self) -> str:
         """A table with a line for each fact."""
@@ -124,7 +126,8 @@ class RunStart:
             stages=self.stages,
             sequence_parallel=self.sequence_parallel,
         )
-        return f"{ranks} ranks = {degrees}"
+        experts = "" if self.expert_parallel is None else f", experts over {self.expert_parallel}"
+        return f"{ranks} ranks = {degrees}{experts}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,3 +169,22 @@ def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path
     first, second = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
     assert second == []
     assert first == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_export_is_that_of_the_checkpoint(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+) -> None:
+    """Written by two ranks that share out the experts, and by one that has them all."""
+    import torch
+
+    from nemo_kto.launch.build_policy import export_checkpoint
+    from tests.parity.test_huggingface import weights
+
+    given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
+    source = tiny_checkpoint("qwen3_moe")
+    ranks.run(2, train, source, kto_rows, tmp_path / "run", 2, given)
+    ranks.run(1, export_checkpoint, tmp_path / "run", tmp_path / "again")
+    first, again, before = (weights(folder) for folder in (tmp_path / "run" / "hf", tmp_path / "again", source))
+    assert first.keys() == again.keys() == before.keys()
+    assert all(torch.equal(values, again[name]) for name, values in first.items())
+    assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"

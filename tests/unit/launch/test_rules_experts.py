@@ -15,6 +15,10 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", EXPERTS),
+    "half_dense": (
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0, 1]},
+    ),
 }
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
@@ -89,6 +93,15 @@ BROKEN = [
         ],
     ),
     (
+        "half_dense",
+        ["model.pipeline_model_parallel_size=2"],
+        2,
+        [
+            "model.pipeline_model_parallel_size must leave layers with experts to every stage, got 2, with none on stage 1; "
+            "use fewer stages"
+        ],
+    ),
+    (
         "mixtral",
         ["model.moe_aux_loss_coeff=-1"],
         1,
@@ -112,6 +125,7 @@ def test_a_rule_that_is_broken(
         ("mixtral", [f"{KEY}=2", "model.moe_aux_loss_coeff=0.01"], 2),
         ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
         ("qwen3_moe", ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention]"], 1),
+        ("half_dense", ["model.peft.peft_scheme=lora", "model.pipeline_model_parallel_size=2"], 2),
     ],
 )
 def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:

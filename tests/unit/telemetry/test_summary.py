@@ -77,6 +77,11 @@ def test_the_start() -> None:
     ]
 
 
+def test_the_layout_of_a_mixture_of_experts() -> None:
+    start = replace(START, data_parallel=8, pipeline_parallel=2, expert_parallel=4)
+    assert "  layout      16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 4" in str(start).splitlines()
+
+
 @pytest.mark.parametrize(
     ("cut", "text"),
     [
