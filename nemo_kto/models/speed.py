@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.hardware import GPUS_PER_MACHINE, LINK_EFFICIENCY, Hardware
-from nemo_kto.models.memory import Training, stages_memory
+from nemo_kto.models.memory import Training
 
 _FP32 = 4
 
@@ -67,27 +67,53 @@ def step_flops(training: Training, step: Step) -> int:
 
 
 def step_traffic(training: Training, step: Step) -> Traffic:
-    """What a rank sends: of an all-reduce of n bytes among k ranks 2 n (k - 1) / k, of its two halves one half each."""
-    architecture, tensor, data = training.architecture, training.tensor_parallel, training.data_parallel
-    tokens = step.tokens / data
-    hidden = tokens * architecture.hidden_size * training.element_bytes
-    half = (tensor - 1) / tensor * hidden  # an all-gather or a reduce-scatter
-    split = training.split
-    layers = max(split.stage_sizes(architecture.num_layers))
-    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
-    forwards = 1 + step.forward_only + again
-    regathered = 2 if training.sequence_parallel and training.adapters is None else 0  # inputs, for gradients of weights
-    of_layers = layers * (4 * half * (forwards + 1) + regathered * half)
-    logprobs = 2 * (tensor - 1) / tensor * tokens * architecture.hidden_size * _FP32
-    between_chunks = hidden * (2 + step.forward_only) / (tensor if training.sequence_parallel else 1)
-    sent = 0.0 if split.stages == 1 else between_chunks * split.chunks
-    largest = max(stages_memory(training), key=lambda memory: memory.trained)
-    gathered = largest.trained * (training.element_bytes if training.distributed_optimizer else _FP32)
+    """What is sent to each group by the rank that sends the most to it; tests/distributed/test_traffic.py counts."""
+    stages = [stage_traffic(training, step, stage) for stage in range(training.split.stages)]
     return Traffic(
-        tensor=of_layers + logprobs if tensor > 1 else 0.0,
-        pipeline=sent,
-        data=(data - 1) / data * (largest.trained * _FP32 + gathered),
+        tensor=max(each.tensor for each in stages),
+        pipeline=max(each.pipeline for each in stages),
+        data=max(each.data for each in stages),
     )
+
+
+def stage_traffic(training: Training, step: Step, stage: int) -> Traffic:
+    """What a rank of a stage sends: of an all-reduce of n bytes among k ranks 2 n (k - 1) / k, of its halves one half each.
+
+    A stage sends activations once for each of its chunks and gradients as often, but for the ends of the pipeline.
+    """
+    data, split = training.data_parallel, training.split
+    hidden = step.tokens / data * training.architecture.hidden_size * training.element_bytes
+    forwards = (1 + step.forward_only) * (split.chunks - (stage == split.stages - 1))
+    backwards = split.chunks - (stage == 0)
+    trained = sum(each.numel for each in training.parameters(stage) if each.trained)
+    gathered = training.element_bytes if training.distributed_optimizer else _FP32
+    return Traffic(
+        tensor=_tensor_traffic(training, step, stage) if training.tensor_parallel > 1 else 0.0,
+        pipeline=hidden * (forwards + backwards) / (training.tensor_parallel if training.sequence_parallel else 1),
+        data=(data - 1) / data * trained * (_FP32 + gathered),
+    )
+
+
+def _tensor_traffic(training: Training, step: Step, stage: int) -> float:
+    """To the tensor-parallel group: of layers, and of embedding and log-probs at the ends of the pipeline.
+
+    Three numbers of each response token make its log-prob; the gradient of its hidden state is in fp32.
+    """
+    architecture, split, sharded = training.architecture, training.split, training.sequence_parallel
+    part = (training.tensor_parallel - 1) / training.tensor_parallel
+    tokens, passes = step.tokens / training.data_parallel, 1 + step.forward_only
+    half = part * tokens * architecture.hidden_size * training.element_bytes  # an all-gather or a reduce-scatter
+    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
+    regathered = 2 if sharded and training.adapters is None else 0  # inputs, for gradients of weights
+    layers = split.stage_sizes(architecture.num_layers)[stage]
+    sent = layers * (4 * half * (passes + again + 1) + regathered * half)
+    if stage == 0:
+        sent += half * (passes + (training.adapters is None) if sharded else 2 * passes)
+    if stage == split.stages - 1:
+        responses = tokens * (step.width - 1) / step.width
+        sent += 2 * part * responses * 3 * _FP32 * passes
+        sent += half * (passes + 1) if sharded else 2 * part * responses * architecture.hidden_size * _FP32
+    return sent
 
 
 def _again(training: Training, step: Step) -> int:

@@ -197,20 +197,24 @@ def test_operations_of_full_rows(architecture: Architecture) -> None:
 
 
 def test_what_a_rank_sends(architecture: Architecture) -> None:
-    """Two all-reduces a layer and pass, of which the backward pass is one; then the log-probs', in fp32."""
+    """Two all-reduces a layer and pass, of which the backward pass is one; then those of embedding and log-probs."""
     step = Step(rows=32, width=WIDTH, forward_only=1)
     shared = training(replace(architecture, tensor_parallel=2), data_parallel=4)
     tokens = 32 * WIDTH / 4
     all_reduce = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4
     traffic, trained = step_traffic(shared, step), rank_memory(shared, stage=0).trained
-    assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + all_reduce
+    # with them the embedding's, of both forward passes; three numbers of each response token, of both passes
+    of_logprobs = (all_reduce + tokens * 2 * 3 * 4) * (WIDTH - 1) / WIDTH
+    assert traffic.tensor == pytest.approx(LAYERS * 2 * all_reduce * 3 + 2 * all_reduce + of_logprobs)
     assert traffic.pipeline == 0
     assert traffic.data == 3 / 4 * 8 * trained
     staged = step_traffic(training(architecture, split=PipelineSplit(stages=2)), step)
     assert (staged.tensor, staged.data) == (0, 0)
-    assert staged.pipeline == 3 * 32 * WIDTH * HIDDEN * 4
+    hidden = 32 * WIDTH * HIDDEN * 4
+    assert staged.pipeline == 2 * hidden, "the first stage sends what the second gets, in two forward passes"
+    assert step_traffic(training(architecture, split=PipelineSplit(stages=4)), step).pipeline == 3 * hidden
     in_chunks = step_traffic(training(architecture, split=PipelineSplit(stages=2, chunks=2)), step)
-    assert in_chunks.pipeline == 2 * staged.pipeline, "a micro-batch goes around once for each chunk"
+    assert in_chunks.pipeline == (4 + 1) * hidden, "a micro-batch goes around once for each chunk"
 
 
 def test_seconds_of_a_step(architecture: Architecture) -> None:
