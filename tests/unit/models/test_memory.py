@@ -80,7 +80,9 @@ def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
     assert halved.parameters < memory.parameters
     split = training(mixture, data_parallel=8, expert_parallel=2)
     traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
-    assert traffic.expert.bytes == 3 * 2 * 3 * (1 / 2) * HIDDEN * 4 * 16 * 2, "layers, there and back, choices, half of them away"
+    assert traffic.expert.bytes == 3 * 2 * 3 * (1 / 2) * HIDDEN * 4 * 16 * 2, (
+        "layers, there and back, choices, half of them away"
+    )
 
 
 def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture: Architecture) -> None:
