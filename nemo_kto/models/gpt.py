@@ -117,18 +117,16 @@ def build_gpt(
         params_dtype: dtype of parameters and activations.
         split: how the layers are shared out over the pipeline.
         chunk: which of this rank's model chunks this is, from 0.
-        context_parallel: number of ranks that share a sequence.
+        context_parallel, expert_parallel: ranks that share a sequence; ranks over which the experts of a layer are shared out.
         pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
             of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
         recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
-        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": linear layers multiply in it, in Transformer Engine's layers.
-            Scales are those of the tensor at hand: nothing has to be kept from step to step. Weights stay as they are.
-        expert_parallel: ranks over which the experts of a layer are shared out.
-        empty: the weights have names and shapes but no values, and take no memory (torch's meta device): adapters can be
-            put on and added to the weights of another model. The layers are megatron-core's own, which can be empty.
+        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": Transformer Engine's linear layers multiply in it.
+        empty: the weights have names and shapes but no values, and take no memory (torch's meta device), in megatron-core's
+            own layers: adapters can be put on and added to the weights of another model.
 
     Raises:
         SplitError: the layers cannot be shared out like this.
@@ -151,9 +149,9 @@ def build_gpt(
     )
     vp_stage = chunk if split.chunks > 1 else None
     spec = block_spec(architecture, config, vp_stage, engine=engine, attn_mask_type=attn_mask_type)
-    place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     with torch.device("meta") if empty else contextlib.nullcontext():
-        return _model(architecture, config, spec, engine=engine, **place)
+        ends = {"pre_process": pre_process, "post_process": post_process}
+        return _model(architecture, config, spec, engine=engine, vp_stage=vp_stage, **ends)
 
 
 def build_chunks(architecture: Architecture, *, split: PipelineSplit = _ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
