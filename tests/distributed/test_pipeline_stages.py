@@ -126,8 +126,13 @@ STEPS = [
     pytest.param("kto", "pp2_vp3", 5, id="kto-pp2_vp3-5"),
     *(
         pytest.param(run, name, 10, id=f"{run}-{name}-10", marks=pytest.mark.full)
-        for run in ("kto", "dpo", "lora", "lora_dpo")
-        for name in SPLITS
+        for run, names in {
+            "kto": SPLITS,
+            "dpo": ("pp2_uneven", "pp4_vp2_counted"),
+            "lora": ("pp2_vp3", "pp4_vp2_uneven"),
+            "lora_dpo": ("pp2_uneven", "pp4_vp2_counted"),
+        }.items()
+        for name in names
     ),
 ]
 
