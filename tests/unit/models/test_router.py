@@ -1,0 +1,40 @@
+"""Which ranks must pass their micro-batches together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.gpt import _transformer_config
+from nemo_kto.models.router import experts_span_copies
+from tests.tiny import make_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expert_tensor", "spans"),
+    [
+        (1, 1, 1, False),
+        (1, 2, 1, True),
+        (1, 1, 2, True),
+        (2, 2, 1, False),  # the experts are shared out over ranks that have the same sequences
+        (2, 1, 2, False),
+        (4, 2, 1, False),
+        (2, 2, 2, True),
+        (2, 4, 1, True),
+    ],
+)
+def test_experts_span_copies(tmp_path: Path, tensor: int, expert: int, expert_tensor: int, spans: bool) -> None:
+    folder = make_checkpoint(tmp_path, "mixtral")
+    architecture = read_architecture(folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+    degrees = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert}
+    config = _transformer_config(architecture, engine=False, params_dtype=torch.float32, **degrees)
+    assert experts_span_copies(config) == spans
+
+
+def test_a_dense_model_has_no_experts_to_share(tmp_path: Path) -> None:
+    architecture = read_architecture(make_checkpoint(tmp_path, "llama"), tensor_parallel=1)
+    config = _transformer_config(architecture, engine=False, params_dtype=torch.float32, pipeline_model_parallel_size=1)
+    assert not experts_span_copies(config)
