@@ -101,14 +101,12 @@ def build_gpt(
     pre_process: bool = True,
     post_process: bool = True,
     sequence_parallel: bool = False,
-    recompute_granularity: str | None = None,
-    recompute_method: str | None = None,
-    recompute_num_layers: int | None = None,
     recompute_modules: Sequence[str] | None = None,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     fp8: str | None = None,
     expert_parallel: int = 1,
     empty: bool = False,
+    **recompute: str | int | None,
 ) -> HiddenStateGPT:
     """Build a chunk of this rank's part of the model, with random weights.
 
@@ -117,16 +115,16 @@ def build_gpt(
         params_dtype: dtype of parameters and activations.
         split: how the layers are shared out over the pipeline.
         chunk: which of this rank's model chunks this is, from 0.
-        context_parallel, expert_parallel: ranks that share a sequence; ranks over which the experts of a layer are shared out.
+        context_parallel, expert_parallel: ranks that share a sequence; over which the experts of a layer are shared out.
         pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
-        recompute_granularity: None keeps all activations, "selective" forgets those of ``recompute_modules``, "full" those
-            of whole layers; then ``recompute_method`` is uniform or block, with ``recompute_num_layers`` a unit or in all.
         recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": Transformer Engine's linear layers multiply in it.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device), in megatron-core's
             own layers: adapters can be put on and added to the weights of another model.
+        recompute: recompute_granularity, None to keep all activations, "selective" to forget those of ``recompute_modules``,
+            "full" those of whole layers; then recompute_method, uniform or block, with recompute_num_layers a unit or in all.
 
     Raises:
         SplitError: the layers cannot be shared out like this.
@@ -139,9 +137,7 @@ def build_gpt(
         split=split,
         context_parallel_size=context_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
-        recompute_granularity=recompute_granularity,
-        recompute_method=recompute_method,
-        recompute_num_layers=recompute_num_layers,
+        **recompute,
         recompute_modules=recomputed(architecture, recompute_modules or RECOMPUTED),
         fp8=fp8,
         expert_model_parallel_size=expert_parallel,
