@@ -124,7 +124,7 @@ def build_gpt(
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device), in megatron-core's
             own layers: adapters can be put on and added to the weights of another model.
         recompute: recompute_granularity, None to keep all activations, "selective" to forget those of ``recompute_modules``,
-            "full" those of whole layers; then recompute_method, uniform or block, with recompute_num_layers a unit or in all.
+            "full" those of whole layers; then recompute_method, uniform or block, and recompute_num_layers a unit or in all.
 
     Raises:
         SplitError: the layers cannot be shared out like this.
