@@ -11,6 +11,7 @@ from nemo_kto.launch.plan_run import Plan, degrees, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
+from nemo_kto.models.stages import PipelineSplit
 
 Values = dict[str, object]  # of model
 _FULL: Values = {
@@ -44,13 +45,25 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "context_parallel_size": context,
             "sequence_parallel": tensor > 1,
         }
-        splits = [replace(pipeline_split(model), stages=pipeline, chunks=chunks) for chunks in _CHUNKS]
-        fitting = [split for split in splits if split.fits(architecture.num_layers)]
+        splits = _splits(pipeline_split(model), pipeline, architecture.num_layers)
         shared = _expert_degrees(architecture, ranks // pipeline)
-        for split, experts, recompute, rows in product(fitting, shared, _RECOMPUTE, _ROWS):
-            virtual = {"virtual_pipeline_model_parallel_size": split.chunks if split.chunks > 1 else None}
+        for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **virtual, **experts, **recompute, **tokens}
+            yield {**degrees, **split, **experts, **recompute, **tokens}
+
+
+def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
+    """How so many stages may share out the layers; embedding and loss each take the place of one where it comes out even."""
+    for chunks, counts_ends in product(_CHUNKS, (False, True)):
+        split = replace(given, stages=stages, chunks=chunks)
+        if counts_ends:
+            split = replace(split, counts_embedding=True, counts_loss=True)
+        if split.fits(layers) and (stages > 1 or not counts_ends):
+            yield {
+                "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+                "account_for_embedding_in_pipeline_split": split.counts_embedding,
+                "account_for_loss_in_pipeline_split": split.counts_loss,
+            }
 
 
 def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
@@ -106,6 +119,8 @@ def values_of(plan: Plan) -> Values:
     kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
     shared = ("context",) if plan.training.context_parallel > 1 else ()
     names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
+    if plan.training.split.counts_embedding or plan.training.split.counts_loss:
+        names = (*names, *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")))
     if plan.training.architecture.experts is not None:
         names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
     values = {name: getattr(plan.cfg.model, name) for name in names}

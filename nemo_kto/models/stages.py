@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 class SplitError(ValueError):
@@ -70,9 +71,10 @@ class PipelineSplit:
         return [sum(map(len, chunks)) for chunks in self.layers(num_layers)]
 
     def text(self, num_layers: int) -> str:
-        """Such as "stages of 3 and 2 layers" or "2 chunks of each stage"; empty for one chunk and even stages."""
-        sizes = [str(size) for size in self.stage_sizes(num_layers)]
-        uneven = len(set(sizes)) > 1
+        """Such as "stages of 7, 14 x 8 and 7 layers" or "2 chunks of each stage"; empty for one chunk and even stages."""
+        runs = [(size, len(list(group))) for size, group in groupby(self.stage_sizes(num_layers))]
+        sizes = [part for size, count in runs for part in ([f"{count} x {size}"] if count > 2 else [str(size)] * count)]
+        uneven = len(runs) > 1
         chunks = f"{self.chunks} chunks of each stage" if self.chunks > 1 else ""
         stages = f"stages of {', '.join(sizes[:-1])} and {sizes[-1]} layers" if uneven else ""
         return ", ".join(part for part in (chunks, stages) if part)

@@ -65,6 +65,8 @@ def test_what_cannot_be_shared_out(layers: int, split: PipelineSplit, told: str)
         (4, PipelineSplit(stages=2), ""),
         (8, PipelineSplit(stages=2, chunks=4), "4 chunks of each stage"),
         (7, PipelineSplit(stages=3, last=1), "stages of 3, 3 and 1 layers"),
+        (30, PipelineSplit(stages=4, counts_embedding=True, counts_loss=True), "stages of 7, 8, 8 and 7 layers"),
+        (126, PipelineSplit(stages=16, counts_embedding=True, counts_loss=True), "stages of 7, 14 x 8 and 7 layers"),
         (7, PipelineSplit(stages=2, chunks=2, counts_loss=True), "2 chunks of each stage, stages of 4 and 3 layers"),
     ],
 )
