@@ -26,8 +26,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep2_overlap": (2, [EP2, "model.optim.overlap=true"]),
     "tp2_ep2": (4, [*TP2, EP2]),
     "pp2_ep2": (4, ["model.pipeline_model_parallel_size=2", EP2]),
+    "pp2_vp2_ep2": (4, ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", EP2]),
+    "cp2_ep2": (4, ["model.context_parallel_size=2", EP2]),
     "ep4": (4, ["model.expert_model_parallel_size=4"]),
     "dp2": (2, []),
+}
+ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
+LAYOUTS |= {
+    "packed_ep2": (2, [EP2, *ROWS]),
+    "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS]),
 }
 LORA = [
     "model.peft.peft_scheme=lora",
@@ -51,14 +58,15 @@ QUICK = {
     ("dpo", "pp2_ep2"): 5,
     ("kto_lora", "ep2_overlap"): 5,
 }
+PACKED = ("packed_ep2", "packed_cp2_ep2")  # of runs without a load-balancing loss
 OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2")
 CASES = [
     *(pytest.param(*case, steps, id="-".join(case)) for case, steps in QUICK.items()),
     *(
         pytest.param(run, layout, 10, id=f"{run}-{layout}-10", marks=pytest.mark.full)
         for run in RUNS
-        for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS)
-        if layout != "one_rank" and QUICK.get((run, layout)) != 10
+        for layout in ([*LAYOUTS] if run == "kto" else [*OF_OTHER_RUNS, *PACKED])
+        if layout != "one_rank" and (layout not in PACKED or BALANCE not in RUNS[run][2]) and QUICK.get((run, layout)) != 10
     ),
 ]
 Start = Callable[[str, str, int, Path], list[dict[str, float]]]

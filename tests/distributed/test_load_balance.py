@@ -44,6 +44,7 @@ def balance_step(
     from nemo_kto.models.engine import MicroBatchLoss
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.stages import PipelineSplit
     from nemo_kto.parallel import state
 
     there = state.Layout(**layout)
@@ -52,7 +53,8 @@ def balance_step(
     gpt = build_gpt(
         architecture,
         params_dtype=torch.float32,
-        pipeline_parallel=there.pipeline,
+        split=PipelineSplit(stages=there.pipeline),
+        context_parallel=there.context,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         sequence_parallel=there.sequence_parallel,
@@ -128,6 +130,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str | None]] = {
     "recompute": (1, {}, 4, "selective"),
     "tp2_ep2": (2, {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}, 2, None),
     "pp2_ep2": (4, {"pipeline": 2, "expert": 2}, 2, None),
+    "cp2": (2, {"context": 2}, 2, None),
     "tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None),
 }
 
