@@ -42,13 +42,15 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
     return status, dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:])
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_examples_of_the_page(here: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
-    larger = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    for name, shape in {"Llama-3.1-8B": LLAMA, "Llama-3.1-70B": LLAMA | larger}.items():
+@pytest.mark.parametrize(("name", "number"), [*(("plan", number) for number in range(3)), ("scaling", 0), ("scaling", 1)])
+def test_the_examples_of_the_pages(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    larger, largest = (dict(zip(sizes, values, strict=True)) for values in ((8192, 28672, 80, 64), (16384, 53248, 126, 128)))
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for size, shape in {"8B": LLAMA, "70B": LLAMA | larger, "405B": LLAMA | largest}.items():
+        name = f"Llama-3.1-{size}"
         (here / name).mkdir()
         (here / name / "config.json").write_text(json.dumps(shape))
-    page = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8")
     blocks = [textwrap.dedent(block) for block in re.findall(r"^    \$ nemo-kto plan .*?(?=^\S)", page, re.M | re.S)]
     command, _, shown = blocks[number].replace("\\\n", "").partition("\n")
     plan.main(command.split()[3:])
