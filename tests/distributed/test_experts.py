@@ -109,6 +109,8 @@ def test_same_trajectory(
     ours, expected = start(name, layout, steps, tmp_path), trajectory(whole(name, "one_rank", steps))
     assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must not be chosen alike, or their number says nothing"
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
+    if layout in PACKED:  # whose rows hold several sequences
+        expected = [{key: value for key, value in step.items() if key != "train/moe_aux_loss"} for step in expected]
     assert_same(ours, expected, steps=steps)
 
 
