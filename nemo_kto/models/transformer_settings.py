@@ -89,25 +89,22 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
     """
     settings: dict[str, Any] = {
         # The default is refused with variable lengths, experts or not.
-        "moe_token_dispatcher_type": "alltoall",  # nosec B106  # no password
+        "moe_token_dispatcher_type": "alltoall",  # nosec B105  # no password
     }
     if (experts := architecture.experts) is None:
         return settings
     mixed = {} if all(experts.layers) else {"moe_layer_freq": [int(sparse) for sparse in experts.layers]}
-    return (
-        settings
-        | mixed
-        | {
-            "num_moe_experts": experts.number,
-            "moe_ffn_hidden_size": experts.ffn_hidden_size,
-            "moe_router_topk": experts.per_token,
-            # shares of all experts, or of those that were chosen
-            "moe_router_pre_softmax": not experts.normalized,
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": grouped,
-            "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
-        }
-    )
+    return {
+        **settings,
+        **mixed,
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalized,  # shares of all experts, or of those that were chosen
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": grouped,
+        "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
+    }
 
 
 def recomputed(architecture: Architecture, modules: Sequence[str]) -> list[str]:
