@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.models.capped_attention import capped_attention
-from nemo_kto.models.rope import RotaryTable
-from nemo_kto.models.spans import PackedSequences, causal_spans, in_row_order
+from nemo_kto.models.packed_sequences import PackedSequences
+from nemo_kto.models.rotary import RotaryTable
+from nemo_kto.models.spans import causal_spans, in_row_order
 from nemo_kto.parallel.context import gather_shares
 from nemo_kto.parallel.kernels import varlen_attention
 

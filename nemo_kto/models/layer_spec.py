@@ -21,7 +21,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
-from nemo_kto.models.rope import RotaryTable
+from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.models.router import BalancedRouter
 
 

@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.losses.sequence import response_counts, response_positions
-from nemo_kto.models.spans import PackedSequences, packed_rows, row_places
+from nemo_kto.models.spans import packed_rows, row_places
 from nemo_kto.parallel import device
+
+if TYPE_CHECKING:  # a plan needs no megatron-core
+    from nemo_kto.models.packed_sequences import PackedSequences
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
 FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
@@ -323,6 +327,8 @@ class MicroBatch:
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
+        from nemo_kto.models.packed_sequences import PackedSequences
+
         names = ("sequence_index_b", "tokens_bs", "positions_bs", "hidden_index_T", "target_T", "sequence_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
         counts = iter(device.upload([each.counts_bs for each in micro_batches]))

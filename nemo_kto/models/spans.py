@@ -11,43 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-
-from nemo_kto.parallel import device
-
-
-@dataclass(kw_only=True)
-class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a row of sequences, with their lengths on the host: no rank waits for its device.
-
-    Attributes:
-        lengths: tokens of each sequence, with the padding that belongs to it.
-    """
-
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
-        """From the lengths of each row; what the device needs of them goes there in one transfer."""
-        begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in rows]
-        return [
-            cls(
-                qkv_format="thd",
-                cu_seqlens_q=begin_n,
-                cu_seqlens_kv=begin_n,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-                lengths=lengths,
-            )
-            for lengths, begin_n in zip(rows, device.upload(begins), strict=True)
-        ]
 
 
 class Span(NamedTuple):

@@ -21,7 +21,8 @@ def attention(*, context: int, window: tuple[int, int] | None) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from nemo_kto.models.attention import TorchAttention
-    from nemo_kto.models.rope import RotaryTable, read_rope
+    from nemo_kto.models.rope import read_rope
+    from nemo_kto.models.rotary import RotaryTable
 
     config = TransformerConfig(
         num_layers=1,
@@ -42,7 +43,8 @@ def attention(*, context: int, window: tuple[int, int] | None) -> Any:
 
 def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
-    from nemo_kto.models.spans import PackedSequences, row_places
+    from nemo_kto.models.packed_sequences import PackedSequences
+    from nemo_kto.models.spans import row_places
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)

@@ -22,7 +22,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.lora import add_adapters
     from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.spans import PackedSequences
+    from nemo_kto.models.packed_sequences import PackedSequences
     from nemo_kto.parallel import state
 
     tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")

@@ -48,7 +48,7 @@ PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro
 QUICK = [
     Case(name="tokens", overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256")),
     Case(name="bf16", overrides=(IN_BF16,)),
-    Case(name="bf16-packed", overrides=(IN_BF16, *PACKED)),
+    Case(name="packed", overrides=PACKED),
 ]
 REPEATING = [
     Case(name="swap", overrides=("model.micro_batch_size=2",)),
@@ -61,7 +61,6 @@ REPEATING = [
             "model.activations_checkpoint_num_layers=1",
         ),
     ),
-    Case(name="packed", overrides=PACKED),
     Case(name="bf16-packed-dpo", overrides=(IN_BF16, *PACKED), expected="dpo"),
     Case(name="lora", overrides=(*LORA, ADAPTER), expected="lora"),
     Case(name="lora-cached", overrides=(*LORA, CACHED), expected="lora"),
@@ -92,10 +91,8 @@ def test_layers_without_transformer_engine(place: Workplace, expected: Callable[
     modules = place.folder / "hidden"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text("import sys\nsys.modules['transformer_engine'] = None\n")
-    without = {"PYTHONPATH": environment(modules)["PYTHONPATH"]}
-    for name, overrides in (("local", (IN_BF16,)), ("local-packed", (IN_BF16, *PACKED))):
-        run = place.run(name, *on(DEVICE), *overrides, env=without)
-        assert_close(run, expected("kto"), tolerance=BF16, in_bf16=True)
+    run = place.run("local", *on(DEVICE), IN_BF16, env={"PYTHONPATH": environment(modules)["PYTHONPATH"]})
+    assert_close(run, expected("kto"), tolerance=BF16, in_bf16=True)
     classes = place.noted("local")["classes"]
     assert "TorchAttention" in classes
     assert not any(name.startswith("TE") for name in classes)

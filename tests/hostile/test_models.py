@@ -418,7 +418,8 @@ def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
         "pretrained_checkpoint.restore_from_path",
     ]
     assert said[2:4] == [
-        f"model.pipeline_model_parallel_size must divide the 3 layers of {model}, got 2; use 1",
+        f"model.pipeline_model_parallel_size must divide the 3 layers of {model}, got 2; use 1, or "
+        "model.num_layers_in_last_pipeline_stage=1",
         f"model.data.seq_length must be at most max_position_embeddings = 64 of {model}, got 65; use 64 or fewer",
     ]
 

@@ -12,8 +12,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.attention import TorchAttention
-from nemo_kto.models.rope import RotaryTable, read_rope
-from nemo_kto.models.spans import PackedSequences
+from nemo_kto.models.packed_sequences import PackedSequences
+from nemo_kto.models.rope import read_rope
+from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4

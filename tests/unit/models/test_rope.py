@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nemo_kto.models.rope import Rope, RotaryTable, longest_sequence, read_rope
+from nemo_kto.models.rope import Rope, longest_sequence, read_rope
+from nemo_kto.models.rotary import RotaryTable
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = {

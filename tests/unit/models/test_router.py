@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.gpt import _transformer_config
 from nemo_kto.models.router import experts_span_copies
+from nemo_kto.models.transformer_settings import transformer_config
 from tests.tiny import make_checkpoint
 
 
@@ -29,12 +29,12 @@ from tests.tiny import make_checkpoint
 def test_experts_span_copies(tmp_path: Path, tensor: int, expert: int, expert_tensor: int, spans: bool) -> None:
     folder = make_checkpoint(tmp_path, "mixtral")
     architecture = read_architecture(folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
-    degrees = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert}
-    config = _transformer_config(architecture, engine=False, params_dtype=torch.float32, **degrees)
+    degree = {"expert_model_parallel_size": expert}
+    config = transformer_config(architecture, engine=False, params_dtype=torch.float32, **degree)
     assert experts_span_copies(config) == spans
 
 
 def test_a_dense_model_has_no_experts_to_share(tmp_path: Path) -> None:
     architecture = read_architecture(make_checkpoint(tmp_path, "llama"), tensor_parallel=1)
-    config = _transformer_config(architecture, engine=False, params_dtype=torch.float32, pipeline_model_parallel_size=1)
+    config = transformer_config(architecture, engine=False, params_dtype=torch.float32)
     assert not experts_span_copies(config)
