@@ -164,7 +164,7 @@ LAYOUTS = {
     "pp2": ("model.pipeline_model_parallel_size=2",),
     "cp2": ("model.context_parallel_size=2",),
     "cp2-bf16": ("model.context_parallel_size=2", IN_BF16),
-    "cp2-bf16-packed": ("model.context_parallel_size=2", IN_BF16, *PACKED),
+    "cp2-packed": ("model.context_parallel_size=2", *PACKED),
     "pp2-chunks": ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"),
 }
 
