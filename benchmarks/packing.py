@@ -66,9 +66,7 @@ def review_rows(count: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder: str) -> tuple[Any, Any]:
-    """The trainer, and its batch of all rows with log-probs of a reference that are zero."""
-    import torch
-
+    """The trainer, and its batch of all rows with log-probs of a reference."""
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
     from nemo_kto.parallel.precision import DTYPES
@@ -94,8 +92,9 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     policy = build.build_policy(cfg.model, model, dtype=DTYPES[cfg.trainer.precision])
     trainer = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
     batch = next(iter(trainer.train_dataloader))
-    for name in ("ref_policy_log_probs_samples", "ref_policy_log_probs_kl_samples"):
-        batch[name] = torch.zeros(len(rows))
+    # a little less likely than the policy has them: of equal or of far values, loss and KL would say nothing
+    reference = 1.01 * trainer.model.get_ref_policy_logprobs(batch)
+    batch["ref_policy_log_probs_samples"], batch["ref_policy_log_probs_kl_samples"] = reference.chunk(2)
     return trainer, batch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora import add_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.parallel import device, state
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 
@@ -51,7 +51,7 @@ class Policy:
     source: Path
     architecture: Architecture
     chunks: Sequence[MegatronModule]
-    split: PipelineSplit = field(default_factory=PipelineSplit)
+    split: PipelineSplit = ONE_STAGE
     adapters: LoRASettings | None
     adapter_folder: str | None = None
 

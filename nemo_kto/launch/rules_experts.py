@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_kto.errors import ConfigError
+from nemo_kto.launch.choices import pipeline_split
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import number_of_experts
 from nemo_kto.models.families import Family
@@ -44,25 +45,22 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
             f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"
         )
         yield ConfigError("model.fp8", text, (_MODEL,))
-
     yield from _stages(cfg, config)
 
 
 def _stages(cfg: RunConfig, config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Every pipeline stage must have experts to train, or none: the norm of their gradient is a sum over all stages."""
-    layers, stages = config.get("num_hidden_layers"), cfg.model.pipeline_model_parallel_size
-    if layers is None or layers % stages or cfg.model.peft.peft_scheme != "none":
+    layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
+    if layers is None or not split.fits(layers) or cfg.model.peft.peft_scheme != "none":
         return
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-    of_stage = layers // stages
-    without = [stage + 1 for stage in range(stages) if not any(sparse[stage * of_stage : (stage + 1) * of_stage])]
-    if without and any(sparse):
+    sparse = {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
+    held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
+    without = [number for number, layers_of in enumerate(held, start=1) if sparse.isdisjoint(layers_of)]
+    if without and sparse:
         key = "model.pipeline_model_parallel_size"
-        text = (
-            f"must leave layers with experts to every stage, got {stages}, with none on stage {without[0]}; use fewer stages"
-        )
-        yield ConfigError(key, text, (_MODEL,))
+        text = f"must leave layers with experts to every stage, got {split.stages}, with none on stage {without[0]}"
+        yield ConfigError(key, f"{text}; use fewer stages", (_MODEL,))
 
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has

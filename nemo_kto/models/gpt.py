@@ -21,7 +21,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.embedding import RowEmbedding, scale_of
 from nemo_kto.models.layer_spec import block_spec
 from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.models.transformer_settings import recomputed, transformer_config
 from nemo_kto.parallel import device
 from nemo_kto.parallel.kernels import uses_transformer_engine
@@ -34,7 +34,6 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.lora_b",
     "self_attention.linear_proj.lora_a",
 )
-_ONE_STAGE = PipelineSplit()
 
 
 class _HiddenStateOutput(ColumnParallelLinear):
@@ -95,7 +94,7 @@ def build_gpt(
     architecture: Architecture,
     *,
     params_dtype: torch.dtype,
-    split: PipelineSplit = _ONE_STAGE,
+    split: PipelineSplit = ONE_STAGE,
     chunk: int = 0,
     context_parallel: int = 1,
     pre_process: bool = True,
@@ -150,7 +149,7 @@ def build_gpt(
         return _model(architecture, config, spec, engine=engine, vp_stage=vp_stage, **ends)
 
 
-def build_chunks(architecture: Architecture, *, split: PipelineSplit = _ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
+def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
     """All model chunks of this rank, with the embedding in the first and the output layer in the last one of the pipeline.
 
     Args:

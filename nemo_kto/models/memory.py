@@ -8,14 +8,14 @@ for micro-batches that are full of answers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nemo_kto.models.activations import RECOMPUTED, Activations
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.parameters import RankParameter, rank_parameters
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
 _FP32 = 4
 
@@ -55,7 +55,7 @@ class Training:
     architecture: Architecture
     element_bytes: int
     fp8: bool = False
-    split: PipelineSplit = field(default_factory=PipelineSplit)
+    split: PipelineSplit = ONE_STAGE
     data_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1

@@ -11,9 +11,7 @@ from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import is_cut, segments, shards, source_shapes, split_dimension
-from nemo_kto.models.stages import PipelineSplit
-
-_ONE_STAGE = PipelineSplit()
+from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class RankParameter:
 def rank_parameters(
     architecture: Architecture,
     *,
-    split: PipelineSplit = _ONE_STAGE,
+    split: PipelineSplit = ONE_STAGE,
     expert_parallel: int = 1,
     stage: int = 0,
     adapters: LoRASettings | None = None,

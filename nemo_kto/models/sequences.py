@@ -228,8 +228,7 @@ class SequenceBatch:
         lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
         starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
-
-        counts_BS = torch.arange(self.tokens_BS.shape[1]) < self.counted_B[:, None]
+        counted = zip(self.counted_B[sequence_index_b].tolist(), lengths, strict=True)
 
         def row(values_BS: Tensor) -> Tensor:
             own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
@@ -240,7 +239,7 @@ class SequenceBatch:
             tokens_bs=row(self.tokens_BS),
             positions_bs=row(self.positions_BS),
             mask_b1ss=None,
-            counts_bs=row(counts_BS),
+            counts_bs=torch.cat([torch.arange(of_row) < count for count, of_row in counted])[None],
             hidden_index_T=starts_b[sequence_T] + position_T,
             target_T=target_T,
             sequence_T=sequence_T,

@@ -169,3 +169,6 @@ class PipelineSplit:
             name, value = ("first", first[0]) if first else ("last", last[0])
             raise SplitError(name, f"must leave the other stages equal shares of the {num_layers} layers", value)
         return [*first, *([rest // others] * others if others else []), *last]
+
+
+ONE_STAGE = PipelineSplit()

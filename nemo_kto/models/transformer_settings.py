@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.parallel.kernels import compiles, fused_rope
-
-_ONE_STAGE = PipelineSplit()
 
 
 def transformer_config(
-    architecture: Architecture, *, engine: bool, split: PipelineSplit = _ONE_STAGE, **settings: Any
+    architecture: Architecture, *, engine: bool, split: PipelineSplit = ONE_STAGE, **settings: Any
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
     fuses_activation = compiles() and architecture.activation == "silu"

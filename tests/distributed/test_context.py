@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def shares(size: int, length: int) -> tuple[list[int], list[int]]:
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
-    theirs = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]})["tokens"]
+    needed = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}  # 0.19
+    theirs = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]}, **needed)["tokens"]
     return row_places((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
 
 

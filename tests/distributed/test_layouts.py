@@ -192,6 +192,8 @@ EVERY_CASE = [
     *(("kto", layout) for layout in LAYOUTS),
     *(("dpo", layout) for layout in DPO_LAYOUTS),
     *(("simpo", layout) for layout in ("tp2_pp2", "cp2_pp2")),
+    *((run, "cp2_tp2_pp2") for run in ("dpo", "lora")),
+    *(("lora_dpo", layout) for layout in ("cp2", "packed_cp2_dp2")),
     *(("rpo", layout) for layout in ("pp2_dp2", "cp2_dp2")),
     *(("lora", layout) for layout in ("tp2", "tp4", "pp2", "dp2", "tp2_pp2", "sequence_parallel_pp2", "recompute_full")),
     *(("lora", layout) for layout in ("cp2", "cp2_tp2_sequence_parallel", "packed_dp2", "packed_tp2_pp2")),
@@ -307,3 +309,15 @@ def test_same_trajectory(
             for first, *rest in (ours, expected)
         )
     assert_same(ours, expected, steps=steps)
+
+
+def test_the_page_names_what_is_tested() -> None:
+    """Each line of its table is a run, with the layouts at which it is compared."""
+    from tests.distributed import test_experts
+
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    tested: dict[str, list[str]] = {}
+    for name, layout in [*EVERY_CASE, *((f"experts: {case.values[0]}", case.values[1]) for case in test_experts.CASES)]:
+        tested.setdefault(name, []).append(f"`{layout}`")
+    for name, layouts in tested.items():
+        assert f"| {name} | {', '.join(sorted(set(layouts)))} |" in page.splitlines()

@@ -19,6 +19,10 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0, 1]},
     ),
+    "every_other": (
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2},
+    ),
 }
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
@@ -102,6 +106,24 @@ BROKEN = [
         ],
     ),
     (
+        "every_other",
+        ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=1"],
+        2,
+        [
+            "model.pipeline_model_parallel_size must leave layers with experts to every stage, got 2, with none on stage 1; "
+            "use fewer stages"
+        ],
+    ),
+    (
+        "mixtral",
+        ["model.data.packing=true", "model.moe_aux_loss_coeff=0.01"],
+        1,
+        [
+            "model.moe_aux_loss_coeff must be 0.0 with model.data.packing=true: the loss is of each sequence by itself, and "
+            "rows hold several, got 0.01; set one or the other"
+        ],
+    ),
+    (
         "mixtral",
         ["model.moe_aux_loss_coeff=-1"],
         1,
@@ -126,6 +148,8 @@ def test_a_rule_that_is_broken(
         ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
         ("qwen3_moe", ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention]"], 1),
         ("half_dense", ["model.peft.peft_scheme=lora", "model.pipeline_model_parallel_size=2"], 2),
+        ("half_dense", ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=3"], 2),
+        ("half_dense", ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"], 2),
     ],
 )
 def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
