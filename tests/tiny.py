@@ -46,6 +46,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
+    "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},
     "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},
 }
 
@@ -71,7 +72,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe.
+        family: one of gemma2, gemma3_text, llama, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3, qwen3_moe.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

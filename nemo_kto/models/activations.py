@@ -81,7 +81,7 @@ class Activations:
         """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
         up projection, of both projections, and the activated gate; or, if that is more, the scores of a block of queries, in
         fp32, their gradients and two tensors besides, where scores are capped."""
-        mlp = self.element_bytes * 4 * max(self._ffn() if self._dense() else 0, self._chosen_ffn())
+        mlp = self.element_bytes * 4 * max(self._ffn() if self._dense() else 0, self._chosen_ffn(), self._shared_ffn())
         heads = self.architecture.padded_attention_heads / self.architecture.tensor_parallel
         is_capped = self.architecture.attention_softcap is not None
         return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
@@ -148,14 +148,21 @@ class Activations:
         experts = self.architecture.experts
         return 0.0 if experts is None else experts.per_token * experts.ffn_hidden_size / self.architecture.tensor_parallel
 
+    def _shared_ffn(self) -> float:
+        experts = self.architecture.experts
+        return 0.0 if experts is None else experts.shared_ffn_hidden_size / self.architecture.tensor_parallel
+
     def _experts(self) -> float:
         """Of router and experts: the token and its copies, gate and up projections, their product without and with the
-        token's weight, and the router's numbers for each expert."""
+        token's weight, and the router's numbers for each expert. Of a shared expert, gate and up projection, their product,
+        what it puts out, and its weight."""
         experts = self.architecture.experts
         assert experts is not None
         hidden, trained = self._hidden(), self.adapters is None
         saved = (3 + trained) * self._chosen_ffn() + (1 + experts.per_token * trained) * hidden
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
+        if shared := self._shared_ffn():
+            saved += (2 + trained) * shared + hidden
         return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
 
     def _dense_mlp(self) -> float:

@@ -169,6 +169,7 @@ class Architecture:
             "head": self.head_dim,
             "experts": 0 if self.experts is None else self.experts.number,
             "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
+            "shared_ffn": 0 if self.experts is None else self.experts.shared_ffn_hidden_size,
         }
 
 
@@ -214,6 +215,7 @@ def _architecture(
         _check_width("intermediate_size", config.intermediate_size, "tensor-parallel", tensor_parallel)
     if experts is not None:
         _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
+        _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", tensor_parallel)
     flags = {
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()

@@ -22,6 +22,8 @@ _LARGEST = 2**31 - 1
 _MAX_EXPERTS = 10_000
 # What models have that people may well try, by their model_type, and no table here can say.
 _LACKING = {
+    "deepseek_v2": "attention whose keys and values are compressed",
+    "deepseek_v3": "attention whose keys and values are compressed",
     "gpt_oss": "attention sinks, and experts with biases",
     "llama4_text": "chunked attention, and a softmax whose temperature grows with the position",
 }
@@ -62,6 +64,7 @@ _FIELDS = {
     "hidden_size": _count(), "intermediate_size": _count(), "vocab_size": _count(), "max_position_embeddings": _count(),
     "num_local_experts": _count(_MAX_EXPERTS), "num_experts": _count(_MAX_EXPERTS), "num_experts_per_tok": _count(),
     "moe_intermediate_size": _count(), "decoder_sparse_step": _count(), "mlp_only_layers": _INDICES, "norm_topk_prob": _FLAG,
+    "shared_expert_intermediate_size": _count(), "qkv_bias": _FLAG,
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
     "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE, "rope_local_base_freq": _POSITIVE,
@@ -102,7 +105,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         )
     config = read_json(path, remedy=_REMEDY)
     refuse_code(path, config)
-    if wrong := [*_wrong_forms(config, _FIELDS), *_wrong_rope(config)]:
+    if wrong := [*_wrong_forms(_without_unused_window(config), _FIELDS), *_wrong_rope(config)]:
         raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:
         _refuse_other_kinds(config)
@@ -119,6 +122,13 @@ def _wrong_forms(config: Mapping[str, Any], forms: Mapping[str, _Form], where: s
         may_be_absent = name not in config or (value is None and (where or name in _MAY_BE_NULL))
         if not may_be_absent and not form.holds(value):
             yield f"{where}{name} must be {form.text}, got {shorten(value)}"
+
+
+def _without_unused_window(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration without a window of 0, which transformers writes for Qwen2-MoE where it uses none."""
+    if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
+        return {name: value for name, value in config.items() if name != "sliding_window"}
+    return config
 
 
 def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:

@@ -53,11 +53,13 @@ class ForwardFlops:
 
 
 def _mlp(architecture: Architecture, *, sparse: bool) -> int:
-    """Weights that a token meets in a layer's MLP (gate, up, down), or in the router and the experts that it chooses."""
+    """Weights that a token meets in a layer's MLP (gate, up, down), or in the router and the experts that see it."""
     hidden, experts = architecture.hidden_size, architecture.experts
     if not sparse or experts is None:
         return 3 * hidden * architecture.ffn_hidden_size
-    return hidden * experts.number + experts.per_token * 3 * hidden * experts.ffn_hidden_size
+    shared = experts.shared_ffn_hidden_size
+    of_shared = 3 * hidden * shared + hidden if shared else 0  # with its gate
+    return hidden * experts.number + experts.per_token * 3 * hidden * experts.ffn_hidden_size + of_shared
 
 
 def training_passes(*, frozen: bool) -> int:

@@ -87,8 +87,8 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
         },
     )
     mlp = _submodules(parts.mlp)
-    mlp = _submodules(mlp.experts) if hasattr(mlp, "experts") else mlp
-    mlp.activation_func = SwiGLU if architecture.activation == "silu" else GeGLU
+    for each in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
+        each.activation_func = SwiGLU if architecture.activation == "silu" else GeGLU
     if architecture.qk_norm:
         queries, keys = _qk_norms(architecture)
         parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys

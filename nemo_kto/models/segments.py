@@ -73,16 +73,17 @@ def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]
 
 def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
     sizes, head = architecture.sizes, architecture.head_dim
-    ffn = sizes["expert_ffn" if mapping.of_expert else "ffn"]
     if mapping.split is Split.VOCABULARY:
         return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
     if mapping.split is Split.HEADS:
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
     if mapping.split is Split.ROW_PARALLEL:
-        return _padded(ffn, ffn)
+        width = source_shapes(mapping, architecture)[0][1]
+        return _padded(width, width)
     if mapping.split is Split.GATED:
         ranks = shards(mapping, architecture)
-        part = ffn // ranks
+        # of the gate, or of gate and up projection in one tensor
+        part = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2) // ranks
         return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
     if mapping.split is Split.QKV:
         return _query_key_value(architecture)

@@ -92,9 +92,12 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
     if (experts := architecture.experts) is None:
         return settings
     mixed = {} if all(experts.layers) else {"moe_layer_freq": [int(sparse) for sparse in experts.layers]}
+    width = experts.shared_ffn_hidden_size
+    shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True} if width else {}
     return {
         **settings,
         **mixed,
+        **shared,
         "num_moe_experts": experts.number,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.per_token,

@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
     "kto_lora": ("kto", "qwen3_moe", [*LORA, BALANCE]),
-    "kto_synced": ("kto", "qwen3_moe", ["model.reference.sync_interval=1"]),
+    "kto_synced": ("kto", "qwen2_moe", ["model.reference.sync_interval=1"]),
     "dpo_lora": ("dpo", "mixtral", LORA),
 }
 QUICK = {

@@ -66,6 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
         "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
+        "qwen2_moe": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **heads),
         "qwen3_moe": make_checkpoint(folder / "qwen3_moe", "qwen3_moe", **heads),
     }
 
@@ -102,13 +103,20 @@ def test_a_rank_holds_what_was_planned(
         assert planned(models[family], tensor, split, stage, adapters, 1) == held
 
 
-@pytest.mark.parametrize(("tensor", "stages", "expert"), [(2, 2, 2), pytest.param(1, 1, 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages", "expert"),
+    [
+        ("qwen2_moe", 2, 2, 2),
+        pytest.param("qwen3_moe", 2, 2, 2, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 1, 1, 4, marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_holds_some_of_the_experts(
-    ranks: RankPool, models: dict[str, Path], tensor: int, stages: int, expert: int
+    ranks: RankPool, models: dict[str, Path], family: str, tensor: int, stages: int, expert: int
 ) -> None:
     """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
     split = PipelineSplit(stages=stages)
-    found: list[Built] = ranks.run(4, built, models["qwen3_moe"], tensor, split, None, expert)
+    found: list[Built] = ranks.run(4, built, models[family], tensor, split, None, expert)
     for stage, held in found:
-        assert planned(models["qwen3_moe"], tensor, split, stage, None, expert) == held
+        assert planned(models[family], tensor, split, stage, None, expert) == held
         assert sum(".experts." in name for name in held) == 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[stages]

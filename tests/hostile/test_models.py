@@ -39,7 +39,7 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
 NAMES = (
     *("Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
-    *("Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
+    *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"),
 )
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"

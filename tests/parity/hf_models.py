@@ -19,6 +19,7 @@ from transformers import (
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -189,6 +190,21 @@ MIXTURES = {
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
     "mixtral-window": lambda: MixtralConfig(
         **_SIZES, rope_parameters=_rope(1e5), num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=7
+    ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **_SIZES, **_EXPERTS, rope_parameters=_rope(1e5), shared_expert_intermediate_size=24, mlp_only_layers=[1]
+    ),
+    "qwen2-moe-window": lambda: Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        rope_parameters=_rope(1e6),
+        shared_expert_intermediate_size=12,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=3,
+        tie_word_embeddings=True,
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, rope_parameters=_rope(1e6), norm_topk_prob=True),
     "qwen3-moe-dense-layers": lambda: Qwen3MoeConfig(

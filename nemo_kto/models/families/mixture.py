@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.models.families.dense import MISTRAL, QWEN3
+from nemo_kto.models.families.dense import MISTRAL, QWEN2, QWEN3
 from nemo_kto.models.families.table import (
     Experts,
     Family,
     Layers,
     ParamMapping,
     Split,
+    window_by_layer_type,
     window_everywhere,
 )
 
@@ -54,6 +55,32 @@ def _expert_mappings(block: str, *, gate: str, up: str, down: str) -> tuple[Para
     )
 
 
+def _shared_mappings() -> tuple[ParamMapping, ...]:
+    """The expert of a layer that sees every token, and its gate."""
+    block = "model.layers.{layer}.mlp."
+    wide = ("shared_ffn", "hidden")
+    return (
+        ParamMapping(
+            mcore_name=_MCORE + "shared_experts.linear_fc1.weight",
+            hf_names={f"{block}shared_expert.{part}_proj.weight": wide for part in ("gate", "up")},
+            split=Split.GATED,
+            layers=Layers.SPARSE,
+        ),
+        ParamMapping(
+            mcore_name=_MCORE + "shared_experts.linear_fc2.weight",
+            hf_names={block + "shared_expert.down_proj.weight": ("hidden", "shared_ffn")},
+            split=Split.ROW_PARALLEL,
+            layers=Layers.SPARSE,
+        ),
+        ParamMapping(
+            mcore_name=_MCORE + "shared_experts.gate_weight",
+            hf_names={block + "shared_expert_gate.weight": (1, "hidden")},
+            split=Split.REPLICATED,
+            layers=Layers.SPARSE,
+        ),
+    )
+
+
 def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
     """The weights of a dense family, whose MLPs are in some layers only, and those of the experts."""
     dense = (
@@ -73,7 +100,7 @@ def _mixtral_experts(config: PretrainedConfig) -> Experts:
     )
 
 
-def _qwen3_experts(config: PretrainedConfig) -> Experts:
+def _qwen_experts(config: PretrainedConfig) -> Experts:
     """Every ``decoder_sparse_step``-th layer has experts, but for ``mlp_only_layers``, counted from 0."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
     return Experts(
@@ -82,9 +109,11 @@ def _qwen3_experts(config: PretrainedConfig) -> Experts:
         ffn_hidden_size=config.moe_intermediate_size,
         normalized=bool(config.norm_topk_prob),
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)),
+        shared_ffn_hidden_size=getattr(config, "shared_expert_intermediate_size", 0),
     )
 
 
+_QWEN_EXPERTS = _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 # Mistral with experts in every layer.
 MIXTRAL = Family(
     name="mixtral",
@@ -93,12 +122,21 @@ MIXTRAL = Family(
     windows=window_everywhere,
     experts=_mixtral_experts,
 )
+# Qwen 1.5 and 2 with narrow experts, and one that sees every token.
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    hf_architecture="Qwen2MoeForCausalLM",
+    mappings=_with_experts(QWEN2, (*_QWEN_EXPERTS, *_shared_mappings())),
+    flags={"qkv_bias": "qkv_bias"},
+    windows=window_by_layer_type,
+    experts=_qwen_experts,
+)
 # Qwen 3 with many narrow experts, perhaps not in every layer.
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
-    mappings=_with_experts(QWEN3, _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+    mappings=_with_experts(QWEN3, _QWEN_EXPERTS),
     flags=QWEN3.flags,
     windows=window_everywhere,
-    experts=_qwen3_experts,
+    experts=_qwen_experts,
 )

@@ -31,6 +31,8 @@ class Experts:
         ffn_hidden_size: width of an expert's gate and up projection.
         normalized: the weights of a token's experts add up to 1; else they are their shares of all experts.
         layers: whether each layer has experts; the others have one MLP.
+        shared_ffn_hidden_size: width of the gate and up projection of a shared expert, which sees every token; 0 for none.
+            A gate of its own, the sigmoid of one number of each token, weighs what it adds.
     """
 
     number: int
@@ -38,6 +40,7 @@ class Experts:
     ffn_hidden_size: int
     normalized: bool
     layers: tuple[bool, ...]
+    shared_ffn_hidden_size: int = 0
 
 
 class Split(Enum):
@@ -92,12 +95,14 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     """``layer_types`` says which layers see only the last ``sliding_window`` tokens.
 
     Raises:
-        ValueError: a layer type other than full_attention and sliding_attention.
+        ValueError: a layer type other than full_attention and sliding_attention, or a window of no token.
     """
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(known))
     if unknown:
         raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
+    if "sliding_attention" in config.layer_types and config.sliding_window == 0:
+        raise ValueError("sliding_window must be at least 1 where layer_types has sliding_attention, got 0; correct one")
     return tuple(known[kind] for kind in config.layer_types)
 
 

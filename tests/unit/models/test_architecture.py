@@ -31,6 +31,7 @@ MODEL_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
 }
@@ -158,6 +159,8 @@ def test_head_size_of_its_own(tmp_path: Path) -> None:
         ("Phi3ForCausalLM", {}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 0, "use_sliding_window": False}, (None, None, None)),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, (16, None, None)),
     ],
 )
 def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -247,8 +250,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
             "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
-            "Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (
