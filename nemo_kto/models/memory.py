@@ -90,6 +90,12 @@ class Training:
         return self.data_parallel * self.context_parallel
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of a layer's experts; 1 of a dense model."""
+        architecture = self.architecture
+        return 1 if architecture.experts is None else self.expert_parallel * architecture.expert_tensor_parallel
+
+    @property
     def rank_tokens(self) -> float:
         """The most that a rank has of a micro-batch."""
         return self.micro_batch_tokens / self.context_parallel
@@ -113,8 +119,7 @@ class Training:
         """Ranks that hold the same values: data- and context-parallel ones; of an expert all of its stage with it."""
         if not parameter.of_expert:
             return self.replicas
-        shards = self.expert_parallel * self.architecture.expert_tensor_parallel
-        return self.replicas * self.tensor_parallel // shards
+        return self.replicas * self.tensor_parallel // self.expert_ranks
 
     def share(self, parameters: Iterable[RankParameter]) -> float:
         """How many of the trained values are this rank's, where the ranks that hold the same share them out."""

@@ -76,8 +76,8 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
         seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
         near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
         model_ranks = near * training.split.stages
-        experts = training.expert_parallel * training.architecture.expert_tensor_parallel
-        others = (traffic.context, near), (traffic.pipeline, model_ranks), (traffic.data, ranks), (traffic.expert, experts)
-        for sent, reach in others:
+        reaches = near, model_ranks, ranks, training.expert_ranks
+        sent_far = traffic.context, traffic.pipeline, traffic.data, traffic.expert
+        for sent, reach in zip(sent_far, reaches, strict=True):
             seconds += sent.bytes / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from nemo_kto.models.memory import Training
 
-_FP32, _FP64 = 4, 8
+_FP32, _FP64, _INT64 = 4, 8, 8
 _SHAPE = 3 * 8  # three integers tell the next stage how large a hidden state is
 
 
@@ -75,7 +75,7 @@ def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
         pipeline=_sum(_pipeline(training, step, stage)) if training.split.stages > 1 else Sent(0, 0.0),
         context=_sum(_context(training, step, stage)) if training.context_parallel > 1 else Sent(0, 0.0),
         data=_sum(_data(training, stage)) if training.replicas > 1 else Sent(0, 0.0),
-        expert=_sum(_expert(training, step, stage)) if training.expert_parallel > 1 else Sent(0, 0.0),
+        expert=_sum(_expert(training, step, stage)) if training.expert_ranks > 1 else Sent(0, 0.0),
     )
 
 
@@ -85,17 +85,18 @@ def _sum(parts: Iterator[Sent]) -> Sent:
 
 
 def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Two all-reduces a layer, forward and backward; sequence parallelism makes two messages of each, of the same bytes."""
-    ranks, micro_batches, layers = training.tensor_parallel, _micro_batches(training), _layers(training, stage)
+    """An all-reduce for attention and one for an MLP or a shared expert, forward and backward; sequence parallelism makes
+    two messages of each, of the same bytes."""
+    ranks, micro_batches = training.tensor_parallel, _micro_batches(training)
+    layers, mlps = _layers(training, stage), _mlps(training, stage)
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes
     half, shards, trained = (ranks - 1) / ranks, training.sequence_parallel, training.adapters is None
-    again = 1.0 if training.recompute == "full" else 0.5 * ("mlp" in training.recomputed)  # attention and MLP send alike
-    forwards = 1 + step.forward_only
-    of_layer = Sent(4 if shards else 2, 4 * half * hidden)
-    for passes in (forwards + again, 1):
-        yield Sent(passes * micro_batches * layers * of_layer.messages, passes * layers * of_layer.bytes)
+    parts, forwards = layers + mlps, 1 + step.forward_only  # attention and MLP send alike
+    again = parts if training.recompute == "full" else mlps * ("mlp" in training.recomputed)
+    times = (forwards + 1) * parts + again
+    yield Sent(times * micro_batches * (2 if shards else 1), times * 2 * half * hidden)
     if shards and trained:  # inputs of layers are gathered again for the gradients of their weights
-        yield Sent(2 * micro_batches * layers, 2 * layers * half * hidden)
+        yield Sent(micro_batches * parts, parts * half * hidden)
     if stage == 0:  # rows of the embedding, which one rank has each
         yield Sent(forwards * micro_batches, forwards * half * hidden * (1 if shards else 2))
         if shards and trained:
@@ -110,8 +111,9 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         if shards:
             yield Sent(forwards * micro_batches, forwards * half * hidden)
     if shards and trained:
-        norms = [each.numel for each in training.parameters(stage) if "norm" in each.name]
-        yield Sent(1, 2 * half * sum(norms) * _FP32)
+        replicated = ("norm", "router", "gate_weight")
+        held = [each.numel for each in training.parameters(stage) if any(name in each.name for name in replicated)]
+        yield Sent(1, 2 * half * sum(held) * _FP32)
 
 
 def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
@@ -147,8 +149,10 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 def _data(training: Training, stage: int) -> Iterator[Sent]:
     """Gradients in fp32, and what comes back: the weights, or the gradients again where each rank updates all of them.
 
-    Those of experts go to fewer ranks, in messages of their own.
+    Those of experts go to fewer ranks, in messages of their own. Experts have an optimizer of their own too, and after each
+    of the two all weights come back, unless they do so while the next step computes, as on GPUs.
     """
+    gathers = 2 if training.architecture.experts is not None and not training.on_gpu else 1
     trained = [each for each in training.parameters(stage) if each.trained]
     for of_expert in {each.of_expert for each in trained}:
         sent = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained if each.of_expert == of_expert)
@@ -157,22 +161,37 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
         )  # where nothing is sent while gradients are made
         yield Sent(buckets * (sent > 0), sent * _FP32)
         back = training.element_bytes if training.distributed_optimizer else _FP32
-        yield Sent(buckets * (sent > 0) * training.distributed_optimizer, sent * back)
+        times = gathers if training.distributed_optimizer else 1
+        yield Sent(buckets * (sent > 0) * training.distributed_optimizer * times, sent * back * times)
 
 
 def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Tokens to experts of other ranks and back, in each pass; they choose all alike."""
+    """Tokens and their weights to experts of other ranks, and what comes back, in each pass; they choose all alike.
+
+    Ranks that share an expert gather the tokens that came to each of them, and add up what they make of these.
+    """
     architecture, experts = training.architecture, training.architecture.experts
     assert experts is not None, "only a mixture shares out experts"
     held = [layer for chunk in training.split.layers(architecture.num_layers)[stage] for layer in chunk]
-    layers, elsewhere = sum(architecture.sparse_layers[layer] for layer in held), 1 - 1 / training.expert_parallel
-    hidden = architecture.hidden_size * training.element_bytes / training.tensor_parallel
-    again = 1.0 if training.recompute == "full" or "mlp" in training.recomputed else 0.0
-    passes = 2 + step.forward_only + again
-    tokens = step.tokens / training.replicas
-    yield Sent(
-        2 * passes * layers * _micro_batches(training), passes * layers * 2 * experts.per_token * elsewhere * hidden * tokens
-    )
+    layers = sum(architecture.sparse_layers[layer] for layer in held)
+    again = 1 if training.recompute == "full" or "mlp" in training.recomputed else 0
+    forwards = 1 + step.forward_only + again
+    choices = experts.per_token * step.tokens / training.replicas / training.tensor_parallel
+    each = 2 * architecture.hidden_size * training.element_bytes + _FP32
+    for elsewhere in (1 - 1 / training.expert_parallel, architecture.expert_tensor_parallel - 1):
+        messages = 3 * (forwards + 1) * layers * _micro_batches(training) * (elsewhere > 0)
+        yield Sent(messages, (forwards + 1) * layers * choices * elsewhere * each)
+    counts = forwards * layers * _micro_batches(training)  # how many tokens each rank has for each expert
+    yield Sent(counts, counts * _INT64 * experts.number * (training.expert_ranks - 1))
+
+
+def _mlps(training: Training, stage: int) -> int:
+    """Layers of a stage with an MLP that the tensor-parallel ranks share; experts have their own."""
+    architecture, experts = training.architecture, training.architecture.experts
+    layers = [layer for chunk in training.split.layers(architecture.num_layers)[stage] for layer in chunk]
+    if experts is not None and experts.shared_ffn_hidden_size:
+        return len(layers)
+    return sum(not architecture.sparse_layers[layer] for layer in layers)
 
 
 def _shares_embedding(training: Training, stage: int) -> bool:

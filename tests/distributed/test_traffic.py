@@ -19,6 +19,7 @@ from tests.tiny import make_checkpoint
 
 WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.peft.lora_tuning.adapter_dim=4"]
+EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
 # Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
     "tp2": (2, (2, 1, 1), {}, []),
@@ -34,6 +35,21 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
     ),
     "tp2_pp2": (4, (2, 2, 1), {}, []),
     "pp2_vp2": (2, (1, 2, 1), {"chunks": 2}, ["model.virtual_pipeline_model_parallel_size=2"]),
+    "ep2": (2, (1, 1, 1), {"expert_parallel": 2}, [EP2]),
+    "tp2_ep2_whole_experts": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+        [SHARDS, EP2, "model.expert_tensor_parallel_size=1"],
+    ),
+    "tp2_ep2": (4, (2, 1, 1), {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2}, [SHARDS, EP2]),
+    "pp2_ep2_of_dp4": (8, (1, 2, 1), {"expert_parallel": 2}, [EP2]),
+    "ep2_recompute": (
+        2,
+        (1, 1, 1),
+        {"expert_parallel": 2, "recompute": "selective", "recompute_modules": ("mlp",)},
+        [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
+    ),
     "cp2_recompute": (
         2,
         (1, 1, 2),
@@ -45,7 +61,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ],
     ),
 }
-QUICK = ("sequence_parallel", "pp2_dp2", "tp2_cp2")
+QUICK = ("sequence_parallel", "pp2_dp2", "tp2_cp2", "tp2_ep2_whole_experts")
 # What the formula counts of each axis; the rest are sums of metrics and the like.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
@@ -54,13 +70,30 @@ MESSAGES = {
     "others": ("send",),  # between two stages with several chunks, so that one direction does not wait for the other
     "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
     "data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"),
+    "expert": ("alltoall_base_",),
+    "expert tensor": ("_allgather_base_", "_reduce_scatter_base_"),
+    "expert and tensor": ("_allgather_base_",),
+    "expert data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"),
+}
+# Groups whose messages the formula has in one sum.
+PARTS = {
+    "pipeline": ("pipeline", "embedding", "others"),
+    "data": ("data", "expert data"),
+    "expert": ("expert", "expert tensor", "expert and tensor"),
 }
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """With and without experts, all of which see every token: what a rank sends then does not hang on its router."""
+    folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
-    return make_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", **sizes)
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    experts["shared_expert_intermediate_size"] = 96
+    return {
+        False: make_checkpoint(folder / "llama", "llama", **sizes),
+        True: make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +107,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
-def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Path, rows: Path, tmp_path: Path) -> None:
+def test_ranks_send_what_the_formula_says(
+    name: str, ranks: RankPool, models: dict[bool, Path], rows: Path, tmp_path: Path
+) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]
-    options = dict(options)
+    options, model = dict(options), models["expert_parallel" in options]
+    expert_tensor = options.pop("expert_tensor_parallel", 1)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
     counter = f"trainer.callbacks=[{{_target_: tests.distributed.traffic.CountStep, folder: {tmp_path}}}]"
@@ -84,7 +120,7 @@ def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Pat
     ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
     data = count // (tensor * pipeline * context)
     training = Training(
-        architecture=read_architecture(model, tensor_parallel=tensor),
+        architecture=read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor),
         element_bytes=4,
         split=PipelineSplit(stages=pipeline, chunks=options.pop("chunks", 1)),
         context_parallel=context,
@@ -101,9 +137,9 @@ def test_ranks_send_what_the_formula_says(name: str, ranks: RankPool, model: Pat
     for rank in range(count):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wanted = step_traffic(training, step, stage=found["stage"])
-        for axis in ("tensor", "pipeline", "context", "data"):
-            parts = (axis, "embedding", "others") if axis == "pipeline" else (axis,)
-            counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part in parts for each in MESSAGES[part]]
+        for axis in ("tensor", "pipeline", "context", "data", "expert"):
+            sent_by = [(part, each) for part in PARTS.get(axis, (axis,)) for each in MESSAGES[part]]
+            counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part, each in sent_by]
             messages, sent = (sum(column) for column in zip(*counted, strict=True))
             expected = getattr(wanted, axis)
             assert messages == expected.messages, (rank, axis, found)

@@ -160,7 +160,7 @@ def test_head_size_of_its_own(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
         ("Qwen2MoeForCausalLM", {"sliding_window": 0, "use_sliding_window": False}, (None, None, None)),
-        ("Qwen2MoeForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, (16, None, None)),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (9, None, None)),
     ],
 )
 def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:

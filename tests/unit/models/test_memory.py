@@ -80,9 +80,10 @@ def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
     assert halved.parameters < memory.parameters
     split = training(mixture, data_parallel=8, expert_parallel=2)
     traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
-    assert traffic.expert.bytes == 3 * 2 * 3 * (1 / 2) * HIDDEN * 4 * 16 * 2, (
-        "layers, there and back, choices, half of them away"
-    )
+    of_token = 2 * HIDDEN * 4 + 4  # there and back, and its weight
+    counts = split.micro_batches * 8 * 8  # integers of 8 bytes, for 8 experts
+    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, choices, half away"
+    assert traffic.expert.messages == 3 * split.micro_batches * (2 * 3 + 1)
 
 
 def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture: Architecture) -> None:
