@@ -159,7 +159,9 @@ class Activations:
         experts = self.architecture.experts
         assert experts is not None
         hidden, trained = self._hidden(), self.adapters is None
-        saved = (3 + trained) * self._chosen_ffn() + (1 + experts.per_token * trained) * hidden
+        # ranks that share an expert gather the tokens that each of them sends there
+        came = self.architecture.hidden_size * self.architecture.expert_tensor_parallel / self.architecture.tensor_parallel
+        saved = (3 + trained) * self._chosen_ffn() + hidden + experts.per_token * trained * came
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
         if shared := self._shared_ffn():
             saved += (2 + trained) * shared + hidden

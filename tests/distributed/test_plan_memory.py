@@ -16,6 +16,7 @@ TOLERANCE = 0.15
 LENGTH = 256  # tokens of every row
 # Weights and what belongs to them are most of what a rank holds; what the libraries allocate for themselves is little.
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 16384}
+EXPERTS = "model.expert_model_parallel_size=2"
 FULL = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.reference.mode=adapter"]
 TENSOR, PIPELINE = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
@@ -64,6 +65,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan_memory")
     make_checkpoint(folder / "model", "llama", **SIZES)
     make_checkpoint(folder / "small", "llama")
+    experts = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
+    make_checkpoint(folder / "mixture", "qwen2_moe", **SIZES, **experts)
+    make_checkpoint(folder / "small_mixture", "qwen2_moe")
     write_rows(folder / "rows.jsonl", [{**row, "response": "a" * 2 * LENGTH} for row in make_rows(8)])
     return folder
 
@@ -85,6 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # with one row the libraries' own share would be a sixth of what a rank holds of half a frozen model
         pytest.param(2, [*LORA, TENSOR, "model.micro_batch_size=2"], marks=pytest.mark.full),
         pytest.param(2, ["model.reference.mode=swap", TENSOR, *FULL], marks=pytest.mark.full),
+        pytest.param(2, [EXPERTS, CACHED], marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -115,9 +120,10 @@ def _near(peaks: Sequence[float], plans: Sequence[dict[str, float]]) -> bool:
 def run(place: Path, folder: Path, world_size: int, overrides: list[str]) -> list[tuple[float, dict[str, float]]]:
     """Peak and plan of each rank."""
     cache = f"model.data.cache_dir={folder / 'cache'}"
+    small, large = ("small_mixture", "mixture") if EXPERTS in overrides else ("small", "model")
     ranks = RankPool(max_ranks=world_size)  # of its own: what a worker was given once, it keeps
     try:
-        for job, model in ((warm_up, "small"), (measured_and_planned, "model")):
+        for job, model in ((warm_up, small), (measured_and_planned, large)):
             words = (place / model, place / "rows.jsonl", folder / model, world_size, [*overrides, cache])
             found = ranks.run(world_size, job, *words)
     finally:
