@@ -36,10 +36,6 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
             f"must be true for a mixture of experts with model.tensor_model_parallel_size above 1, got false with {tensor}"
         )
         yield ConfigError("model.sequence_parallel", f"{text}; set it", ("model.tensor_model_parallel_size", _MODEL))
-    if model.moe_aux_loss_coeff and model.data.packing:
-        text = "must be 0.0 with model.data.packing=true: the loss is of each sequence by itself, and rows hold several, got"
-        reads = ("model.data.packing", _MODEL)
-        yield ConfigError("model.moe_aux_loss_coeff", f"{text} {model.moe_aux_loss_coeff}; set one or the other", reads)
     if model.fp8 is not None:
         text = (
             f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"

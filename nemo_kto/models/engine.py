@@ -146,7 +146,7 @@ class LogProbEngine:
 
         Nothing for a dense model, and after passes that were forward only.
         """
-        return balance_sums(self.chunks, by_sequence=not self.limits.packed)
+        return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -214,7 +214,7 @@ class LogProbEngine:
                     micro_batch.positions_bs,
                     micro_batch.mask_b1ss,
                     packed_seq_params=micro_batch.packed,
-                    **self._padding(micro_batch, chunk),
+                    **self._owners(micro_batch, chunk),
                 )
                 if unwrap_model(chunk).post_process:
                     output = self._sequence_logps(micro_batch, output)
@@ -232,16 +232,19 @@ class LogProbEngine:
             forward_only=forward_only,
         )
 
-    def _padding(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
-        """The tokens that do not count in a load-balancing loss: [b, s], on later pipeline stages this rank's part of s."""
-        gpt = unwrap_model(chunk)
-        if self._config.num_moe_experts is None or not gpt.training:
+    def _owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
+        """Whose tokens these are, for a load-balancing loss: True where token and sequence belong together, [b, s, n].
+
+        megatron-core hands the argument on to its routers; ours read it so. Under sequence parallelism it is this rank's
+        part of s.
+        """
+        if self._config.num_moe_experts is None or not unwrap_model(chunk).training:
             return {}
-        padding_bs = ~micro_batch.counts_bs
-        if self._config.sequence_parallel and not gpt.pre_process:  # the first stage takes its part itself
+        owner_bs, sequences = micro_batch.owner_bs, max(1, len(micro_batch.sequence_index_b))
+        if self._config.sequence_parallel:
             ranks, rank = self._config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-            padding_bs = padding_bs.chunk(ranks, dim=1)[rank].contiguous()
-        return {"padding_mask": padding_bs}
+            owner_bs = owner_bs.chunk(ranks, dim=1)[rank]
+        return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""

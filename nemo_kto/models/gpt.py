@@ -69,6 +69,11 @@ class HiddenStateGPT(GPTModel):
             # weight to arrive.
             self.output_layer.__class__ = _HiddenStateOutput
 
+    def _preprocess(self, *args: object, padding_mask: Tensor | None = None, **kwargs: object) -> tuple[object, ...]:
+        """As megatron-core's, which lets only a mask of the shape of the tokens pass; ours goes on as it is."""
+        *prepared, _ = super()._preprocess(*args, **kwargs)
+        return (*prepared, padding_mask)
+
     def output_weight(self) -> Tensor:
         """This rank's rows of the output layer, [padded vocabulary / tensor parallel, hidden]; the embedding's if tied.
 

@@ -42,32 +42,32 @@ class BalancedRouter(TopKRouter):
         """As megatron-core's.
 
         Args:
-            logits: [sequence, batch, E].
-            padding_mask: True for tokens that do not count, [sequence, batch]; None where all do.
+            logits: [s, b, E].
+            padding_mask: not a mask of padding, but whose tokens these are: True where a token counts for a sequence,
+                [s, b, n]. None for no loss.
         """
-        probs, chosen = super().routing(logits, padding_mask)
-        if self.training and torch.is_grad_enabled():  # not when activations are dropped that are recomputed later
-            counts_sb = torch.ones(logits.shape[:2], device=logits.device)
-            if padding_mask is not None:
-                counts_sb = counts_sb.masked_fill(padding_mask, 0.0)
-            losses_b = self._losses(logits, chosen.view(logits.shape), counts_sb)
+        probs, chosen = super().routing(logits)
+        # not when activations are dropped that are recomputed later
+        if padding_mask is not None and self.training and torch.is_grad_enabled():
+            owners_Tn = padding_mask.flatten(0, 1).float()
+            losses_n = self._losses(logits.flatten(0, 1), chosen.view(-1, self.num_experts), owners_Tn)
             if self.loss_weight:
-                probs = MoEAuxLossAutoScaler.apply(probs, self.loss_weight * losses_b.sum())
+                probs = MoEAuxLossAutoScaler.apply(probs, self.loss_weight * losses_n.sum())
         return probs, chosen
 
-    def _losses(self, logits_sbe: Tensor, chosen_sbe: Tensor, counts_sb: Tensor) -> Tensor:
-        """The loss of each sequence: [b]. Of a sequence that ranks share, this rank's part; they add up to it."""
-        probs_be = (torch.softmax(logits_sbe, dim=-1, dtype=torch.float32) * counts_sb.unsqueeze(-1)).sum(dim=0)
-        chosen_be = (chosen_sbe * counts_sb.unsqueeze(-1)).sum(dim=0)
-        whole = torch.stack([chosen_be, probs_be.detach()])
+    def _losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
+        """The loss of each sequence: [n]. Of a sequence that ranks share, this rank's part; they add up to it."""
+        probs_nE = owners_Tn.T @ torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        chosen_nE = owners_Tn.T @ chosen_TE.float()
+        whole = torch.stack([chosen_nE, probs_nE.detach()])
         if self.tp_cp_group.size() > 1:
             torch.distributed.all_reduce(whole, group=self.tp_cp_group)
-        tokens_b = whole[0].sum(dim=-1) / self.topk
-        scale_b = self.num_experts / (self.topk * tokens_b.clamp(min=1).square())
-        values = [(scale_b * (whole[0] * whole[1]).sum(dim=-1)).sum(), (tokens_b > 0).sum()]
+        tokens_n = whole[0].sum(dim=-1) / self.topk
+        scale_n = self.num_experts / (self.topk * tokens_n.clamp(min=1).square())
+        values = [(scale_n * (whole[0] * whole[1]).sum(dim=-1)).sum(), (tokens_n > 0).sum()]
         noted = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
         self.balance = noted if self.balance is None else self.balance + noted
-        return scale_b * (whole[0] * probs_be).sum(dim=-1)
+        return scale_n * (whole[0] * probs_nE).sum(dim=-1)
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:
@@ -84,12 +84,11 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:
         yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
 
 
-def balance_sums(chunks: Sequence[torch.nn.Module], *, by_sequence: bool) -> dict[str, float]:
+def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     """What the routers of all ranks have noted, the same on every rank; collective. Nothing of a dense model.
 
     Args:
         chunks: of this rank.
-        by_sequence: a row of a micro-batch was one sequence; the losses of packed rows are left out.
 
     Returns:
         ``moe_aux_loss_sum`` over the sequences and layers, and ``moe_aux_losses``, the number of them; the shares of the
@@ -108,10 +107,10 @@ def balance_sums(chunks: Sequence[torch.nn.Module], *, by_sequence: bool) -> dic
     noted = noted[noted[:, 1] > 0].cpu()  # layers with experts, if any sequence counts
     if not len(noted):
         return {}
-    of_sequences = {"moe_aux_loss_sum": float(noted[:, 0].sum()), "moe_aux_losses": float(noted[:, 1].sum())}
     shares = noted[:, 2:] / noted[:, 2:].sum(dim=1, keepdim=True)
     return {
-        **(of_sequences if by_sequence else {}),
+        "moe_aux_loss_sum": float(noted[:, 0].sum()),
+        "moe_aux_losses": float(noted[:, 1].sum()),
         "moe_largest_share_sum": float(shares.max()),
         "moe_smallest_share_sum": float(shares.min()),
         "moe_batches": 1.0,

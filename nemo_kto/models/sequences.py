@@ -216,7 +216,7 @@ class SequenceBatch:
             tokens_bs=self.tokens_BS[sequence_index_b, :width],
             positions_bs=self.positions_BS[sequence_index_b, :width],
             mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width],
-            counts_bs=torch.arange(width) < self.counted_B[sequence_index_b, None],
+            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), [width] * len(sequence_index_b)).view(-1, width),
             hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
             target_T=target_T,
             sequence_T=sequence_T,
@@ -228,7 +228,6 @@ class SequenceBatch:
         lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
         starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
         sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
-        counted = zip(self.counted_B[sequence_index_b].tolist(), lengths, strict=True)
 
         def row(values_BS: Tensor) -> Tensor:
             own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
@@ -239,7 +238,7 @@ class SequenceBatch:
             tokens_bs=row(self.tokens_BS),
             positions_bs=row(self.positions_BS),
             mask_b1ss=None,
-            counts_bs=torch.cat([torch.arange(of_row) < count for count, of_row in counted])[None],
+            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), lengths).view(1, -1),
             hidden_index_T=starts_b[sequence_T] + position_T,
             target_T=target_T,
             sequence_T=sequence_T,
@@ -254,11 +253,17 @@ class SequenceBatch:
             tokens_bs=torch.zeros(1, width, dtype=torch.long),
             positions_bs=torch.arange(width)[None],
             mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
-            counts_bs=torch.zeros(1, width, dtype=torch.bool),
+            owner_bs=torch.full((1, width), -1),
             hidden_index_T=nothing,
             target_T=nothing,
             sequence_T=nothing,
         )
+
+
+def _owners(counted: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The number of the sequence for its first ``counted`` tokens, then -1: for each of these lengths, [sum of lengths]."""
+    of_each = zip(counted, lengths, strict=True)
+    return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(of_each)])
 
 
 def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
@@ -280,8 +285,8 @@ class MicroBatch:
     Attributes:
         sequence_index_b: which sequences of the batch these are.
         tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
-        counts_bs: which tokens count in what a model adds to the loss itself: those before the padding, none of a sequence
-            that is in no sum.
+        owner_bs: the sequence that each token counts for in what a model adds to the loss itself, as an index into
+            ``sequence_index_b``; -1 of padding, and of a sequence that is in no sum.
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
         sequence_T: whose token it is, as an index into ``sequence_index_b``.
@@ -293,7 +298,7 @@ class MicroBatch:
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
-    counts_bs: Tensor
+    owner_bs: Tensor
     hidden_index_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
@@ -317,7 +322,7 @@ class MicroBatch:
             self,
             tokens_bs=self.tokens_bs[:, place_s],
             positions_bs=self.positions_bs[:, place_s],
-            counts_bs=self.counts_bs[:, place_s],
+            owner_bs=self.owner_bs[:, place_s],
             hidden_index_T=(index_T * rows + row_T)[is_here_T],
             target_T=self.target_T[is_here_T],
             sequence_T=self.sequence_T[is_here_T],
@@ -328,16 +333,14 @@ class MicroBatch:
         """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
         from nemo_kto.models.packed_sequences import PackedSequences
 
-        names = ("sequence_index_b", "tokens_bs", "positions_bs", "hidden_index_T", "target_T", "sequence_T")
+        names = ("sequence_index_b", "tokens_bs", "positions_bs", "owner_bs", "hidden_index_T", "target_T", "sequence_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
-        counts = iter(device.upload([each.counts_bs for each in micro_batches]))
         masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
         rows = [each.lengths for each in micro_batches if each.lengths is not None]
         packed = iter(PackedSequences.of(rows))
         return [
             cls(
                 mask_b1ss=None if each.mask_b1ss is None else next(masks),
-                counts_bs=next(counts),
                 lengths=each.lengths,
                 packed=None if each.lengths is None else next(packed),
                 **{name: next(there) for name in names},

@@ -24,7 +24,14 @@ def split_of(layout: Any, **ends: Any) -> Any:
     return PipelineSplit(stages=layout.pipeline, chunks=layout.virtual or 1, **ends)
 
 
-def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 2, logprob_chunk_size: int = 16) -> Any:
+def engine(
+    chunks: Sequence[Any],
+    architecture: Any,
+    *,
+    micro_batch_size: int = 2,
+    logprob_chunk_size: int = 16,
+    packed: bool = False,
+) -> Any:
     """What runs the chunks."""
     from megatron.core.utils import get_model_config
 
@@ -44,7 +51,12 @@ def engine(chunks: Sequence[Any], architecture: Any, *, micro_batch_size: int = 
         chunks=chunks,
         vocab_size=architecture.vocab_size,
         limits=MicroBatchLimits(
-            prompts=micro_batch_size, tokens=None, multiple=multiple, context_parallel=context, group=group
+            prompts=micro_batch_size,
+            tokens=None,
+            multiple=multiple,
+            packed=packed,
+            context_parallel=context,
+            group=group,
         ),
         forward_micro_batch_size=3,
         average_log_probs=False,

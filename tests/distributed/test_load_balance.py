@@ -29,7 +29,13 @@ def make_sequences(answers: int, share: slice = slice(None)) -> Any:
 
 
 def balance_step(
-    policy: Path, out: Path, answers: int, layout: dict[str, Any], micro_batch_size: int, recompute: str | None
+    policy: Path,
+    out: Path,
+    answers: int,
+    layout: dict[str, Any],
+    micro_batch_size: int,
+    recompute: str | None,
+    packed: bool,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """On a rank: passes whose loss is zero but for the balance; the gradients are exported as if they were weights.
 
@@ -63,7 +69,7 @@ def balance_step(
     )
     chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
     load_weights(chunks, architecture, policy)
-    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size)
+    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, packed=packed)
     runs.moe_aux_loss_coeff = COEFFICIENT
     mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
     sequences = make_sequences(answers, mine)
@@ -124,20 +130,26 @@ def oracle(
     return answers, expected, weights(out)
 
 
-CASES: dict[str, tuple[int, dict[str, Any], int, str | None]] = {
-    "one_rank": (1, {}, 2, None),
-    "micro_batches_of_1": (1, {}, 1, None),
-    "recompute": (1, {}, 4, "selective"),
-    "tp2_ep2": (2, {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}, 2, None),
-    "pp2_ep2": (4, {"pipeline": 2, "expert": 2}, 2, None),
-    "cp2": (2, {"context": 2}, 2, None),
-    "tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None),
+# Ranks, layout, prompts of a micro-batch, what is recomputed, whether rows are packed.
+CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
+    "one_rank": (1, {}, 2, None, False),
+    "micro_batches_of_1": (1, {}, 1, None, False),
+    "recompute": (1, {}, 4, "selective", False),
+    "tp2_ep2": (2, {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}, 2, None, False),
+    "pp2_ep2": (4, {"pipeline": 2, "expert": 2}, 2, None, False),
+    "cp2": (2, {"context": 2}, 2, None, False),
+    "tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, False),
+    "packed": (1, {}, 3, None, True),
+    "packed_recompute": (1, {}, 2, "selective", True),
+    "packed_cp2": (2, {"context": 2}, 3, None, True),
+    "packed_tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, True),
 }
+QUICK = ("one_rank", "tp2_ep2", "tp2_pp2", "packed_cp2")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case not in ("one_rank", "tp2_ep2", "tp2_pp2"))) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.full] * (case not in QUICK)) for case in CASES],
 )
 def test_the_gradient_is_that_of_the_formula(
     case: str,
@@ -150,8 +162,8 @@ def test_the_gradient_is_that_of_the_formula(
     from tests.parity.test_huggingface import weights
 
     answers, expected, gradients = oracle
-    world_size, layout, micro_batch_size, recompute = CASES[case]
-    arguments = (policy, tmp_path, answers, layout, micro_batch_size, recompute)
+    world_size, *rest = CASES[case]
+    arguments = (policy, tmp_path, answers, *rest)
     for noted, without_gradient in ranks.run(world_size, balance_step, *arguments):
         assert without_gradient == {}
         metrics = balance_metrics(noted)

@@ -116,15 +116,6 @@ BROKEN = [
     ),
     (
         "mixtral",
-        ["model.data.packing=true", "model.moe_aux_loss_coeff=0.01"],
-        1,
-        [
-            "model.moe_aux_loss_coeff must be 0.0 with model.data.packing=true: the loss is of each sequence by itself, and "
-            "rows hold several, got 0.01; set one or the other"
-        ],
-    ),
-    (
-        "mixtral",
         ["model.moe_aux_loss_coeff=-1"],
         1,
         ["model.moe_aux_loss_coeff must be at least 0, got -1; 0.0: no such loss"],
