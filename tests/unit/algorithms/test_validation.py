@@ -67,6 +67,8 @@ def test_what_a_callback_is_given() -> None:
         def on_validation_end(self, trainer: Any, event: Event) -> None:
             events.append(event)
 
+    Run(val_rows=5, callbacks=[Notes()]).fit()
+    assert events.pop().metrics.sums.keys() == {"loss", "rows"}, "those of one set are as they are"
     run = Run(val_rows=SETS, callbacks=[Notes()]).fit()
     (event,) = events
     assert event.metrics["large_loss"] == figures(run, "large_")[0][1]
