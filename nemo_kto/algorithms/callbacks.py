@@ -23,7 +23,8 @@ class Event:
 
     Attributes:
         step: optimizer steps done so far.
-        metrics: of the global batch, or over the validation examples; ``metrics.sums`` are what they are made of.
+        metrics: of the global batch, or over the validation examples, under NAME_METRIC where validation sets have names;
+            ``metrics.sums`` are what they are made of.
         seconds: wall-clock time it took.
         report: what will be logged, under its full names (train/loss, timing/step_time, ...); add to it.
     """

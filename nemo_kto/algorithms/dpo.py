@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
-from nemo_kto.algorithms.duration import TrainerConfig, interval_steps, limit_batches
+from nemo_kto.algorithms.duration import TrainerConfig, interval_steps
 from nemo_kto.algorithms.early_stopping import EarlyStopping
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.algorithms.step_log import StepLog
+from nemo_kto.algorithms.validation import ValidationLoaders, metrics_by_set, validation_sets
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.data.collate import dpo_custom_collate
 from nemo_kto.errors import UserError
@@ -42,7 +43,8 @@ class DPOTrainer:
         scheduler: megatron-core's OptimizerParamScheduler.
         train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches of an epoch) and
             ``set_position(epoch, consumed_in_epoch)``.
-        val_dataloader: yields the validation batches, the incomplete last one too; None for no validation.
+        val_dataloader: yields the validation batches, the incomplete last one too; or a mapping from the names of several
+            validation sets to such loaders, each of which is validated by itself; None for no validation.
         test_dataloader: kept for the caller; may be None.
         collate_fn: applied to what the loaders yield.
         logger: gets every report.
@@ -62,7 +64,7 @@ class DPOTrainer:
     optimizer: Optimizer
     scheduler: Scheduler
     train_dataloader: Loader[Any]
-    val_dataloader: Loader[Any] | None
+    val_dataloader: ValidationLoaders
     test_dataloader: Loader[Any] | None
     collate_fn: Callable[[Any], Any]
     logger: MetricsLogger
@@ -104,9 +106,7 @@ class DPOTrainer:
             )
         self.val_interval = interval_steps(self._cfg.val_check_interval, self.steps_per_epoch)
         self.save_interval = interval_steps(self._cfg.save_interval, self.steps_per_epoch)
-        self.val_batches = 0
-        if self.val_dataloader is not None:
-            self.val_batches = limit_batches(len(self.val_dataloader.batch_sampler), self._cfg.limit_val_batches)
+        self.val_sets = validation_sets(self.val_dataloader, limit=self._cfg.limit_val_batches)
 
     @property
     def epoch(self) -> int:
@@ -226,21 +226,25 @@ class DPOTrainer:
     def run_validation(self) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the validation examples, each weighing the same.
 
+        Validation sets with names have metrics of their own, under NAME_METRIC; the loss is that over the examples of all.
+
         Raises:
             ValueError: there are no validation examples.
         """
-        if not self.val_batches:
+        if not self.val_sets:
             raise ValueError(
                 "validation must have at least one batch, got none; give val_dataloader or raise limit_val_batches"
             )
-        metrics = functools.reduce(operator.add, self._validation_batches())
-        return metrics["loss"], dict(metrics)
+        parts = list(self._validation_batches())
+        loss = functools.reduce(operator.add, (metrics for _, metrics in parts))["loss"]
+        return loss, dict(metrics_by_set(parts))
 
     @torch.no_grad()
-    def _validation_batches(self) -> Iterator[Metrics]:
-        """The metrics of each batch."""
-        for batch in islice(self.augment_dataloader(self.val_dataloader or ()), self.val_batches):
-            yield self.model.get_loss_and_metrics(batch, forward_only=True)[1]
+    def _validation_batches(self) -> Iterator[tuple[str, Metrics]]:
+        """Name of the set and metrics of each batch, set after set."""
+        for each in self.val_sets:
+            for batch in islice(self.augment_dataloader(each.loader), each.batches):
+                yield each.name, self.model.get_loss_and_metrics(batch, forward_only=True)[1]
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Collated batches with the reference log-probs attached as ``ref_policy_log_probs_{chosen,rejected}``.
@@ -342,18 +346,18 @@ class DPOTrainer:
 
     def _validate(self) -> None:
         """Validate now; where the run must end early, leave it to the resumed run."""
-        if not self.val_batches:
+        if not self.val_sets:
             return
         self.validation_due = True
         if self._ends_early:
             return
         with self.timers.phase("validation"):
-            parts = []
+            parts, batches = [], sum(each.batches for each in self.val_sets)
             for part in self._validation_batches():
                 parts.append(part)
-                if self._must_end_early() and len(parts) < self.val_batches:
+                if self._must_end_early() and len(parts) < batches:
                     return
-        metrics = functools.reduce(operator.add, parts)
+        metrics = metrics_by_set(parts)
         self.validation_due = False
         seconds = self.timers.report_and_reset()["validation"]  # the phases within it are not those of a step
         self._monitor("val", metrics)

@@ -22,7 +22,7 @@ class TrainerConfig:
         val_check_interval: steps between validations; a float is a fraction of an epoch, 0 is never.
         save_interval: steps between checkpoints; a float is a fraction of an epoch, 0 is only one at the end.
         limit_train_batches: global batches of an epoch to use; a float is a fraction of them.
-        limit_val_batches: global batches of the validation examples to use, in the same way; 0 switches validation off.
+        limit_val_batches: global batches of each validation set to use, in the same way; 0 switches validation off.
         global_batch_size: examples of one step over all ranks.
         val_before_training: validate before the first step too.
         log_every_n_steps: steps that a line of the log is of.
@@ -102,13 +102,13 @@ def fraction_of(total: int, fraction: float) -> int:
     return int(total * fraction + 1e-9)  # 0.29 of 100 is 28.999999999999996 in floating point
 
 
-def batches_of_run(cfg: TrainerConfig, train: Loader[Raw], validation: Loader[Raw] | None) -> Iterator[Raw]:
+def batches_of_run(cfg: TrainerConfig, train: Loader[Raw], validation: Mapping[str, Loader[Raw]]) -> Iterator[Raw]:
     """What the loaders will yield during a whole run from its first step on: every epoch, then the validation batches once.
 
     Args:
         cfg: how long the run is.
         train: as the trainer takes it; its position is left anywhere.
-        validation: None for no validation.
+        validation: name of each validation set -> its loader.
     """
     batches = len(train.batch_sampler)
     steps, left = cfg.steps_per_epoch(batches), cfg.total_steps(batches)
@@ -118,11 +118,11 @@ def batches_of_run(cfg: TrainerConfig, train: Loader[Raw], validation: Loader[Ra
         yield from islice(train, min(steps, left))
         left -= steps
         epoch += 1
-    if validation is not None:
-        yield from islice(validation, limit_batches(len(validation.batch_sampler), cfg.limit_val_batches))
+    for loader in validation.values():
+        yield from islice(loader, limit_batches(len(loader.batch_sampler), cfg.limit_val_batches))
 
 
-def number_of_batches(cfg: TrainerConfig, train: Loader[Raw], validation: Loader[Raw] | None) -> int:
+def number_of_batches(cfg: TrainerConfig, train: Loader[Raw], validation: Mapping[str, Loader[Raw]]) -> int:
     """How many :func:`batches_of_run` yields."""
-    training = cfg.total_steps(len(train.batch_sampler))
-    return training if validation is None else training + limit_batches(len(validation.batch_sampler), cfg.limit_val_batches)
+    lengths = (len(loader.batch_sampler) for loader in validation.values())
+    return cfg.total_steps(len(train.batch_sampler)) + sum(limit_batches(each, cfg.limit_val_batches) for each in lengths)

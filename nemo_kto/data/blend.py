@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
 
-from nemo_kto.data.prefix import AUTO, Source, read_splits_string
+from nemo_kto.data.prefix import AUTO, SPLITS, Source, read_splits_string
 from nemo_kto.errors import UserError
 
 Range = tuple[Source, int, int]  # rows of a source: the first, and the one after the last
@@ -72,7 +72,7 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
 
 
 def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) -> list[str]:
-    """Leave out a validation split of files of its own where its rows are too few, in place; returns what is to be said."""
+    """Leave out a validation set without a name where its rows are too few, in place; returns what is to be said."""
     rows = {split: _num_rows(parts) for split, parts in ranges.items()}
     warnings = []
     if 0 < rows.get("validation", 0) < min_validation_rows:
@@ -84,6 +84,20 @@ def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) ->
     if "test" in rows:
         warnings.append(f"test: {rows['test']} rows, and nothing reads them; leave them out of model.data.data_prefix")
     return warnings
+
+
+def refuse_small_sets(ranges: Mapping[str, Sequence[Range]], min_validation_rows: int) -> None:
+    """Make sure that no validation set with a name has too few rows: something may wait for its metrics.
+
+    Raises:
+        UserError: some have; names all of them.
+    """
+    rows = {split: _num_rows(parts) for split, parts in ranges.items() if split not in SPLITS}
+    if small := [f"{count} in {split}" for split, count in rows.items() if count < min_validation_rows]:
+        least = f"at least {min_validation_rows} rows in each validation set"
+        raise UserError(
+            f"model.data.data_prefix must give {least}, got {', '.join(small)}; add rows, or leave such sets out"
+        )
 
 
 def _num_rows(parts: Sequence[Range]) -> int:

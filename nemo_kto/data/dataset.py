@@ -15,13 +15,21 @@ import numpy as np
 import torch.utils.data
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, split_ranges
+from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
 from nemo_kto.data.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.examples import DPOExample, KTOExample
 from nemo_kto.data.fingerprint import examples_hash
-from nemo_kto.data.prefix import SPLITS, WHOLE, Source, read_data_prefix, split_shares
+from nemo_kto.data.prefix import (
+    SPLITS,
+    WHOLE,
+    Source,
+    read_data_prefix,
+    split_shares,
+    validation_names,
+    validation_split,
+)
 from nemo_kto.data.reader import Fields
 from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
@@ -193,13 +201,20 @@ class Splits(Generic[AnyDataset]):
     """The datasets of a run; None where the data has no such split.
 
     Attributes:
+        validation: name of each validation set -> its examples; the name is empty where there is one set without a name.
         warnings: what was done with columns and rows that is not obvious, one line each.
     """
 
     train: AnyDataset | None
-    validation: AnyDataset | None
+    validation: Mapping[str, AnyDataset]
     test: AnyDataset | None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def in_use(self) -> dict[str, AnyDataset]:
+        """Name of each split that a run reads -> its examples."""
+        validation = {validation_split(name): examples for name, examples in self.validation.items()}
+        return validation if self.train is None else {"train": self.train, **validation}
 
 
 def build_splits(
@@ -235,23 +250,21 @@ def build_splits(
         fields: columns to rename, see ``reader.Fields``.
         cache_shared: others may read the tokenised examples, as the umask says; else only the user.
         preprocess_workers, progress: see ``cache.TokenCache``.
-        min_validation_rows: a validation split of fewer rows is joined to the training rows, or left out where it has
-            files of its own.
+        min_validation_rows: a validation set of fewer rows is joined to the training rows, or left out where it has
+            files of its own; it is refused where it has a name.
 
     Raises:
-        DataError: files are missing, no file has a column of ``fields``, or rows are broken; all broken rows of all files
-            are counted.
+        DataError: files are missing, no file has a column of ``fields``, or rows are broken, of which all are counted.
+        UserError: a validation set with a name has too few rows.
     """
     encoder = RecordEncoder(tokenizer=tokenizer)
-    truncation = Truncation(seq_length, truncation_mode, encoder.bos_id)
     sources = read_data_prefix(data_prefix)
-    renamed = Fields(fields or {})
     cache = TokenCache(
         kind=kind,
         folder=Path(cache_dir),
-        fields=renamed,
+        fields=Fields(fields or {}),
         encoder=encoder,
-        truncation=truncation,
+        truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,
         preprocess_workers=preprocess_workers,
         progress=progress,
@@ -259,8 +272,10 @@ def build_splits(
     warnings: list[str] = []
     tables, files = _open_all(sources, cache, warnings)
     ranges = _ranges(sources, tables, splits_string, min_validation_rows, warnings)
-    built = {split: _assemble(make, tables, files, ranges.get(split, []), seed) for split in SPLITS}
-    return Splits(**built, warnings=tuple(warnings))
+    built = {split: _assemble(make, tables, files, rows, seed) for split, rows in ranges.items()}
+    of_sets = {name: built.get(validation_split(name)) for name in validation_names(data_prefix)}
+    sets = {name: each for name, each in of_sets.items() if each is not None}
+    return Splits(train=built.get("train"), validation=sets, test=built.get("test"), warnings=tuple(warnings))
 
 
 def _open_all(
@@ -297,6 +312,7 @@ def _ranges(
     ranges: dict[str, list[Range]]
     if WHOLE not in sources:
         ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
+        refuse_small_sets(ranges, min_validation_rows)
         warnings += leave_out_small(ranges, min_validation_rows)
         return ranges
     cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}

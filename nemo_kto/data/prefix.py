@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +12,9 @@ from nemo_kto.data.records import DataError
 
 SPLITS = ("train", "validation", "test")
 WHOLE = "all"
+UNNAMED = ""  # the name of a validation set that has none
 AUTO = "auto"  # a splits_string
+_SET_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 
@@ -34,10 +37,12 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
     Args:
         data_prefix: a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl,
             validation.jsonl and test.jsonl as splits); a list of files and folders; a list that alternates weight and
-            file; or a mapping from "train", "validation" and "test" to any of these.
+            file; or a mapping from "train", "validation" and "test" to any of these. What "validation" leads to may be a
+            mapping too, from the names of several validation sets to any of these.
 
     Returns:
-        Either the one key ``WHOLE`` (still to be split), or those of ``SPLITS`` that have data.
+        Either the one key ``WHOLE`` (still to be split), or those of ``SPLITS`` that have data; validation sets with names
+        each have their :func:`validation_split`.
 
     Raises:
         DataError: something does not exist, or has a form of its own.
@@ -46,12 +51,40 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
         unknown = sorted(set(map(str, data_prefix)) - set(SPLITS))
         if unknown:
             raise DataError(f"data_prefix must have the keys {', '.join(SPLITS)}, got {', '.join(unknown)}")
-        return {str(split): _sources(value) for split, value in data_prefix.items() if value}
+        check_validation_names(data_prefix)
+        given = {str(split): value for split, value in data_prefix.items() if value}
+        if isinstance(given.get("validation"), Mapping):
+            del given["validation"]
+            given |= {validation_split(name): value for name, value in _validation_sets(data_prefix).items()}
+        return {split: _sources(value) for split, value in given.items()}
     if isinstance(data_prefix, Sequence) and len(data_prefix) == 1 and not isinstance(data_prefix, str):
         data_prefix = data_prefix[0]
     if isinstance(data_prefix, str | Path) and (named := _named_splits(Path(data_prefix))):
         return named
     return {WHOLE: _sources(data_prefix)}
+
+
+def validation_names(data_prefix: object) -> tuple[str, ...]:
+    """Names of the validation sets, by the form of ``data_prefix`` alone; only ``UNNAMED`` where they have none."""
+    return tuple(_validation_sets(data_prefix)) or (UNNAMED,)
+
+
+def validation_split(name: str) -> str:
+    """What the split of the validation set of this name is called, such as validation.helpful."""
+    return f"validation.{name}" if name else "validation"
+
+
+def check_validation_names(data_prefix: object) -> None:
+    """Make sure that the names of validation sets can stand in those of metrics.
+
+    Raises:
+        DataError: some cannot; names all of them.
+    """
+    if wrong := [name for name in _validation_sets(data_prefix) if not _SET_NAME.fullmatch(name)]:
+        got = ", ".join(map(repr, wrong))
+        raise DataError(
+            f"data_prefix must name validation sets with letters, digits and underscores, got {got}; rename them"
+        )
 
 
 def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction] | None:
@@ -86,6 +119,12 @@ def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction,
     validation = min(num_rows // _AUTO_PART, _AUTO_MAX)
     share = Fraction(validation if validation >= _AUTO_MIN else 0, num_rows)
     return 1 - share, share, Fraction(0)
+
+
+def _validation_sets(data_prefix: object) -> dict[str, object]:
+    """What each validation set with a name is made of."""
+    sets = data_prefix.get("validation") if isinstance(data_prefix, Mapping) else None
+    return {str(name): value for name, value in sets.items() if value} if isinstance(sets, Mapping) else {}
 
 
 def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:

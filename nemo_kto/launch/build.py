@@ -41,7 +41,7 @@ from nemo_kto.launch.resume import Resumption, look_for_run
 from nemo_kto.launch.rules_gpu import check_gpu
 from nemo_kto.launch.saved_config import save_config
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.launch.summary import say_start
+from nemo_kto.launch.summary import say_start, validation_titles
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ForwardFlops
@@ -256,7 +256,8 @@ def build_callbacks(
     )
     callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
-        callbacks.append(LoggerCallback(logger=Progress(total_steps=max_steps, start_step=resumed_step or 0)))
+        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=validation_titles(cfg))
+        callbacks.append(LoggerCallback(logger=progress))
         callbacks.append(SpikeCallback())
     return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,10 +26,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The loaders of a run, the examples themselves, and what turns what the loaders yield into a batch."""
+    """The loaders of a run, the examples themselves, and what turns what the loaders yield into a batch.
+
+    ``validation`` is the name of each validation set -> its loader, as in ``Splits``.
+    """
 
     train: Loader[Any]
-    validation: Loader[Any] | None
+    validation: Mapping[str, Loader[Any]]
     splits: Splits[Any]
     collate_fn: Callable[[Any], Any]
 
@@ -53,7 +56,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate_settings(cfg, tokenizer))
     return RunData(
         train=_loader(cfg, splits.train, take, training=True),
-        validation=None if splits.validation is None else _loader(cfg, splits.validation, take, training=False),
+        validation={name: _loader(cfg, each, take, training=False) for name, each in splits.validation.items()},
         splits=splits,
         collate_fn=collate_fn,
     )
@@ -63,8 +66,8 @@ def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
     """Say what is done with the ``rows`` of the training and the others that is not obvious."""
     for warning in splits.warnings:
         logger.warning(warning)
-    for name, examples in (("train", splits.train), ("validation", splits.validation)):
-        for warning in () if examples is None else examples.counts.warnings(name, seq_length=cfg.model.data.seq_length):
+    for name, examples in splits.in_use.items():
+        for warning in examples.counts.warnings(name, seq_length=cfg.model.data.seq_length):
             logger.warning(warning)
     batch = cfg.model.global_batch_size
     if left_out := rows % batch:

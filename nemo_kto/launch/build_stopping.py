@@ -44,7 +44,7 @@ def check_early_stopping(cfg: RunConfig, data: RunData) -> None:
     Raises:
         UserError: no row was left for them.
     """
-    if cfg.exp_manager.create_early_stopping_callback and data.validation is None:
+    if cfg.exp_manager.create_early_stopping_callback and not data.validation:
         key = "exp_manager.create_early_stopping_callback"
         text = f"must leave rows for validation with {key}=true, got none from {cfg.model.data.splits_string}"
         raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}=false')

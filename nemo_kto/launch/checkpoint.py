@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 
 from nemo_kto.checkpoint.checkpoint_files import (
@@ -91,11 +92,13 @@ def _row(path: Path) -> tuple[str, ...]:
 
 
 def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Those of the last validation, or of training where there was none."""
-    split = "val" if "val_loss" in metrics else "train"
-    for name in _METRICS:
-        if (value := metrics.get(f"{split}_{name}")) is not None:
-            yield f"{split}_{name} {value:.4f}"
+    """Those of the last validation, set after set, or of training where there was none."""
+    losses = (key.removesuffix("loss") for key in metrics if key.startswith("val_") and key.endswith("_loss"))
+    # a set has rows; what stands before the loss in val_preference_loss has none
+    validated = [prefix for prefix in losses if prefix == "val_" or f"{prefix}rows" in metrics]
+    for prefix, name in product(validated or ["train_"], _METRICS):
+        if (value := metrics.get(f"{prefix}{name}")) is not None:
+            yield f"{prefix}{name} {value:.4f}"
 
 
 def _verify(folder: Path) -> int:

@@ -34,7 +34,7 @@ def check_export(cfg: RunConfig, data: RunData) -> None:
     """
     if cfg.export.enabled:
         state.on_rank_zero(lambda: _check_targets(cfg), "{}")
-    if cfg.export.enabled and cfg.export.which == "best" and data.validation is None:
+    if cfg.export.enabled and cfg.export.which == "best" and not data.validation:
         text = f"must leave rows for validation with export.which=best, got none from {cfg.model.data.splits_string}"
         raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set export.which=last')
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.sources import find_source
+from nemo_kto.data.prefix import UNNAMED
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.choices import adapter_settings
 from nemo_kto.launch.schema import RunConfig
@@ -44,7 +46,7 @@ MUST_STAY = (
     Rule(("model.NAME.*",), "the loss, its weights and options; `null` is the same as the default of the loss"),
     Rule(
         ("model.data.data_prefix", "model.data.splits_string", "model.data.fields"),
-        "tokens, labels, weights and order of the training and the validation rows, by content",
+        "tokens, labels, weights and order of the training and the validation rows, by content; names of validation sets",
     ),
     Rule(("trainer.NAME.limit_train_batches",), "the number of steps in an epoch"),
     Rule(("model.data.seq_length", "model.data.truncation_mode"), "the same"),
@@ -153,7 +155,6 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
     train: Any = data.train  # torch's loader, of which the trainer needs less
-    validation = data.splits.validation
     tokenizer_folder = config_folder(source)
     tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
     facts: Facts = {
@@ -169,7 +170,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
-        _VALIDATION: None if validation is None else {"sha256": validation.fingerprint(), "from": f"{len(validation)} rows"},
+        _VALIDATION: _validation_content(data.splits.validation),
         _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
         f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
         "trainer.precision": cfg.trainer.precision,
@@ -178,6 +179,17 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
         **{f"model.optim.{key}": getattr(model.optim, key) for key in ("name", "use_distributed_optimizer")},
     }
     return dict(json.loads(json.dumps(facts)))
+
+
+def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
+    """Hash of the examples of the validation sets; of several under their names, whatever their order."""
+    if not sets:
+        return None
+    if list(sets) == [UNNAMED]:
+        return {"sha256": sets[UNNAMED].fingerprint(), "from": f"{len(sets[UNNAMED])} rows"}
+    hashes = json.dumps({name: examples.fingerprint() for name, examples in sets.items()}, sort_keys=True)
+    rows = ", ".join(f"{len(examples)} rows in {name}" for name, examples in sorted(sets.items()))
+    return {"sha256": hashlib.sha256(hashes.encode()).hexdigest(), "from": rows}
 
 
 def _loss_facts(cfg: RunConfig) -> dict[str, object]:

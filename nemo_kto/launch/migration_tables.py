@@ -146,6 +146,7 @@ _TRL = {
     "dataset_path": "model.data.data_prefix",
     "dataset_train_split": "model.data.data_prefix (a mapping with train and validation)",
     "dataset_test_split": "model.data.data_prefix (a mapping with train and validation)",
+    "eval_dataset": "model.data.data_prefix (a mapping; its validation may be a mapping too, from names to files)",
     "train_file": "model.data.data_prefix",
     "data_files": "model.data.data_prefix",
     "data_dir": "model.data.data_prefix",

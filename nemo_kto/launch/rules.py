@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.checkpoint.sources import is_peft_folder
-from nemo_kto.data.prefix import read_data_prefix
+from nemo_kto.data.prefix import check_validation_names, read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.rules_gpu import computes_here, gpu_rules
-from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules
+from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
 from nemo_kto.launch.schema import RunConfig, ScheduleConfig, TrainerConfig
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.parallel.ranks import World
@@ -35,7 +35,14 @@ def broken_rules(
         sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
         here: it will run on this machine.
     """
-    checks: list[Callable[[RunConfig], Errors]] = [_callbacks, _files, _data_files, broken_files, _checkpoints]
+    checks: list[Callable[[RunConfig], Errors]] = [
+        _callbacks,
+        _files,
+        _data_files,
+        set_name_rules,
+        broken_files,
+        _checkpoints,
+    ]
     checks += [
         _loss,
         _packing,
@@ -120,8 +127,7 @@ def _data_files(cfg: RunConfig) -> Errors:
     missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
     for path in missing:
         yield ConfigError(key, f"must name files and folders that exist, got {path}; correct the path", about_files=True)
-    wrong_form = None if missing else error_of(lambda: read_data_prefix(prefix))
-    if wrong_form:
+    if wrong_form := error_of(lambda: check_validation_names(prefix) if missing else read_data_prefix(prefix)):
         yield ConfigError(key, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
     if wrong_names := error_of(lambda: Fields(cfg.model.data.fields or {})):
         yield ConfigError("model.data.fields", wrong_names)

@@ -4,24 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nemo_kto.data.prefix import AUTO, SPLITS, WHOLE, read_data_prefix, read_splits_string
+from nemo_kto.data.prefix import (
+    AUTO,
+    SPLITS,
+    UNNAMED,
+    WHOLE,
+    read_data_prefix,
+    read_splits_string,
+    validation_names,
+    validation_split,
+)
 from nemo_kto.errors import ConfigError, either
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.losses.metrics import metric_prefix
+from nemo_kto.recipes.recipe import OTHER_METRICS
 
 Errors = Iterator[ConfigError]
 Wanted = Mapping[str, tuple[object, bool, str]]  # key -> its value, whether that fits, and what it must be
+_DATA = "model.data.data_prefix"
 _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 
 
 def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
-    """Whether ``monitor``, the value of ``key``, names a metric of the loss."""
-    loss = cfg.loss.record
-    metrics = (*cfg.recipe.metrics, *(cfg.recipe.z0_metrics if loss.needs_z0 else ()))
-    source, _, metric = monitor.partition("_")
-    if source not in ("val", "train") or metric not in metrics:
-        text = f"must be val_ or train_ and one of {', '.join(metrics)}, got {monitor}; e.g. val_loss"
-        reads = (f"model.{cfg.recipe.name}.preference_loss",) if metric in cfg.recipe.z0_metrics else ()
-        yield ConfigError(key, text, reads)
+    """Whether ``monitor``, the value of ``key``, names a metric of the loss; that of a validation set where they have names.
+
+    The mean over the sets is not offered: which of them counts, and how much, is for the user to say.
+    """
+    recipe, sets = cfg.recipe, validation_names(cfg.model.data.data_prefix)
+    metrics = (*recipe.metrics, *(recipe.z0_metrics if cfg.loss.record.needs_z0 else ()))
+    prefixes = [*(f"val_{metric_prefix(name)}" for name in sets), "train_"]
+    if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics}:
+        return
+    text = f"must be {either(prefixes)} and one of {', '.join(metrics)}, got {monitor}; e.g. {prefixes[0]}loss"
+    reads = []
+    if monitor.endswith(tuple(f"_{metric}" for metric in recipe.z0_metrics)):
+        reads.append(f"model.{recipe.name}.preference_loss")
+    if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
+        reads.append(_DATA)  # which may be wrong itself, so that the names of its sets are not known
+    yield ConfigError(key, text, tuple(reads))
+
+
+def set_name_rules(cfg: RunConfig) -> Errors:
+    """Whether the names of validation sets keep their metrics apart from each other, and from metrics of no set."""
+    reported = (*cfg.recipe.metrics, *cfg.recipe.z0_metrics, *OTHER_METRICS)
+    taken = dict.fromkeys(reported, UNNAMED)  # name of a metric, or of a set -> the set that has it
+    for name in validation_names(cfg.model.data.data_prefix):
+        own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []
+        if shared := next((metric for metric in own if metric in taken), None):
+            both = f"{taken[shared]} and {name}" if taken[shared] else name
+            text = f"must name validation sets so that no metric has two meanings, got {both} (val_{shared}); rename "
+            yield ConfigError(_DATA, text + ("one of them" if taken[shared] else "it"))
+        taken |= dict.fromkeys(own, name)
 
 
 def best_rules(cfg: RunConfig) -> Errors:
@@ -58,16 +91,16 @@ def _validations(cfg: RunConfig, wanted: Wanted, *, key: str, value: str, instea
     for name, (got, fits, constraint) in wanted.items():
         if not fits:
             yield ConfigError(name, f"must {constraint} with {setting}, got {got}; change it, {without}", (key,))
-    data, reads = "model.data.data_prefix", ("model.data.data_prefix", key)
+    prefix = cfg.model.data.data_prefix
     try:
-        sources = read_data_prefix(cfg.model.data.data_prefix)
+        sources = read_data_prefix(prefix)
     except ValueError:  # said of the files
         return
     given = cfg.model.data.splits_string
-    if WHOLE not in sources and "validation" not in sources:
+    if WHOLE not in sources and sources.keys().isdisjoint(map(validation_split, validation_names(prefix))):
         text = f"must name rows for validation with {setting}, got those for {either([*sources])}; add them, {without}"
-        yield ConfigError(data, text, reads[1:])
+        yield ConfigError(_DATA, text, (key,))
     shares = None if given is None else read_splits_string(given)  # None for auto too
     if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
         text = f"must leave rows for validation with {setting}, got {'null' if given is None else given}"
-        yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {without}', reads)
+        yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {without}', (_DATA, key))

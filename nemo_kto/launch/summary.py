@@ -14,12 +14,14 @@ from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.checkpoint.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.data.counts import SplitCounts
+from nemo_kto.data.prefix import validation_names
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy
 from nemo_kto.launch.build_reference import find_other
 from nemo_kto.launch.build_rows import micro_batch_limits
 from nemo_kto.launch.choices import choose_mode
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.parallel import device, state
 from nemo_kto.parallel.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.parallel.precision import DTYPES
@@ -33,7 +35,6 @@ def say_start(
     """Print, on rank 0, what is about to be trained."""
     if not state.is_rank_zero():
         return
-    examples = {"train": data.splits.train, "validation": data.splits.validation}
     trained, adapters = _trained(policy)
     mode, why = choose_mode(cfg)
     other = find_other(cfg, policy)
@@ -45,7 +46,7 @@ def say_start(
         parameters=_count(wanted_weights(policy.architecture)),
         adapters=adapters,
         trained=trained,
-        splits={name: _rows(cfg.recipe.unit, found.counts) for name, found in examples.items() if found is not None},
+        splits={name: _rows(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
         steps=length.total_steps(batches),
         steps_per_epoch=length.steps_per_epoch(batches),
         resumed_step=resumed_step,
@@ -93,7 +94,7 @@ def say_end(
         steps_per_epoch=trainer.steps_per_epoch,
         seconds=seconds,
         stopped_by=f"trainer.max_time={cfg.trainer.max_time}" if is_early and early_stopping is None else None,
-        reached=figures_of(folder / METRICS_FILE),
+        reached=figures_of(folder / METRICS_FILE, validations=validation_titles(cfg)),
         best=_best(cfg, folder, best),
         exports=_exports(cfg, policy, trainer, best),
         train_longer=_train_longer(cfg, trainer, length, is_early=is_early),
@@ -101,6 +102,12 @@ def say_end(
         early_stopping=early_stopping,
     )
     print(f"\n{end}", flush=True)
+
+
+def validation_titles(cfg: RunConfig) -> dict[str, str]:
+    """What each validation set is called -> what the names of its logged metrics begin with."""
+    names = validation_names(cfg.model.data.data_prefix)
+    return {f"validation {name}".strip(): f"val/{metric_prefix(name)}" for name in names}
 
 
 def _count(shapes: Shapes) -> int:

@@ -40,6 +40,35 @@ class Metrics(dict[str, float]):
         return Metrics(sums, self._derive)
 
 
+def metric_prefix(name: str) -> str:
+    """What stands before the metrics of a validation set of this name, which is empty for a set without one."""
+    return f"{name}_" if name else ""
+
+
+def side_by_side(sets: Mapping[str, Metrics]) -> Metrics:
+    """The metrics of several validation sets as those of one, each under NAME_METRIC; its sums are under NAME/SUM.
+
+    A set whose name is empty stands by itself, and as it is.
+
+    Examples:
+        >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
+        >>> one, two = Metrics({"loss_sum": 1.0, "rows": 1}, mean), Metrics({"loss_sum": 6.0, "rows": 2}, mean)
+        >>> side_by_side({"a": one, "b": two})
+        {'a_loss': 1.0, 'b_loss': 3.0}
+    """
+    if list(sets) == [""]:
+        return sets[""]
+
+    def derive(sums: Mapping[str, float]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, metrics in sets.items():
+            own = metrics.of({key.removeprefix(f"{name}/"): sums[key] for key in sums if key.startswith(f"{name}/")})
+            values |= {f"{metric_prefix(name)}{metric}": value for metric, value in own.items()}
+        return values
+
+    return Metrics({f"{name}/{key}": value for name, each in sets.items() for key, value in each.sums.items()}, derive)
+
+
 def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """How evenly the experts of a mixture were chosen, from sums over global batches; nothing for a dense model.
 

@@ -22,6 +22,7 @@ _TELL_SECONDS = 5  # between two lines of a bar in a file
 _MEASURED = 3  # steps of this start after which its time is estimated; the first one takes longer and is left out
 # Label on the screen, and the metric without its "train/" or "val/".
 SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
+ONE_VALIDATION_SET: Mapping[str, str] = {"validation": "val/"}
 _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 
@@ -34,12 +35,14 @@ class Progress:
     Attributes:
         total_steps: optimizer steps of the whole run.
         start_step: steps done already, in a resumed run.
+        validations: what each validation set is called -> what the names of its metrics begin with.
         stream: where to write.
         clock: seconds since some fixed moment.
     """
 
     total_steps: int
     start_step: int = 0
+    validations: Mapping[str, str] = field(default_factory=lambda: ONE_VALIDATION_SET)
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     clock: Callable[[], float] = time.monotonic
 
@@ -64,8 +67,9 @@ class Progress:
     def _show(self, metrics: Mapping[str, float], step: int) -> None:
         if any(name.startswith("train/") for name in metrics):
             self._train(metrics, step)
-        if any(name.startswith("val/") for name in metrics):
-            self.line(f"step {step}/{self.total_steps}  validation: {'  '.join(_values(metrics, 'val/'))}")
+        for title, prefix in self.validations.items():
+            if any(name.startswith(prefix) for name in metrics):
+                self.line(f"step {step}/{self.total_steps}  {title}: {'  '.join(_values(metrics, prefix))}")
 
     def _train(self, metrics: Mapping[str, float], step: int) -> None:
         now = self.clock()

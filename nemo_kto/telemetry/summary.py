@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_kto.telemetry.loggers import parse_line
-from nemo_kto.telemetry.progress import SHOWN
+from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.telemetry.timers import duration_text
 
 
@@ -221,9 +221,14 @@ def short(number: int) -> str:
     return f"{number:,}"
 
 
-def figures_of(metrics_file: Path) -> dict[str, str]:
-    """The first and the last value of the main metrics of a run, of all its starts, out of its metrics.jsonl."""
-    names = {"train/loss": "train loss"} | {f"val/{name}": f"validation {label}" for label, name in SHOWN}
+def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALIDATION_SET) -> dict[str, str]:
+    """The first and the last value of the main metrics of a run, of all its starts, out of its metrics.jsonl.
+
+    Args:
+        validations: what each validation set is called -> what the names of its metrics begin with.
+    """
+    of_sets = {f"{prefix}{name}": f"{title} {label}" for title, prefix in validations.items() for label, name in SHOWN}
+    names = {"train/loss": "train loss", **of_sets}
     first: dict[str, tuple[int, float]] = {}
     last: dict[str, tuple[int, float]] = {}
     for logged in _lines(metrics_file):

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
+from nemo_kto.algorithms.early_stopping import EarlyStopping
 from nemo_kto.algorithms.skipping import SkippedSteps
+from nemo_kto.algorithms.validation import ValidationLoaders
 from nemo_kto.data.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
@@ -159,6 +161,13 @@ def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> DataLo
     )
 
 
+def validation_loaders(rows: int | Mapping[str, int] | None, *, batch: int) -> ValidationLoaders:
+    """Of one set of so many rows, of several with names, or of none."""
+    if isinstance(rows, Mapping):
+        return {name: loader(each, batch=batch, training=False) for name, each in rows.items()}
+    return None if rows is None else loader(rows, batch=batch, training=False)
+
+
 def as_batch(rows: list[float]) -> dict[str, torch.Tensor]:
     return {"x": torch.tensor(rows, dtype=torch.float64)}
 
@@ -171,12 +180,13 @@ class Run:
         *,
         rows: int = 20,
         batch: int = 2,
-        val_rows: int | None = 5,
+        val_rows: int | Mapping[str, int] | None = 5,
         max_time: str | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         workers: int = 0,
         callbacks: Sequence[Callback] = (),
         max_skipped_steps: int = 3,
+        early_stopping: EarlyStopping | None = None,
         **settings: Any,
     ) -> None:
         self.model = Mean()
@@ -197,7 +207,7 @@ class Run:
             optimizer=self.optimizer,
             scheduler=Schedule(self.optimizer),
             train_dataloader=loader(rows, batch=batch, training=True, workers=workers),
-            val_dataloader=None if val_rows is None else loader(val_rows, batch=batch, training=False),
+            val_dataloader=validation_loaders(val_rows, batch=batch),
             test_dataloader=None,
             collate_fn=lambda raw: raw,
             logger=self.notes,
@@ -205,6 +215,7 @@ class Run:
             run_timer=RunTimer(max_time=max_time, clock=clock),
             timers=PhaseTimers(),
             callbacks=callbacks,
+            early_stopping=early_stopping,
             skipped=SkippedSteps(
                 max_in_a_row=max_skipped_steps,
                 name_rows=lambda places: [f"rows.jsonl:{place + 1}" for place in places],

@@ -22,6 +22,7 @@ from nemo_kto.data.blend import blend, split_ranges
 from nemo_kto.data.cache import KTO_EXAMPLES
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.dataset import KTODataset, Splits, build_splits
+from nemo_kto.data.prefix import UNNAMED
 from nemo_kto.data.records import DataError
 from tests import forked
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -74,7 +75,7 @@ def test_splits_string_cuts_a_file_into_disjoint_parts_that_cover_it(tmp_path: P
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(50))
     built = splits(path, tmp_path, "80,12,8")
     assert prompts(built.train) == named(40)
-    assert prompts(built.validation) == named(46, first=40)
+    assert prompts(built.validation[UNNAMED]) == named(46, first=40)
     assert prompts(built.test) == named(50, first=46)
 
 
@@ -82,7 +83,7 @@ def test_both_rows_of_a_pair_stay_in_one_split(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"row {i}:", "chosen": "y", "rejected": "n"} for i in range(9)])
     built = splits(path, tmp_path, "1,1")
     assert prompts(built.train) == [name for name in named(5) for _ in range(2)]
-    assert prompts(built.validation) == [name for name in named(9, first=5) for _ in range(2)]
+    assert prompts(built.validation[UNNAMED]) == [name for name in named(9, first=5) for _ in range(2)]
     assert built.test is None
 
 
@@ -95,7 +96,7 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
     for prefix in (folder, [str(folder)], {"train": folder}):
         built = splits(prefix, tmp_path)
         assert prompts(built.train) == named(2, "a") + named(3, "b")
-        assert built.validation is built.test is None
+        assert (built.validation, built.test) == ({}, None)
 
 
 def test_a_folder_may_name_its_splits(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_folder_may_name_its_splits(tmp_path: Path) -> None:
         write_rows(folder / f"{name}.jsonl", numbered_rows(3, name))
     built = splits(folder, tmp_path, "98,1,1")
     assert prompts(built.train) == named(3, "train")
-    assert prompts(built.validation) == named(3, "validation")
+    assert prompts(built.validation[UNNAMED]) == named(3, "validation")
     assert built.test is None
     write_rows(folder / "more.jsonl", numbered_rows(1))
     with pytest.raises(DataError, match=r"files of other names, got train, validation and more\.jsonl"):
@@ -118,11 +119,11 @@ def test_lists_and_mappings(tmp_path: Path) -> None:
     assert prompts(splits([a, b], tmp_path).train) == named(3, "a") + named(4, "b")
     built = splits({"train": [a], "validation": b, "test": None}, tmp_path)
     assert prompts(built.train) == named(3, "a")
-    assert prompts(built.validation) == named(4, "b")
+    assert prompts(built.validation[UNNAMED]) == named(4, "b")
     assert built.test is None
     built = splits([a, b], tmp_path, "50,50")
     assert prompts(built.train) == named(2, "a") + named(2, "b")
-    assert prompts(built.validation) == named(3, "a", first=2) + named(4, "b", first=2)
+    assert prompts(built.validation[UNNAMED]) == named(3, "a", first=2) + named(4, "b", first=2)
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), ("0.7", "0.3"), (7, 3)])
@@ -145,7 +146,7 @@ def test_a_blend_of_shares_of_files(tmp_path: Path) -> None:
     b = str(write_rows(tmp_path / "b.jsonl", numbered_rows(20, "b")))
     built = splits([1, a, 2, b], tmp_path, "50,50")
     assert sorted(prompts(built.train)) == sorted(named(5, "a") + named(10, "b"))
-    assert sorted(prompts(built.validation)) == sorted(named(10, "a", first=5) + named(20, "b", first=10))
+    assert sorted(prompts(built.validation[UNNAMED])) == sorted(named(10, "a", first=5) + named(20, "b", first=10))
 
 
 @given(
@@ -329,8 +330,7 @@ def test_processes_that_tokenise_at_the_same_time_do_not_disturb_each_other(tmp_
 
 
 def test_a_dataset_travels_to_another_process_as_a_file_name(tmp_path: Path) -> None:
-    dataset = splits(write_rows(tmp_path / "a.jsonl", numbered_rows(3000)), tmp_path, "1,1").validation
-    assert dataset is not None
+    dataset = splits(write_rows(tmp_path / "a.jsonl", numbered_rows(3000)), tmp_path, "1,1").validation[UNNAMED]
     packed = pickle.dumps(dataset)
     assert len(packed) < 8 * len(dataset) + 20_000  # the index, and nothing of the rows
     assert prompts(pickle.loads(packed)) == prompts(dataset)

@@ -12,7 +12,7 @@ from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
-from nemo_kto.data.prefix import SPLITS, Source, split_shares
+from nemo_kto.data.prefix import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.records import DataError
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -63,13 +63,12 @@ def test_a_validation_split_of_one_row_is_joined_where_the_loss_needs_two() -> N
 def test_joined_rows_are_trained_on_in_the_order_of_the_file(tmp_path: Path) -> None:
     files = [str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(10, name))) for name in ("a", "b")]
     built = splits(files, tmp_path, "95,5", min_validation_rows=3)
-    assert built.validation is None
+    assert built.validation == {}
     assert built.train is not None
     prompts = [TOKENIZER.decode(row.prompt_ids) for row in built.train.__getitems__(range(20))]
     assert prompts == [f"{name} {i}:" for name in ("a", "b") for i in range(10)]
     built = splits([1, files[0], 3, files[1]], tmp_path, "50,50")
     assert built.train is not None
-    assert built.validation is not None
 
 
 def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) -> None:
@@ -77,20 +76,20 @@ def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) 
     built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path)
     assert built.train is not None
     assert len(built.train) == 4
-    assert built.validation is None
+    assert built.validation == {}
     assert built.warnings == (
         "validation: 1 row is too few and is left out, at least 2 are needed; see model.data.data_prefix",
         "test: 4 rows, and nothing reads them; leave them out of model.data.data_prefix",
     )
-    assert splits({"train": files["a"], "validation": files["b"]}, tmp_path, min_validation_rows=1).validation is not None
+    built = splits({"train": files["a"], "validation": files["b"]}, tmp_path, min_validation_rows=1)
+    assert [len(examples) for examples in built.validation.values()] == [1]
 
 
 def test_a_split_of_one_label_is_warned_of(tmp_path: Path) -> None:
     rows = sorted(numbered_rows(10), key=lambda row: row["preference"])
     built = splits(write_rows(tmp_path / "a.jsonl", rows), tmp_path, "50,50")
     assert built.train is not None
-    assert built.validation is not None
-    for name, dataset, label in (("train", built.train, "desirable"), ("validation", built.validation, "undesirable")):
+    for (name, dataset), label in zip(built.in_use.items(), ("desirable", "undesirable"), strict=True):
         said = list(dataset.counts.warnings(name, seq_length=32))
         assert said == [f"{name}: all 5 rows are {label}; is the file sorted by label?"]
 
@@ -120,9 +119,8 @@ def test_counts_of_a_part_of_two_files(tmp_path: Path) -> None:
     files = [str(write_rows(tmp_path / f"{name}.jsonl", LONG)) for name in "ab"]
     built = splits(files, tmp_path, "50,50", seq_length=12)
     assert built.train is not None
-    assert built.validation is not None
     assert built.train.counts == SplitCounts(rows=4, desirable=4, tokens=44, cut_prompts=2, cut_responses=0)
-    assert built.validation.counts == SplitCounts(rows=4, desirable=0, tokens=48, cut_prompts=2, cut_responses=4)
+    assert built.validation[UNNAMED].counts == SplitCounts(rows=4, desirable=0, tokens=48, cut_prompts=2, cut_responses=4)
 
 
 def test_counts_of_pairs(tmp_path: Path) -> None:
@@ -164,7 +162,7 @@ def test_the_row_that_an_example_comes_from_has_a_name(prefix: str, tmp_path: Pa
     files = [write_rows(tmp_path / "a.jsonl", numbered_rows(6, "a")), write_rows(tmp_path / "b.jsonl", pairs)]
     names = [str(file) for file in files]
     built = splits(names if prefix == "appended" else [1, names[0], 1, names[1]], tmp_path, "50,50")
-    for dataset in (built.train, built.validation):
+    for dataset in (built.train, built.validation[UNNAMED]):
         assert dataset is not None
         for number, example in enumerate(dataset.__getitems__(range(len(dataset)))):
             (name,) = dataset.names([number])

@@ -55,6 +55,17 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_ls_of_several_validation_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"train_loss": 0.4}
+    for name, loss in (("a", 0.5), ("a_invalid", 0.25)):
+        metrics |= {f"val_{name}_loss": loss, f"val_{name}_preference_loss": 0.75, f"val_{name}_rows": 3}
+        metrics |= {f"val_{name}_rewards_margin": 0.125}
+    make_checkpoint(tmp_path / "checkpoints", 2, metrics=metrics)
+    assert command("ls", tmp_path) == 0
+    told = "val_a_loss 0.5000, val_a_rewards_margin 0.1250, val_a_invalid_loss 0.2500, val_a_invalid_rewards_margin 0.1250"
+    assert f"  {told}  complete" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("layout", "told"),
     [

@@ -175,6 +175,7 @@ NAMES = {
     "adam_epsilon": "model.optim.eps",
     "model_name_or_path": "pretrained_checkpoint.restore_from_path",
     "dataset_name": "model.data.data_prefix",
+    "eval_dataset": "model.data.data_prefix (a mapping; its validation may be a mapping too, from names to files)",
     "lora_r": "model.peft.lora_tuning.adapter_dim",
     "lora_alpha": "model.peft.lora_tuning.alpha",
     "lora_dropout": "model.peft.lora_tuning.adapter_dropout",

@@ -42,6 +42,18 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_a_line_for_each_validation_set() -> None:
+    out, titles = io.StringIO(), {"validation helpful": "val/helpful_", "validation harmless": "val/harmless_"}
+    progress = Progress(total_steps=10, stream=out, validations=titles)
+    of_helpful = {"val/helpful_loss": 0.5, "val/helpful_preference_loss": 0.75, "val/helpful_kl": 0.125}
+    progress.log_metrics({**of_helpful, "val/harmless_loss": 0.25, "timing/validation": 1.0}, 7)
+    progress.log_metrics({"timing/validation": 1.0}, 8)
+    assert out.getvalue().splitlines() == [
+        "step 7/10  validation helpful: loss 0.5000  kl 0.1250",
+        "step 7/10  validation harmless: loss 0.2500",
+    ]
+
+
 def test_a_run_that_failed_says_so() -> None:
     out = io.StringIO()
     progress = Progress(total_steps=10, stream=out)

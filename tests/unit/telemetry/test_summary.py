@@ -190,6 +190,16 @@ def test_first_and_last_values(tmp_path: Path) -> None:
     assert figures_of(file) == {}
 
 
+def test_first_and_last_values_of_each_validation_set(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    logged = [{"step": step, "val/a_loss": 1 / step, "val/a_sft_loss": 9.0, "val/b_kl": 0.5} for step in (1, 4)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in logged))
+    assert figures_of(file, validations={"validation a": "val/a_", "validation b": "val/b_"}) == {
+        "validation a loss": "1.0000 -> 0.2500 (steps 1 and 4)",
+        "validation b kl": "0.5000 -> 0.5000 (steps 1 and 4)",
+    }
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [(999_999, "999,999"), (1_000_000, "1.00 M"), (13_450_000, "13.4 M"), (134_515_008, "135 M"), (7_615_616_512, "7.62 B")],

@@ -1,0 +1,85 @@
+"""Several validation sets: which names and files they may have, and which examples they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.data.prefix import UNNAMED, validation_names
+from nemo_kto.data.records import DataError
+from nemo_kto.errors import UserError
+from tests.unit.data.test_dataset import named, prompts, splits
+from tests.unit.data.toys import numbered_rows, write_rows
+
+
+def write(folder: Path, **rows: int) -> dict[str, str]:
+    return {name: str(write_rows(folder / f"{name}.jsonl", numbered_rows(count, name))) for name, count in rows.items()}
+
+
+def test_each_set_has_the_rows_of_its_own_files(tmp_path: Path) -> None:
+    files = write(tmp_path, a=4, b=3, c=2)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder, d=2, e=3)
+    sets = {"one": files["b"], "two": [files["c"], files["b"]], "blend": [1, files["b"], 1, files["c"]], "all": str(folder)}
+    built = splits({"train": files["a"], "validation": sets, "test": files["c"]}, tmp_path)
+    assert prompts(built.train) == named(4, "a")
+    assert list(built.validation) == ["one", "two", "blend", "all"]
+    assert prompts(built.validation["one"]) == named(3, "b")
+    assert prompts(built.validation["two"]) == named(2, "c") + named(3, "b")
+    assert sorted(set(prompts(built.validation["blend"]))) == named(3, "b") + named(2, "c")
+    assert prompts(built.validation["all"]) == named(2, "d") + named(3, "e")
+    assert list(built.in_use) == ["train", "validation.one", "validation.two", "validation.blend", "validation.all"]
+    assert len(built.warnings) == 1, "only of the test rows"
+
+
+def test_a_set_may_be_the_only_one_and_an_empty_one_is_left_out(tmp_path: Path) -> None:
+    files = write(tmp_path, a=4, b=3)
+    built = splits({"train": files["a"], "validation": {"one": files["b"], "two": None}}, tmp_path)
+    assert built.validation.keys() == {"one"}
+    for nothing in ({}, {"one": None}, None):
+        assert splits({"train": files["a"], "validation": nothing}, tmp_path).validation == {}
+        assert validation_names({"validation": nothing}) == (UNNAMED,)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["rows.jsonl", ["a", "b"], {"train": "a", "validation": ["b", "c"]}, {"train": {"a": "b"}}]
+)
+def test_what_has_no_names(prefix: object) -> None:
+    assert validation_names(prefix) == (UNNAMED,)
+
+
+def test_names_that_cannot_stand_in_those_of_metrics_are_all_told(tmp_path: Path) -> None:
+    file = write(tmp_path, a=4)["a"]
+    sets = dict.fromkeys(["help ful", "ok_1", "", "a/b", "größe", 2024], file)
+    with pytest.raises(DataError) as error:
+        splits({"train": file, "validation": sets}, tmp_path)
+    assert str(error.value) == (
+        "data_prefix must name validation sets with letters, digits and underscores, got 'help ful', '', 'a/b', 'größe'; "
+        "rename them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"one": {"two": "a.jsonl"}}, r"must name a file, a folder or a list of them, got {'two': 'a\.jsonl'}"),
+        ({"one": "nowhere.jsonl"}, r"data_prefix names nowhere\.jsonl, which does not exist"),
+    ],
+)
+def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        splits({"train": write(tmp_path, a=4)["a"], "validation": value}, tmp_path)
+
+
+def test_sets_that_are_too_small_are_refused_together(tmp_path: Path) -> None:
+    files = write(tmp_path, a=4, b=1, c=1)
+    prefix = {"train": files["a"], "validation": {"good": files["a"], "b": files["b"], "c": files["c"]}}
+    with pytest.raises(UserError) as error:
+        splits(prefix, tmp_path, min_validation_rows=2)
+    assert str(error.value) == (
+        "model.data.data_prefix must give at least 2 rows in each validation set, got 1 in validation.b, 1 in validation.c; "
+        "add rows, or leave such sets out"
+    )
+    assert splits(prefix, tmp_path, min_validation_rows=1).validation.keys() == {"good", "b", "c"}
