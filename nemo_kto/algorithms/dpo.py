@@ -151,8 +151,9 @@ class DPOTrainer:
             for batch in self._remaining_batches():
                 self.optimizer.zero_grad()
                 self.model.zero_grad()
+                before = self.model.state_dict()
                 loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-                figures = self._optimizer_step(loss)
+                figures = self._optimizer_step(loss, before)
                 self._report_step(metrics, figures, seconds=time.perf_counter() - started)
                 if self._end_step():
                     break
@@ -199,7 +200,7 @@ class DPOTrainer:
         self._must_stop()
         return self._ends_early
 
-    def _optimizer_step(self, loss: float) -> dict[str, float]:
+    def _optimizer_step(self, loss: float, before: Mapping[str, Any]) -> dict[str, float]:
         """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
@@ -207,17 +208,21 @@ class DPOTrainer:
             wrong = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if ranks else None
             updated, grad_norm, _ = (False, None, None) if wrong else self.optimizer.step()
         figures = {"lr": self.optimizer.param_groups[0]["lr"]}
-        self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks)
+        self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks, before)
         if updated and grad_norm is not None:  # a gradient that is not clipped may have none
             figures["grad_norm"] = float(grad_norm)
         self.step += 1
         return figures | {"skipped_steps": self.skipped.total}
 
-    def _note(self, wrong: str | None, ranks: Sequence[int]) -> None:
-        """Count a step that was applied, or skipped because of what is ``wrong`` on these ranks."""
+    def _note(self, wrong: str | None, ranks: Sequence[int], before: Mapping[str, Any]) -> None:
+        """Count a step that was applied, or skipped because of what is ``wrong`` on these ranks.
+
+        The model's state is then put back to what it was ``before`` the step.
+        """
         if wrong is None:
             self.skipped.applied()
             return
+        self.model.load_state_dict(before)
         sampler = self.train_dataloader.batch_sampler
         self._set_position()  # of the batch at hand; the iteration that gave it has its own already
         examples = next(iter(sampler))
@@ -269,8 +274,8 @@ class DPOTrainer:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, in integers; the steps that are not logged yet, if any, and the state of early stopping."""
-        unlogged = self.step_log.state_dict()
+        """Where the run stands, in integers; and the state of the log, the loss and early stopping, where they have any."""
+        unlogged, objective = self.step_log.state_dict(), self.model.state_dict()
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -280,6 +285,7 @@ class DPOTrainer:
             "skipped_in_a_row": self.skipped.in_a_row,
             "validation_due": int(self.validation_due),
             **({"unlogged": unlogged} if unlogged else {}),
+            **({"objective": objective} if objective else {}),
             **({} if self.early_stopping is None else {"early_stopping": self.early_stopping.state_dict()}),
         }
 
@@ -307,6 +313,8 @@ class DPOTrainer:
         self.skipped.in_a_row = int(state.get("skipped_in_a_row", 0))
         self.validation_due = bool(state.get("validation_due", 0))
         self.step_log.load_state_dict(state.get("unlogged", {}))
+        if "objective" in state:
+            self.model.load_state_dict(state["objective"])
         if self.early_stopping is not None:
             self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 

@@ -132,7 +132,8 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
     )
     live = mode in ("swap", "adapter")
     with_kl = cfg.loss.record.needs_z0  # the policy evaluates the KL examples, and so does a live reference
-    step = Step(rows=model.global_batch_size * answers, width=width, forward_only=live * (1 + with_kl) + with_kl)
+    forward_only = live * (1 + with_kl) + with_kl + cfg.loss.record.needs_delta
+    step = Step(rows=model.global_batch_size * answers, width=width, forward_only=forward_only)
     return Plan(cfg=cfg, machines=machines, training=training, step=step, stages=stages_memory(training))
 
 

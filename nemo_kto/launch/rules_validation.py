@@ -31,13 +31,14 @@ def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
     The mean over the sets is not offered: which of them counts, and how much, is for the user to say.
     """
     recipe, sets = cfg.recipe, validation_names(cfg.model.data.data_prefix)
-    metrics = (*recipe.metrics, *(recipe.z0_metrics if cfg.loss.record.needs_z0 else ()))
+    anchor = cfg.loss.record.anchor
+    metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
     prefixes = [*(f"val_{metric_prefix(name)}" for name in sets), "train_"]
     if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics}:
         return
     text = f"must be {either(prefixes)} and one of {', '.join(metrics)}, got {monitor}; e.g. {prefixes[0]}loss"
     reads = []
-    if monitor.endswith(tuple(f"_{metric}" for metric in recipe.z0_metrics)):
+    if monitor.endswith(tuple(f"_{metric}" for metric in recipe.anchors.values())):
         reads.append(f"model.{recipe.name}.preference_loss")
     if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
         reads.append(_DATA)  # which may be wrong itself, so that the names of its sets are not known
@@ -46,7 +47,7 @@ def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
 
 def set_name_rules(cfg: RunConfig) -> Errors:
     """Whether the names of validation sets keep their metrics apart from each other, and from metrics of no set."""
-    reported = (*cfg.recipe.metrics, *cfg.recipe.z0_metrics, *OTHER_METRICS)
+    reported = (*cfg.recipe.metrics, *cfg.recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric, or of a set -> the set that has it
     for name in validation_names(cfg.model.data.data_prefix):
         own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
@@ -90,16 +91,56 @@ def apo_zero_unpaired_losses(
     return _weighted_losses(log_ratios_N, desirable_N, beta, desirable_weight, undesirable_weight)
 
 
+def bco_losses(
+    log_ratios_N: Tensor,
+    desirable_N: Tensor,
+    *,
+    delta: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """BCO loss of each example: a binary classifier of rewards (arXiv 2404.04656).
+
+        desirable:    - w_D log sigmoid(beta r - delta)
+        undesirable:  - w_U log sigmoid(-(beta r - delta))
+
+    Args:
+        delta: mean of the rewards beta r of all examples so far, those at hand included; 0-d. No gradient goes through it.
+
+    Examples:
+        Where policy and reference are the same model, each example costs ln 2 times its weight:
+
+        >>> bco_losses(torch.zeros(2), torch.tensor([1, 0]), delta=torch.tensor(0.0), beta=0.1,
+        ...            desirable_weight=1.0, undesirable_weight=2.0).tolist()
+        [0.6931471824645996, 1.3862943649291992]
+    """
+    gains_N = beta * log_ratios_N - delta.detach()
+    signed_N, weights_N = _by_class(gains_N, desirable_N, desirable_weight, undesirable_weight)
+    return -weights_N * F.logsigmoid(signed_N)
+
+
 def _weighted_losses(
     gains_N: Tensor, desirable_N: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    desirable_N = desirable_N.bool()
-    signed_N = torch.where(desirable_N, gains_N, -gains_N)
-    weights_N = torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
+    signed_N, weights_N = _by_class(gains_N, desirable_N, desirable_weight, undesirable_weight)
     return weights_N * torch.sigmoid(-beta * signed_N)  # 1 - sigmoid(x), without the cancellation for large x
 
 
-LOSSES = {"kto": Loss(function=kto_losses, needs_z0=True), "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses)}
+def _by_class(
+    gains_N: Tensor, desirable_N: Tensor, desirable_weight: float, undesirable_weight: float
+) -> tuple[Tensor, Tensor]:
+    """The gains, those of undesirable examples with the other sign, and the weights: [N] each."""
+    desirable_N = desirable_N.bool()
+    signed_N = torch.where(desirable_N, gains_N, -gains_N)
+    return signed_N, torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
+
+
+LOSSES = {
+    "kto": Loss(function=kto_losses, needs_z0=True),
+    "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
+    "bco": Loss(function=bco_losses, needs_delta=True),
+}
 """The values of ``preference_loss`` that have a name."""
 
 
@@ -115,6 +156,20 @@ def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
         (3.0, 2)
     """
     return {"kl_sum": masked_sum(log_ratios_N, valid_N), "kl_rows": valid_N.sum()}
+
+
+def reward_sums(log_ratios_N: Tensor, valid_N: Tensor, *, beta: float) -> dict[str, Tensor]:
+    """What delta of :func:`bco_losses` needs of the examples: ``reward_sum`` (float64) and ``reward_rows`` (int64), 0-d.
+
+    Args:
+        log_ratios_N, valid_N: r, and True for examples with a response token.
+
+    Examples:
+        >>> sums = reward_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]), beta=0.5)
+        >>> sums["reward_sum"].item(), sums["reward_rows"].item()
+        (1.5, 2)
+    """
+    return {"reward_sum": masked_sum(beta * log_ratios_N.double(), valid_N), "reward_rows": valid_N.sum()}
 
 
 def kto_metric_sums(
@@ -163,19 +218,22 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Turn sums over the global batch into metrics.
 
     Args:
-        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, and the same of :func:`kl_sums`
-            where the loss has a reference point.
+        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, the same of :func:`kl_sums` where the
+            loss has a reference point, and ``delta_sum`` over so many ``delta_batches`` where it has delta.
 
     Returns:
         loss (0 where no example is valid), preference_loss, sft_loss (over desirable examples), kl (the reference point),
-        same_prompt_pairs (KL examples with a response to their own prompt), rewards_{chosen,rejected}_mean, rewards_margin,
-        rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows, invalid_rows. What has no example is left
-        out: a class that is absent, the margin without both classes, the standard deviation (of the sample) of one example.
+        delta (that of the batch; of several, their mean), same_prompt_pairs (KL examples with a response to their own
+        prompt), rewards_{chosen,rejected}_mean, rewards_margin, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows,
+        invalid_rows. What has no example is left out: a class that is absent, the margin without both classes, the standard
+        deviation (of the sample) of one example.
     """
     rows = sums["rows"]
     metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
     if "kl_rows" in sums:
         metrics["kl"] = max(0.0, sums["kl_sum"] / max(sums["kl_rows"], 1))
+    if "delta_batches" in sums:
+        metrics["delta"] = sums["delta_sum"] / sums["delta_batches"]
     if "same_prompt_pairs" in sums:
         metrics["same_prompt_pairs"] = sums["same_prompt_pairs"]
     for name in ("chosen", "rejected"):

@@ -32,6 +32,8 @@ class Loss:
             DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P].
         needs_reference: it takes log-ratios; without a reference it takes log-probs of the policy in their place.
         needs_z0: it also takes ``z0``, the estimate of KL(policy || reference), which needs KL examples.
+        needs_delta: it also takes ``delta``, the running mean of the rewards, for which the policy evaluates each global
+            batch once more, forward only.
         average_log_probs: it always takes means over the tokens of a response.
         needs_rewards: it also takes ``reward_delta_P``, from the rewards in the data.
     """
@@ -39,12 +41,21 @@ class Loss:
     function: Callable[..., Tensor]
     needs_reference: bool = True
     needs_z0: bool = False
+    needs_delta: bool = False
     average_log_probs: bool = False
     needs_rewards: bool = False
 
     def __post_init__(self) -> None:
-        if self.needs_z0 and not self.needs_reference:
-            raise ValueError("a loss with z0, which is an estimate of KL(policy || reference), must need a reference")
+        if self.needs_z0 and self.needs_delta:
+            raise ValueError("a loss must not need both z0 and delta: its rewards are measured against one of them")
+        if self.anchor and not self.needs_reference:
+            what = {"z0": "an estimate of KL(policy || reference)", "delta": "a mean of beta (log pi - log pi_ref)"}
+            raise ValueError(f"a loss with {self.anchor}, which is {what[self.anchor]}, must need a reference")
+
+    @property
+    def anchor(self) -> str | None:
+        """What rewards are measured against, by the name that ``function`` takes it by; None for zero."""
+        return "z0" if self.needs_z0 else "delta" if self.needs_delta else None
 
     @property
     def options(self) -> dict[str, Option]:

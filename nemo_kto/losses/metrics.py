@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,6 +68,31 @@ def side_by_side(sets: Mapping[str, Metrics]) -> Metrics:
         return values
 
     return Metrics({f"{name}/{key}": value for name, each in sets.items() for key, value in each.sums.items()}, derive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningMean:
+    """Mean of all values so far, as their sum and number: in which batches they came does not matter.
+
+    Examples:
+        >>> one = RunningMean().plus(3.0, 1)
+        >>> one.plus(1.0, 3)
+        RunningMean(total=4.0, count=4)
+        >>> one.plus(1.0, 3).mean, RunningMean().mean
+        (1.0, 0.0)
+    """
+
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def mean(self) -> float:
+        """0 before the first value."""
+        return self.total / max(self.count, 1)
+
+    def plus(self, total: float, count: int) -> RunningMean:
+        """With further values, given as their sum and number."""
+        return RunningMean(total=self.total + total, count=self.count + count)
 
 
 def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:

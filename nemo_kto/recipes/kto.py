@@ -103,7 +103,7 @@ KTO = KTORecipe(
     loss_inputs=frozenset({"beta", "desirable_weight", "undesirable_weight"}),
     loss_section=KTOLossConfig,
     metrics=SHARED_METRICS,
-    z0_metrics=("kl",),
+    anchors={"z0": "kl", "delta": "delta"},
     aliases={
         "desirable_weight": "model.kto.desirable_loss_weight",
         "undesirable_weight": "model.kto.undesirable_loss_weight",

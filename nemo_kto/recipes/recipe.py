@@ -64,12 +64,12 @@ class Recipe(ABC):
         data: what it learns from.
         page: its page in the documents.
         losses: the values of ``preference_loss`` that have a name.
-        loss_inputs: what a loss function is given by keyword, besides ``z0`` and ``reward_delta_P`` where it needs them.
+        loss_inputs: what a loss function is given by keyword, besides its anchor and ``reward_delta_P`` where it needs them.
         loss_section: model.NAME.
         unit: what one row is.
         data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
         metrics: what its losses report and checkpoints can be ranked by; val_ or train_ stands before it.
-        z0_metrics: the same of losses that need z0.
+        anchors: what losses may measure rewards against (``Loss.anchor``), and the metric that reports it.
         aliases: what other trainers call keys of its own, with our names; see ``launch.migration``.
     """
 
@@ -83,7 +83,7 @@ class Recipe(ABC):
     unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]
-    z0_metrics: tuple[str, ...] = ()
+    anchors: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -128,10 +128,12 @@ class Recipe(ABC):
             UserError: there is none, or it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
-        for need, has in (("needs_z0", self.z0_metrics), ("needs_rewards", self.data_defaults)):
+        anchors, rewards = self.anchors, bool(self.data_defaults)
+        for need, has in {"needs_z0": "z0" in anchors, "needs_delta": "delta" in anchors, "needs_rewards": rewards}.items():
             if getattr(loss, need) and not has:
                 raise UserError(f"must name a loss without {need}, which `nemo-kto {self.name}` cannot give, got {name}")
-        given = {*self.loss_inputs, *["z0"] * loss.needs_z0, *["reward_delta_P"] * loss.needs_rewards}
+        needed = [*["z0"] * loss.needs_z0, *["delta"] * loss.needs_delta, *["reward_delta_P"] * loss.needs_rewards]
+        given = {*self.loss_inputs, *needed}
         if loss.inputs != given:
             takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
             raise UserError(f"{takes}, which takes {', '.join(sorted(loss.inputs)) or 'none'}")

@@ -21,14 +21,14 @@ Item = TypeVar("Item")
 _TELL_SECONDS = 5  # between two lines of a bar in a file
 _MEASURED = 3  # steps of this start after which its time is estimated; the first one takes longer and is left out
 # Label on the screen, and the metric without its "train/" or "val/".
-SHOWN = (("loss", "loss"), ("kl", "kl"), ("acc", "acc"), ("margin", "rewards_margin"))
+SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("margin", "rewards_margin"))
 ONE_VALIDATION_SET: Mapping[str, str] = {"validation": "val/"}
 _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
-    """Shows step of steps, loss, kl, margin, seconds a step, tokens a second and the time that is left.
+    """Shows step of steps, loss, kl or delta, margin, seconds a step, tokens a second and the time that is left.
 
     It takes the same calls as a logger and picks what it shows out of the metrics, so it follows a run that merely logs.
 

@@ -164,6 +164,7 @@ LORA = [
 RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "kto": ("kto", [], 0.5),
     "dpo": ("dpo", ["model.dpo.sft_loss_weight=0.01", "model.dpo.label_smoothing=0.1"], math.log(2)),
+    "bco": ("kto", ["model.kto.preference_loss=bco"], math.log(2)),
     "simpo": ("dpo", ["model.dpo.preference_loss=simpo", "model.reference.mode=auto"], None),
     "rpo": ("dpo", ["model.dpo.preference_loss=rpo_bwd_kl", "model.dpo.gt_reward_scale=2.0"], None),
     "lora": ("kto", LORA, 0.5),
@@ -188,9 +189,11 @@ DPO_LAYOUTS = (
     "forward_micro_batch_3",
     "recompute_full",
 )
+BCO_LAYOUTS = ("tp2", "pp2", "dp2", "cp2", "tp2_pp2", "pp2_dp2", "micro_batch_1", "micro_batch_2", "packed_dp2")
 EVERY_CASE = [
     *(("kto", layout) for layout in LAYOUTS),
     *(("dpo", layout) for layout in DPO_LAYOUTS),
+    *(("bco", layout) for layout in BCO_LAYOUTS),
     *(("simpo", layout) for layout in ("tp2_pp2", "cp2_pp2")),
     *((run, "cp2_tp2_pp2") for run in ("dpo", "lora")),
     *(("lora_dpo", layout) for layout in ("cp2", "packed_cp2_dp2")),
@@ -216,6 +219,10 @@ QUICK = {
     ("kto", "recompute_full"): 5,
     ("kto", "packed_dp2"): 5,
     ("kto", "packed_cp2_tp2_sequence_parallel"): 5,
+    ("bco", "tp2"): 5,
+    ("bco", "pp2_dp2"): 5,
+    ("bco", "micro_batch_1"): 5,
+    ("bco", "packed_dp2"): 5,
     ("dpo", "tp2_pp2"): 5,
     ("dpo", "cp2"): 5,
     ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
@@ -263,7 +270,7 @@ def one_rank(
     [
         ("kto", 10),
         ("simpo", 10),  # whose margin grows slowly
-        *((name, 5) for name in ("dpo", "rpo", "lora")),
+        *((name, 5) for name in ("bco", "dpo", "rpo", "lora")),
         *(pytest.param(name, 10, marks=pytest.mark.full) for name in RUNS if name not in ("kto", "simpo")),
     ],
 )
@@ -276,7 +283,8 @@ def test_one_rank_starts_at_the_reference_and_learns(
     assert steps[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     if name != "simpo":
         assert steps[0]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6)
-        assert steps[0].get("train/kl", 0.0) == pytest.approx(0.0, abs=1e-6)
+        for anchor in ("kl", "delta"):
+            assert steps[0].get(f"train/{anchor}", 0.0) == pytest.approx(0.0, abs=1e-6)
     if first_loss is not None:
         assert steps[0]["train/preference_loss"] == pytest.approx(first_loss, abs=1e-6)
 

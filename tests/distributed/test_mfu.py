@@ -51,3 +51,5 @@ def test_the_work_of_a_step(
         samples, kl_examples = swap - lora, cached - 3 * (swap - lora)
         assert 0.9 < kl_examples / samples < 1.1, "responses of about the same lengths"
         assert lora_cached == pytest.approx(2 * samples + kl_examples, rel=1e-9)
+        for loss, passes in (("apo_zero_unpaired", 4), ("bco", 5)):  # one more, by which delta is found
+            assert flops(loss, 1, f"model.kto.preference_loss={loss}") == pytest.approx(passes * samples, rel=1e-9)

@@ -43,7 +43,7 @@ use a multiple of 2 ranks (trainer.devices) or smaller sizes
 
 
 LOSSES = {
-    "kto": "kto or apo_zero_unpaired",
+    "kto": "kto, apo_zero_unpaired or bco",
     "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
     "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
 }

@@ -65,7 +65,7 @@ FOREIGN = Loss(function=with_z0, needs_z0=True)
 """,
 }
 NAMES = {
-    "kto": "kto or apo_zero_unpaired",
+    "kto": "kto, apo_zero_unpaired or bco",
     "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
     "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
 }

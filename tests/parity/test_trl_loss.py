@@ -32,7 +32,7 @@ def trl_loss(name: str, logps: dict[str, torch.Tensor], *, beta: float, weights:
     return trainers.KTOTrainer.kto_loss(trainer, *arguments)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize(("num_chosen", "num_rejected"), [(5, 3), (8, 0), (0, 8), (1, 1)])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.33, 0.8)])
 @pytest.mark.parametrize("shift", [9.0, -9.0], ids=["kl_positive", "kl_clamped"])

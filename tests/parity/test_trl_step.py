@@ -1,4 +1,4 @@
-"""numerics.md, point 4: whole optimizer steps of TRL 1.5.1's KTOTrainer, from the same checkpoints and the same pairs.
+"""numerics.md, point 4: whole optimizer steps of TRL 1.5.1's trainers of KTO and BCO, from the same checkpoints and pairs.
 
 The reference is another model than the policy, so that loss and KL say something from the first step on.
 """
@@ -22,7 +22,6 @@ STEPS, BATCH, BETA, WEIGHTS = 3, 5, 0.1, (1.3, 0.8)  # an odd batch: TRL once pa
 LEARNING_RATE, MAX_GRAD_NORM = 1e-3, 0.02  # below the gradients' norm: clipping is compared too
 COMPARED = {
     "loss": "loss",
-    "kl": "kl",
     "grad_norm": "grad_norm",
     "rewards/chosen": "rewards_chosen_mean",
     "rewards/rejected": "rewards_rejected_mean",
@@ -30,26 +29,37 @@ COMPARED = {
     "logps/chosen": "logps_chosen_mean",
     "logps/rejected": "logps_rejected_mean",
 }
+ANCHORS = {"kto": {"kl": "kl"}, "apo_zero_unpaired": {}, "bco": {"delta": "delta"}}  # of APO-zero TRL logs a kl of 0
+
+
+def weights_of(loss: str) -> tuple[float, float]:
+    """Of desirable and of undesirable answers; TRL's BCO has none."""
+    return (1.0, 1.0) if loss == "bco" else WEIGHTS
 
 
 def trl_steps(policy: Path, reference: Path, rows: list[dict[str, Any]], loss: str, out: Path) -> list[dict[str, float]]:
     """What TRL logs at each step."""
-    experimental = pytest.importorskip("trl.experimental.kto", reason="TRL 1.5.1 is the oracle")
+    family = "bco" if loss == "bco" else "kto"
+    experimental = pytest.importorskip(f"trl.experimental.{family}", reason="TRL 1.5.1 is the oracle")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trainer = experimental.KTOTrainer(
+    config: dict[str, Any] = {}
+    if family == "kto":
+        config = {"loss_type": loss, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]}
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.bos_token = None  # which TRL's BCO puts before each prompt
+    trainer_class, config_class = (getattr(experimental, f"{family.upper()}{kind}") for kind in ("Trainer", "Config"))
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype="float32"),
         ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype="float32"),
-        args=experimental.KTOConfig(
+        args=config_class(
+            **config,
             output_dir=str(out),
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            loss_type=loss,
             beta=BETA,
-            desirable_weight=WEIGHTS[0],
-            undesirable_weight=WEIGHTS[1],
             per_device_train_batch_size=BATCH,
             max_steps=STEPS,
             learning_rate=LEARNING_RATE,
@@ -61,7 +71,7 @@ def trl_steps(policy: Path, reference: Path, rows: list[dict[str, Any]], loss: s
             report_to="none",
             disable_tqdm=True,
         ),
-        processing_class=AutoTokenizer.from_pretrained(policy),
+        processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows),
     )
     trainer.train()
@@ -83,7 +93,7 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     load_weights(chunks, architecture, reference)
     frozen = SwappedWeights(parameters=chunks[0].parameters())
     load_weights(chunks, architecture, policy)
-    return kto_model(engine(chunks, architecture), frozen.active, loss=loss, beta=BETA, weights=WEIGHTS)
+    return kto_model(engine(chunks, architecture), frozen.active, loss=loss, beta=BETA, weights=weights_of(loss))
 
 
 def our_optimizer(chunks: Any) -> tuple[Any, Any]:
@@ -179,7 +189,8 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
     [
         ("kto", 2),
         ("apo_zero_unpaired", 1),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("kto", 1), ("apo_zero_unpaired", 2))),
+        ("bco", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("kto", 1), ("apo_zero_unpaired", 2), ("bco", 2))),
     ],
 )
 def test_whole_steps(
@@ -199,8 +210,7 @@ def test_whole_steps(
     assert min(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
     for rank in ours:
         for our_step, their_step in zip(rank, theirs, strict=True):
-            for their_name, our_name in COMPARED.items():
-                if (loss, their_name) != ("apo_zero_unpaired", "kl"):  # where TRL logs a zero, and we nothing
-                    assert our_step[our_name] == pytest.approx(their_step[their_name], rel=1e-4, abs=1e-7), their_name
+            for their_name, our_name in {**COMPARED, **ANCHORS[loss]}.items():
+                assert our_step[our_name] == pytest.approx(their_step[their_name], rel=1e-4, abs=1e-7), their_name
     if loss == "kto":
         assert max(step["kl"] for step in theirs) > 0, "a KL that is clamped everywhere says nothing"

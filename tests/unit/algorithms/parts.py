@@ -34,6 +34,7 @@ class Mean:
         self.validated_on: list[list[float]] = []
         self.reference_passes = 0
         self.zeroed = 0
+        self.steps = 0  # that were applied
         self.uses_reference = True
         self.graphs_kept = 0
         self.spoil: Callable[[int], float] = lambda step: 0.0
@@ -45,6 +46,7 @@ class Mean:
         losses = (self.weight - rows) ** 2 / 2 + self.spoil(len(self.trained_on))
         self.last_is_finite = bool(losses.isfinite().all())
         if not forward_only:
+            self.steps += 1
             losses.mean().backward()
         metrics = Metrics({"loss": float(losses.sum().detach()), "rows": len(rows)}, mean_loss)
         return metrics["loss"], metrics
@@ -52,6 +54,12 @@ class Mean:
     def get_ref_policy_logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.reference_passes += 1
         return torch.arange(2 * len(batch["x"]), dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.steps = state["steps"]
 
     def zero_grad(self) -> None:
         self.zeroed += 1

@@ -119,11 +119,19 @@ def test_state_is_integers() -> None:
     run = Run(max_epochs=2, max_steps=13).fit()
     expected = {"step": 13, "epoch": 1, "consumed_samples": 26, "steps_per_epoch": 10}
     expected |= {"skipped_steps": 0, "skipped_in_a_row": 0, "validation_due": 0}
-    assert run.trainer.state_dict() == expected == run.notes.saved[-1][0]
+    assert run.trainer.state_dict() == expected | {"objective": {"steps": 13}} == run.notes.saved[-1][0]
     assert all(type(value) is int for value in expected.values())
     big = 2**53 + 1  # a float would lose the last one
     run.trainer.load_state_dict({"step": big, "epoch": 0, "consumed_samples": 2 * big})
     assert run.trainer.state_dict()["consumed_samples"] == 2 * big
+
+
+def test_what_the_loss_carries_from_step_to_step_is_resumed() -> None:
+    first, second = Run(max_epochs=2, max_steps=7).fit(), Run(max_epochs=2)
+    second.trainer.load_state_dict(first.notes.saved[-1][0])
+    assert second.fit().model.steps == 20
+    second.trainer.load_state_dict({"step": 10, "epoch": 1, "consumed_samples": 20})  # of a version that saved none
+    assert second.model.steps == 20
 
 
 @pytest.mark.parametrize(

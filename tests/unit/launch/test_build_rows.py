@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from nemo_kto.data.records import DataError
 from nemo_kto.launch import build, build_reference, compose
-from nemo_kto.launch.build_rows import micro_batch_limits, source_settings, too_few_rows
+from nemo_kto.launch.build_rows import micro_batch_limits, shares_of, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.recipes import RECIPES
 from tests.tiny import make_tokenizer
@@ -66,7 +66,23 @@ def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
         return int(source_settings(cfg, make_tokenizer())["min_validation_rows"])
 
     assert [least(config(name=name)) for name in RECIPES] == [2, 1]
-    assert least(config("model.kto.preference_loss=apo_zero_unpaired")) == 1
+    for loss in ("apo_zero_unpaired", "bco"):
+        assert least(config(f"model.kto.preference_loss={loss}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "training", "validation"),
+    [("kto", (4, 2), (2, 2)), ("apo_zero_unpaired", (4, 0), (2, 0)), ("bco", (5, 0), (2, 0))],
+)
+def test_packed_shares_count_the_passes_of_the_loss(
+    loss: str, training: tuple[int, int], validation: tuple[int, int], tiny_llama: Path
+) -> None:
+    """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
+    given = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", "model.data.packing=true", "model.reference.mode=swap"]
+    cfg = config(*given, f"model.kto.preference_loss={loss}")
+    for is_training, passes in ((True, training), (False, validation)):
+        costs = cast(Any, shares_of(cfg, training=is_training)).keywords["costs"]
+        assert (costs.passes, costs.kl_passes) == passes
 
 
 def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:

@@ -223,6 +223,15 @@ def test_options_that_are_wrong(argv: list[str], said: str, capsys: pytest.Captu
     assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
+@pytest.mark.parametrize(("loss", "swapped", "cached"), [("kto", 3, 1), ("apo_zero_unpaired", 1, 0), ("bco", 2, 1)])
+def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
+    loss: str, swapped: int, cached: int, load: Load
+) -> None:
+    for mode, passes in (("swap", swapped), ("cached", cached)):
+        cfg = load(MODEL, "trainer.precision=bf16", f"model.kto.preference_loss={loss}", f"model.reference.mode={mode}")
+        assert plan_run.make_plan(cfg, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
+
+
 def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, whatever the rows are."""
     cfg = plan_run.with_precision(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))

@@ -407,8 +407,9 @@ def test_a_metric_that_is_none_is_met_with_those_there_are(said: Said, recipe: R
 
 
 def test_each_metric_that_is_offered_can_be_monitored(said: Said, recipe: Recipe) -> None:
-    assert ", ".join((*recipe.metrics, *recipe.z0_metrics)) == OFFERED[recipe.name]
-    for metric in (*recipe.metrics, *recipe.z0_metrics):
+    offered = OFFERED[recipe.name].split(", ")
+    assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
+    for metric in offered:
         assert said(f"{MONITOR}=val_{metric}", recipe=recipe) == []
 
 
@@ -418,20 +419,29 @@ def test_a_metric_of_the_other_algorithm(said: Said, recipe: Recipe, metric: str
     assert text.endswith(f", got {metric}; e.g. val_loss")
 
 
-def test_kl_where_there_is_none(said: Said) -> None:
-    assert said(f"{MONITOR}=val_kl", "model.kto.preference_loss=apo_zero_unpaired") == [
-        f"{MONITOR} must be val_ or train_ and one of {OFFERED['kto'].removesuffix(', kl')}, got val_kl; e.g. val_loss"
+@pytest.mark.parametrize(
+    ("loss", "metric", "anchor"),
+    [("apo_zero_unpaired", "kl", ""), ("bco", "kl", ", delta"), ("kto", "delta", ", kl")],
+)
+def test_a_metric_of_another_loss(said: Said, loss: str, metric: str, anchor: str) -> None:
+    offered = OFFERED["kto"].removesuffix(", kl") + anchor
+    assert said(f"{MONITOR}=val_{metric}", f"model.kto.preference_loss={loss}") == [
+        f"{MONITOR} must be val_ or train_ and one of {offered}, got val_{metric}; e.g. val_loss"
     ]
+    if anchor:
+        assert said(f"{MONITOR}=train_{anchor[2:]}", f"model.kto.preference_loss={loss}") == []
 
 
 def test_the_metrics_are_those_that_the_losses_report() -> None:
     shared = ["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "rewards_chosen_sum"]
     shared += ["rewards_rejected_sum", "rewards_square_sum", "logps_chosen_sum", "logps_rejected_sum"]
-    of_rows = dict.fromkeys([*shared, "kl_rows", "kl_sum", "chosen_rows", "rejected_rows", "sft_rows"], 2.0)
+    of_rows = dict.fromkeys(
+        [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "sft_rows"], 2.0
+    )
     of_pairs = dict.fromkeys([*shared, "correct", "margin_square_sum"], 2.0)
     counts = {"rows", "invalid_rows"}
-    assert {*KTO.metrics, *KTO.z0_metrics} == set(kto_metrics(of_rows)) - counts
-    assert {*DPO.metrics, *DPO.z0_metrics} == set(preference_metrics(of_pairs)) - counts
+    assert {*KTO.metrics, *KTO.anchors.values()} == set(kto_metrics(of_rows)) - counts
+    assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts
 
 
 def test_the_best_checkpoint_needs_rows_for_validation(said: Said, tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_kto.losses import kto as kto_losses
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES
 from nemo_kto.recipes import DPO, KTO, Recipe
 from tests.unit.launch.conftest import Load, Said
 
 # Algorithm, overrides, what is said.
 BROKEN = [
-    (KTO, ["model.kto.preference_loss=dpo"], ["model.kto.preference_loss must be kto or apo_zero_unpaired, got dpo"]),
+    (KTO, ["model.kto.preference_loss=dpo"], ["model.kto.preference_loss must be kto, apo_zero_unpaired or bco, got dpo"]),
     (
         DPO,
         ["model.dpo.preference_loss=kto"],
@@ -201,3 +203,18 @@ def test_options_of_one_name_are_the_same_in_all_losses(recipe: Recipe) -> None:
 )
 def test_what_is_right_passes(said: Said, recipe: Recipe, overrides: list[str]) -> None:
     assert said(*overrides, recipe=recipe) == []
+
+
+def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BCO's own function by its path: for pairs there is no delta, and who does not say so is not given any."""
+    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses, needs_delta=True), raising=False)
+    monkeypatch.setattr(kto_losses, "SILENT", Loss(function=kto_losses.bco_losses), raising=False)
+    own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
+    assert said(f"model.kto.preference_loss={own}") == []
+    assert said(f"model.dpo.preference_loss={own}", recipe=DPO) == [
+        f"model.dpo.preference_loss must name a loss without needs_delta, which `nemo-kto dpo` cannot give, got {own}"
+    ]
+    assert said(f"model.kto.preference_loss={silent}") == [
+        "model.kto.preference_loss must name a loss whose function takes beta, desirable_weight, undesirable_weight by "
+        f"keyword, got {silent}, which takes beta, delta, desirable_weight, undesirable_weight"
+    ]

@@ -407,7 +407,7 @@ def test_every_target_that_is_offered_is_taken(said: Said) -> None:
 
 def test_names_are_those_of_the_modules_that_use_them() -> None:
     assert set(get_args(ScheduleConfig.model_fields["name"].annotation)) == set(SCHEDULES)
-    assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired"}
+    assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired", "bco"}
     difference = {
         "dpo",
         "ipo",

@@ -40,7 +40,7 @@ def test_a_metric_of_no_set_is_met_with_the_right_names(said: Said, recipe: Reci
 
 def test_each_metric_of_each_set_can_be_monitored(said: Said, recipe: Recipe, sets: str) -> None:
     for name in ("val_helpful", "val_harmless", "train"):
-        for metric in (*recipe.metrics, *recipe.z0_metrics):
+        for metric in OFFERED[recipe.name].split(", "):
             assert said(sets, f"{MONITOR}={name}_{metric}", recipe=recipe) == []
 
 
@@ -104,12 +104,15 @@ def test_a_set_without_training_rows(said: Said, tmp_path: Path) -> None:
 def test_all_metrics_that_are_reported_are_known() -> None:
     ones = dict.fromkeys(["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "sft_rows"], 2.0)
     ones |= dict.fromkeys([f"{what}_{kind}_sum" for what in ("rewards", "logps") for kind in ("chosen", "rejected")], 2.0)
-    ones |= dict.fromkeys(["rewards_square_sum", "kl_rows", "kl_sum", "chosen_rows", "rejected_rows", "correct"], 2.0)
+    ones |= dict.fromkeys(
+        ["rewards_square_sum", "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "correct"],
+        2.0,
+    )
     ones |= dict.fromkeys(["margin_square_sum", "same_prompt_pairs", "moe_batches", "moe_aux_losses"], 2.0)
     ones |= dict.fromkeys(["moe_aux_loss_sum", "moe_largest_share_sum", "moe_smallest_share_sum"], 2.0)
     for recipe, derive in ((KTO, kto_metrics), (DPO, preference_metrics)):
         reported = {**derive(ones), **balance_metrics(ones)}
-        assert reported.keys() - {*recipe.metrics, *recipe.z0_metrics} <= {*OTHER_METRICS}
+        assert reported.keys() - {*recipe.metrics, *recipe.anchors.values()} <= {*OTHER_METRICS}
     assert {"rows", "invalid_rows", "same_prompt_pairs"} <= {*kto_metrics(ones)}
     assert balance_metrics(ones).keys() <= {*OTHER_METRICS}
 

@@ -1,4 +1,4 @@
-"""KTO and APO-zero against closed forms, hand values and the reference point's rules."""
+"""KTO, APO-zero and BCO against closed forms, hand values and the reference point's rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from nemo_kto.losses import kto
-from nemo_kto.losses.kto import LOSSES, apo_zero_unpaired_losses, kl_reference_point, kl_sums, kto_losses
+from nemo_kto.losses.kto import (
+    LOSSES,
+    apo_zero_unpaired_losses,
+    bco_losses,
+    kl_reference_point,
+    kl_sums,
+    kto_losses,
+    reward_sums,
+)
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.sequence import sequence_sums
 
@@ -23,12 +31,10 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def losses_by_name(name: str, **options: Any) -> Any:
-    if name == "kto":
-        options.setdefault("z0", torch.tensor(0.0))
-    else:
-        options.pop("z0", None)
-    return partial(LOSSES[name].function, **{"beta": 0.1, **WEIGHTS, **options})
+def losses_by_name(name: str, *, anchor: torch.Tensor | None = None, **options: Any) -> Any:
+    loss, anchor = LOSSES[name], torch.tensor(0.0) if anchor is None else anchor
+    given = {} if loss.anchor is None else {loss.anchor: anchor}
+    return partial(loss.function, **{"beta": 0.1, **WEIGHTS, **given, **options})
 
 
 def test_docstring_examples() -> None:
@@ -41,8 +47,10 @@ def test_the_name_table() -> None:
     assert {
         "kto": Loss(function=kto_losses, needs_z0=True),
         "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
+        "bco": Loss(function=bco_losses, needs_delta=True),
     } == LOSSES
-    assert [loss.options for loss in LOSSES.values()] == [{}, {}]
+    assert [loss.options for loss in LOSSES.values()] == [{}, {}, {}]
+    assert [loss.anchor for loss in LOSSES.values()] == ["z0", None, "delta"]
 
 
 def test_kto_is_its_closed_form() -> None:
@@ -69,11 +77,23 @@ def test_apo_zero_is_its_closed_form() -> None:
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
+def test_bco_is_its_closed_form() -> None:
+    ratios, desirable, delta, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.4, 0.3
+    expected = [
+        -1.3 * math.log(sigmoid(beta * 2.0 - delta)),
+        -1.3 * math.log(sigmoid(beta * -3.0 - delta)),
+        -0.7 * math.log(sigmoid(-(beta * 0.5 - delta))),
+        -0.7 * math.log(sigmoid(-(beta * -1.0 - delta))),
+    ]
+    losses = bco_losses(torch.tensor(ratios), torch.tensor(desirable), delta=torch.tensor(delta), beta=beta, **WEIGHTS)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_where_policy_is_reference_the_loss_is_half_the_weight(name: str) -> None:
-    desirable = torch.tensor([1, 0, 0, 1, 0])
+def test_where_policy_is_reference_each_loss_is_its_weight_times_a_constant(name: str) -> None:
+    desirable, constant = torch.tensor([1, 0, 0, 1, 0]), math.log(2) if name == "bco" else 0.5
     losses = losses_by_name(name)(torch.zeros(5), desirable)
-    assert losses.mean().item() == pytest.approx(0.5 * (2 * 1.3 + 3 * 0.7) / 5, abs=1e-6)
+    assert losses.mean().item() == pytest.approx(constant * (2 * 1.3 + 3 * 0.7) / 5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -104,13 +124,13 @@ def test_a_better_answer_lowers_the_loss(name: str) -> None:
 @pytest.mark.parametrize("size", [1e3, 1e30])
 def test_extreme_inputs_stay_finite(name: str, size: float) -> None:
     ratios = torch.tensor([size, -size, size, -size], requires_grad=True)
-    losses = losses_by_name(name, z0=torch.tensor(size), **ONES)(ratios, torch.tensor([1, 1, 0, 0]))
+    losses = losses_by_name(name, anchor=torch.tensor(size), **ONES)(ratios, torch.tensor([1, 1, 0, 0]))
     losses.sum().backward()
     assert ratios.grad is not None
     assert losses.isfinite().all()
     assert ratios.grad.isfinite().all()
     assert (losses >= 0).all()
-    assert (losses <= 1).all()
+    assert (losses <= (2 * size if name == "bco" else 1)).all()
 
 
 def test_a_small_loss_keeps_its_digits() -> None:
@@ -127,7 +147,7 @@ def test_gradient_in_float64(name: str) -> None:
 
     def from_tokens(logps: torch.Tensor) -> torch.Tensor:
         ratios = sequence_sums(logps, sequence_T, 4, average=False) + 0.3
-        return losses_by_name(name, z0=torch.tensor(0.4, dtype=torch.float64))(ratios, desirable)
+        return losses_by_name(name, anchor=torch.tensor(0.4, dtype=torch.float64))(ratios, desirable)
 
     assert torch.autograd.gradcheck(from_tokens, (logps_T,))
 
@@ -135,9 +155,9 @@ def test_gradient_in_float64(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_is_the_closed_form(name: str) -> None:
     ratios = torch.tensor([0.5, 0.5], requires_grad=True)
-    losses_by_name(name, beta=2.0, z0=torch.tensor(0.0))(ratios, torch.tensor([1, 0])).sum().backward()
-    slope = 2.0 * sigmoid(1.0) * (1 - sigmoid(1.0))
-    torch.testing.assert_close(ratios.grad, torch.tensor([-1.3 * slope, 0.7 * slope]), rtol=1e-5, atol=0)
+    losses_by_name(name, beta=2.0)(ratios, torch.tensor([1, 0])).sum().backward()
+    good, bad = (sigmoid(-1.0), sigmoid(1.0)) if name == "bco" else [sigmoid(1.0) * (1 - sigmoid(1.0))] * 2
+    torch.testing.assert_close(ratios.grad, torch.tensor([-1.3 * 2.0 * good, 0.7 * 2.0 * bad]), rtol=1e-5, atol=0)
 
 
 def test_no_gradient_goes_through_the_reference_point() -> None:
@@ -150,6 +170,19 @@ def test_no_gradient_goes_through_the_reference_point() -> None:
     kto_losses(ratios, torch.tensor([1, 0]), z0=anchor, beta=0.1, **ONES).sum().backward()
     assert anchor.grad is None
     assert ratios.grad is not None
+
+
+def test_no_gradient_goes_through_delta() -> None:
+    ratios, delta = torch.zeros(2, requires_grad=True), torch.tensor(1.5, requires_grad=True)
+    bco_losses(ratios, torch.tensor([1, 0]), delta=delta, beta=0.1, **ONES).sum().backward()
+    assert delta.grad is None
+    assert ratios.grad is not None
+
+
+def test_reward_sums_leave_invalid_rows_out_and_keep_their_digits() -> None:
+    ratios = torch.tensor([2.0**24, float("nan"), 1.0, 1.0])  # in fp32 2**24 + 1 is 2**24
+    sums = reward_sums(ratios, torch.tensor([True, False, True, True]), beta=0.5)
+    assert (sums["reward_sum"].item(), sums["reward_rows"].item()) == (2**23 + 1, 3)
 
 
 def test_the_reference_point_is_clamped_once_after_the_sum() -> None:

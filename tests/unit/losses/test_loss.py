@@ -37,7 +37,8 @@ def test_options_are_keywords_with_a_default_and_inputs_those_without() -> None:
 
 def test_a_loss_needs_a_reference_and_nothing_else_unless_it_says_so() -> None:
     loss = Loss(function=tempered)
-    assert (loss.needs_reference, loss.needs_z0, loss.average_log_probs, loss.needs_rewards) == (True, False, False, False)
+    assert (loss.needs_reference, loss.average_log_probs, loss.needs_rewards) == (True, False, False)
+    assert (loss.needs_z0, loss.needs_delta, loss.anchor) == (False, False, None)
 
 
 def test_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_loss("own_losses_of_a_test.OWN", LOSSES) is LOSSES["kto"]
 
 
-NAMES = "kto or apo_zero_unpaired"
+NAMES = "kto, apo_zero_unpaired or bco"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,24 @@ def test_what_is_no_loss(name: str, text: str) -> None:
     assert str(raised.value) == text
 
 
-def test_z0_needs_a_reference() -> None:
-    with pytest.raises(ValueError, match=r"a loss with z0, .* must need a reference"):
-        Loss(function=LOSSES["kto"].function, needs_z0=True, needs_reference=False)
+@pytest.mark.parametrize(
+    ("needs", "text"),
+    [
+        (
+            {"needs_z0": True, "needs_reference": False},
+            "a loss with z0, which is an estimate of KL(policy || reference), must need a reference",
+        ),
+        (
+            {"needs_delta": True, "needs_reference": False},
+            "a loss with delta, which is a mean of beta (log pi - log pi_ref), must need a reference",
+        ),
+        (
+            {"needs_z0": True, "needs_delta": True},
+            "a loss must not need both z0 and delta: its rewards are measured against one of them",
+        ),
+    ],
+)
+def test_needs_that_contradict_each_other(needs: dict[str, bool], text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Loss(function=tempered, **needs)
+    assert str(raised.value) == text

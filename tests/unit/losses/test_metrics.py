@@ -142,6 +142,13 @@ def test_a_loss_without_reference_point_logs_no_kl(batch: tuple[torch.Tensor, ..
     assert "kl" not in kto_metrics(sums_of(*batch, kl=False))
 
 
+def test_delta_is_logged_as_it_was_and_over_several_batches_as_their_mean(batch: tuple[torch.Tensor, ...]) -> None:
+    assert "delta" not in kto_metrics(sums_of(*batch, kl=False))
+    one, other = (Metrics(sums_of(*batch, kl=False) | {"delta_sum": d, "delta_batches": 1}, kto_metrics) for d in (0.1, 0.4))
+    assert one["delta"] == 0.1
+    assert (one + other)["delta"] == 0.25
+
+
 def test_the_deviation_of_equal_rewards_is_no_root_of_a_negative_number(batch: tuple[torch.Tensor, ...]) -> None:
     rounded_down = {"rows": 3, "rewards_chosen_sum": 3.0, "rewards_rejected_sum": 0.0, "rewards_square_sum": 3.0 - 1e-12}
     assert kto_metrics(sums_of(*batch) | rounded_down)["rewards_all_std"] == 0.0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_kto.data.batch import KTOBatch
-from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics
-from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
+from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
@@ -98,7 +100,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go
-    forward and backward with that z0. KL examples never see a backward pass.
+    forward and backward with that z0. KL examples never see a backward pass. For a loss with delta the samples themselves
+    go forward first, and their rewards join the running mean.
 
     Attributes:
         desirable_loss_weight, undesirable_loss_weight: weights of the two kinds of answers.
@@ -106,6 +109,16 @@ class MegatronGPTKTOModel(MegatronGPTModel):
 
     desirable_loss_weight: float
     undesirable_loss_weight: float
+    _rewards: RunningMean = field(init=False, default_factory=RunningMean)  # of the training examples, for delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`MegatronGPTModel.state_dict`: the sum and number of the rewards, for a loss with delta."""
+        return {"rewards": asdict(self._rewards)} if self.objective.loss.needs_delta else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from :meth:`state_dict`."""
+        if self.objective.loss.needs_delta:
+            self._rewards = RunningMean(**state["rewards"])
 
     @staticmethod
     def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
@@ -132,43 +145,68 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             The loss and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
         unpaired = UnpairedTensors.unpack(batch)
-        z0, batch_sums = self._reference_point(unpaired, forward_only=forward_only)
+        anchor, batch_sums = self._anchor(unpaired, forward_only=forward_only)
         # the SFT loss is a mean over desirable examples, the loss as a whole one over all examples
         sft_weight = self.objective.sft_loss_weight * batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
-        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), z0, sft_weight)
+        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), anchor, sft_weight)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
         zeros = loss(nothing.long(), nothing).sums
         return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
-    def _reference_point(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[Tensor, dict[str, float]]:
-        """z0 over the global batch (0-d), and sums over the batch that every pipeline stage knows.
+    def _anchor(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """What the loss measures rewards against, as it takes it, and sums over the batch that every pipeline stage knows.
 
-        The policy is evaluated forward only.
+        z0 is that of the global batch. delta is the mean of all rewards of the training, those of the batch included; it
+        stays as it is where nothing is trained. The policy is evaluated forward only.
         """
-        sums = self.engine.work_sums(unpaired.samples, passes=self.passes(forward_only=forward_only))
-        valid_B = unpaired.samples.valid_B
-        if self.objective.loss.needs_z0:
-            kl_samples, reference_logps_B = unpaired.kl_samples, unpaired.kl_reference_logps_B
-            assert kl_samples is not None, "the loader makes KL examples for a loss with z0"
-            assert reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            with self.phase("kl"):
-                log_ratios_B = self.engine.logprobs(kl_samples) - reference_logps_B
-            work = self.engine.work_sums(kl_samples, passes=self.passes(forward_only=True))
-            sums = {name: sums[name] + count for name, count in work.items()}
-            sums |= kl_sums(log_ratios_B, kl_samples.valid_B)
-            if unpaired.same_prompt_B is not None:
-                sums["same_prompt_pairs"] = unpaired.same_prompt_B.sum()
-        sums |= {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
-        total = sum_over_data_parallel(sums)
+        loss, valid_B = self.objective.loss, unpaired.samples.valid_B
+        sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
+        passes = self.passes(forward_only=forward_only)
+        if loss.needs_delta and not forward_only:
+            sums |= self._reward_sums(unpaired)
+            passes += 1
+        work = self.engine.work_sums(unpaired.samples, passes=passes)
+        if loss.needs_z0:
+            kl_work, of_kl_examples = self._kl_sums(unpaired)
+            work = {name: work[name] + count for name, count in kl_work.items()}
+            sums |= of_kl_examples
+        total = sum_over_data_parallel(sums | work)
         named = {name: float(value) for name, value in total.items()}
-        if not self.objective.loss.needs_z0:
-            return torch.zeros((), device=device.current_device()), named
-        return kl_reference_point(total["kl_sum"], total["kl_rows"]).float(), named
+        if loss.needs_delta:
+            self._rewards = self._rewards.plus(named.pop("reward_sum", 0.0), int(named.pop("reward_rows", 0)))
+            delta = self._rewards.mean
+            named |= {"delta_sum": delta, "delta_batches": 1}
+            return {"delta": torch.tensor(delta, dtype=torch.float32, device=device.current_device())}, named
+        return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()} if loss.needs_z0 else {}, named
+
+    def _reward_sums(self, unpaired: UnpairedTensors) -> dict[str, Tensor]:
+        """Of this rank's samples under the present weights."""
+        assert unpaired.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+        with self.phase("delta"):
+            log_ratios_B = self.engine.logprobs(unpaired.samples) - unpaired.reference_logps_B
+        return reward_sums(log_ratios_B, unpaired.samples.valid_B, beta=self.objective.beta)
+
+    def _kl_sums(self, unpaired: UnpairedTensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The work that this rank's KL examples are, and what z0 is made of."""
+        kl_samples, reference_logps_B = unpaired.kl_samples, unpaired.kl_reference_logps_B
+        assert kl_samples is not None, "the loader makes KL examples for a loss with z0"
+        assert reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
+        with self.phase("kl"):
+            log_ratios_B = self.engine.logprobs(kl_samples) - reference_logps_B
+        sums = kl_sums(log_ratios_B, kl_samples.valid_B)
+        if unpaired.same_prompt_B is not None:
+            sums["same_prompt_pairs"] = unpaired.same_prompt_B.sum()
+        return self.engine.work_sums(kl_samples, passes=self.passes(forward_only=True)), sums
 
     def _micro_batch_loss(
-        self, samples: SampleValues, z0: Tensor, sft_weight: float, sequence_index_b: Tensor, logps_b: Tensor
+        self,
+        samples: SampleValues,
+        anchor: Mapping[str, Tensor],
+        sft_weight: float,
+        sequence_index_b: Tensor,
+        logps_b: Tensor,
     ) -> MicroBatchLoss:
         """Loss of a micro-batch: the log-probs [b] of its sequences."""
         objective = self.objective
@@ -177,7 +215,6 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             assert samples.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
             log_ratios_b = logps_b - samples.reference_logps_B[sequence_index_b]
         desirable_b = samples.desirable_B[sequence_index_b]
-        anchor = {"z0": z0} if objective.loss.needs_z0 else {}
         kto_b = objective.loss.function(
             log_ratios_b,
             desirable_b,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -64,6 +65,13 @@ class MegatronGPTModel:
         """Forward passes that a step makes over a sequence, those of the reference and the backward included."""
         reference = 0 if self.reference is None else self.reference.forward_passes
         return reference + (1 if forward_only else self.engine.training_passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the objective carries from step to step besides the weights, in plain numbers; {} for most losses."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
