@@ -88,7 +88,7 @@ def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
     flops = ForwardFlops.of_model(read_architecture(config_folder(source), tensor_parallel=1))
     reference = int(choose_mode(cfg)[0] in ("swap", "adapter"))  # is evaluated at each step
-    policy = training_passes(frozen=cfg.model.peft.peft_scheme != "none") + cfg.loss.record.needs_delta if training else 1
+    policy = training_passes(frozen=cfg.model.peft.peft_scheme != "none") + cfg.loss.record.looks_ahead if training else 1
     costs = cfg.recipe.costs(
         cost=SequenceCost(per_token=flops.per_token, per_pair=flops.per_token_pair),
         seq_length=cfg.model.data.seq_length,

@@ -132,7 +132,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
     )
     live = mode in ("swap", "adapter")
     with_kl = cfg.loss.record.needs_z0  # the policy evaluates the KL examples, and so does a live reference
-    forward_only = live * (1 + with_kl) + with_kl + cfg.loss.record.needs_delta
+    forward_only = live * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead
     step = Step(rows=model.global_batch_size * answers, width=width, forward_only=forward_only)
     return Plan(cfg=cfg, machines=machines, training=training, step=step, stages=stages_memory(training))
 

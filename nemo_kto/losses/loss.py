@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, get_type_hints
+from typing import Literal, NamedTuple, get_type_hints
 
 from torch import Tensor
 
@@ -36,6 +36,10 @@ class Loss:
             batch once more, forward only.
         average_log_probs: it always takes means over the tokens of a response.
         needs_rewards: it also takes ``reward_delta_P``, from the rewards in the data.
+        sorts: what it sorts over the global batch, for which the policy evaluates it once more, forward only: the log-ratios
+            of chosen and of rejected "answers", or the "margins" of pairs under policy and reference, which the function
+            then takes in the place of the log-ratios. It also takes ``first_partners_P`` and ``second_partners_P``
+            (``losses.preference.rank_partners``).
     """
 
     function: Callable[..., Tensor]
@@ -44,10 +48,13 @@ class Loss:
     needs_delta: bool = False
     average_log_probs: bool = False
     needs_rewards: bool = False
+    sorts: Literal["answers", "margins"] | None = None
 
     def __post_init__(self) -> None:
         if self.needs_z0 and self.needs_delta:
             raise ValueError("a loss must not need both z0 and delta: its rewards are measured against one of them")
+        if self.sorts and not self.needs_reference:
+            raise ValueError("a loss that sorts log-ratios must need a reference")
         if self.anchor and not self.needs_reference:
             what = {"z0": "an estimate of KL(policy || reference)", "delta": "a mean of beta (log pi - log pi_ref)"}
             raise ValueError(f"a loss with {self.anchor}, which is {what[self.anchor]}, must need a reference")
@@ -56,6 +63,11 @@ class Loss:
     def anchor(self) -> str | None:
         """What rewards are measured against, by the name that ``function`` takes it by; None for zero."""
         return "z0" if self.needs_z0 else "delta" if self.needs_delta else None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the policy evaluates each global batch, forward only, before it is trained on."""
+        return self.needs_delta or self.sorts is not None
 
     @property
     def options(self) -> dict[str, Option]:

@@ -198,6 +198,64 @@ def orpo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, bet
     return -chosen_logratios_P - beta * F.logsigmoid(_log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P))
 
 
+def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
+    """For each value of one list the value of the same rank in the other: [N] each, without gradient.
+
+    Hand in the WHOLE global batch: ranks within a part of it are others.
+
+    Returns:
+        The partners of ``first_N`` (values of ``second_N``), and the partners of ``second_N``.
+
+    Examples:
+        >>> rank_partners(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0]))
+        (tensor([30., 10., 20.]), tensor([1., 2., 3.]))
+    """
+    first_N, second_N = first_N.detach(), second_N.detach()
+    first_order_N, second_order_N = first_N.argsort(stable=True), second_N.argsort(stable=True)
+    of_first_N, of_second_N = torch.empty_like(second_N), torch.empty_like(first_N)
+    of_first_N[first_order_N], of_second_N[second_order_N] = second_N[second_order_N], first_N[first_order_N]
+    return of_first_N, of_second_N
+
+
+def aot_losses(
+    first_P: Tensor,
+    second_P: Tensor,
+    *,
+    beta: float,
+    first_partners_P: Tensor,
+    second_partners_P: Tensor,
+    label_smoothing: LabelSmoothing = 0.0,
+) -> Tensor:
+    """AOT, alignment by optimal transport (Melnyk et al. 2024, arXiv 2406.05882): sorted values a and b, compared by rank.
+
+        sum over ranks k of g(a_(k) - b_(k)),    g(x) = - (1 - e) log sigmoid(beta x) - e log sigmoid(-beta x)
+
+    The values of a pair may meet those of any other. With b_p(i) and a_p(i), the values of the same rank as a_i and b_i,
+    held constant (sg), the loss of pair i is
+
+        g(a_i - sg b_p(i)) + g(sg a_p(i) - b_i) - sg g(a_p(i) - b_i)
+
+    Its value is g(a_i - b_p(i)): over all pairs that is each rank once, the sum above. Its gradient is g'(a_i - b_p(i))
+    for a_i and -g'(a_p(i) - b_i) for b_i: that of the sum above, as a small step changes no order. So the pairs may lie in
+    any micro-batches.
+
+    Args:
+        first_P, second_P: a and b. Of AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and under
+            the reference; of AOT on unpaired answers, the log-ratios of chosen and of rejected answers.
+        first_partners_P, second_partners_P: b_p(i) and a_p(i), see :func:`rank_partners`.
+        label_smoothing: e, in [0, 0.5).
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+        >>> of_a, of_b = rank_partners(a, b)
+        >>> aot_losses(a, b, beta=0.1, first_partners_P=of_a, second_partners_P=of_b).mean().item()
+        0.6931471824645996
+    """
+    own_P = _smoothed_logistic(beta * (first_P - first_partners_P.detach()), label_smoothing)
+    other_P = _smoothed_logistic(beta * (second_partners_P.detach() - second_P), label_smoothing)
+    return own_P + other_P - other_P.detach()
+
+
 def _smoothed_logistic(logits_P: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)
 
@@ -226,6 +284,8 @@ LOSSES = {
     "apo_zero": Loss(function=apo_zero_losses),
     "apo_down": Loss(function=apo_down_losses),
     "discopop": Loss(function=discopop_losses),
+    "aot": Loss(function=aot_losses, sorts="margins"),
+    "aot_unpaired": Loss(function=aot_losses, sorts="answers"),
     "rpo_sq": Loss(function=rpo_sq_losses, needs_rewards=True),
     "rpo_bwd_kl": Loss(function=rpo_bwd_kl_losses, needs_rewards=True),
     "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses, needs_rewards=True),

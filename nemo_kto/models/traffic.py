@@ -26,8 +26,8 @@ class Step:
         rows: sequences of the global batch that go forward and backward.
         width: tokens of each.
         answer: tokens of each whose log-prob is wanted; None for all but the first.
-        forward_only: forward passes without gradient over as many sequences: KL examples, those that delta is found by, and
-            a reference that is evaluated.
+        forward_only: forward passes without gradient over as many sequences: KL examples, a loss that looks ahead, and a
+            reference that is evaluated.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Sums over the global batch, and answers of ranks: the only places where numbers of data-parallel ranks meet."""
+"""Sums and values over the global batch, and answers of ranks: the only places where numbers of data-parallel ranks meet."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.tolist(), strict=True))
+
+
+def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """Rows of all copies of the model, one copy after the other, and where this copy's lie; on the device; collective.
+
+    Copies with fewer rows than others have rows of zeros after them, so that a column must say which rows there are.
+    """
+    longest = largest_over_data_parallel(len(rows_NC))
+    padded = torch.zeros(longest, rows_NC.shape[1], dtype=rows_NC.dtype, device=device.current_device())
+    padded[: len(rows_NC)] = rows_NC
+    group = parallel_state.get_data_parallel_group()
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, padded, group=group)
+    start = longest * dist.get_rank(group)
+    return torch.cat(parts), slice(start, start + len(rows_NC))
 
 
 def largest_over_data_parallel(count: int) -> int:

@@ -64,7 +64,8 @@ class Recipe(ABC):
         data: what it learns from.
         page: its page in the documents.
         losses: the values of ``preference_loss`` that have a name.
-        loss_inputs: what a loss function is given by keyword, besides its anchor and ``reward_delta_P`` where it needs them.
+        loss_inputs: what a loss function is given by keyword, besides its anchor, partners and ``reward_delta_P`` where it
+            needs them.
         loss_section: model.NAME.
         unit: what one row is.
         data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
@@ -128,12 +129,14 @@ class Recipe(ABC):
             UserError: there is none, or it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
-        anchors, rewards = self.anchors, bool(self.data_defaults)
-        for need, has in {"needs_z0": "z0" in anchors, "needs_delta": "delta" in anchors, "needs_rewards": rewards}.items():
+        kinds = {"needs_z0": "z0" in self.anchors, "needs_delta": "delta" in self.anchors}
+        kinds |= {"needs_rewards": bool(self.data_defaults), "sorts": self.unit == "pairs"}
+        for need, has in kinds.items():
             if getattr(loss, need) and not has:
                 raise UserError(f"must name a loss without {need}, which `nemo-kto {self.name}` cannot give, got {name}")
         needed = [*["z0"] * loss.needs_z0, *["delta"] * loss.needs_delta, *["reward_delta_P"] * loss.needs_rewards]
-        given = {*self.loss_inputs, *needed}
+        partners = ["first_partners_P", "second_partners_P"] if loss.sorts else []
+        given = {*self.loss_inputs, *needed, *partners}
         if loss.inputs != given:
             takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
             raise UserError(f"{takes}, which takes {', '.join(sorted(loss.inputs)) or 'none'}")

@@ -165,6 +165,8 @@ RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "kto": ("kto", [], 0.5),
     "dpo": ("dpo", ["model.dpo.sft_loss_weight=0.01", "model.dpo.label_smoothing=0.1"], math.log(2)),
     "bco": ("kto", ["model.kto.preference_loss=bco"], math.log(2)),
+    "aot": ("dpo", ["model.dpo.preference_loss=aot"], math.log(2)),
+    "aot_unpaired": ("dpo", ["model.dpo.preference_loss=aot_unpaired"], math.log(2)),
     "simpo": ("dpo", ["model.dpo.preference_loss=simpo", "model.reference.mode=auto"], None),
     "rpo": ("dpo", ["model.dpo.preference_loss=rpo_bwd_kl", "model.dpo.gt_reward_scale=2.0"], None),
     "lora": ("kto", LORA, 0.5),
@@ -189,11 +191,13 @@ DPO_LAYOUTS = (
     "forward_micro_batch_3",
     "recompute_full",
 )
+AOT_LAYOUTS = ("tp2", "dp2", "pp2_dp2", "cp2_dp2", "micro_batch_1", "micro_batch_2", "packed_dp2")
 BCO_LAYOUTS = ("tp2", "pp2", "dp2", "cp2", "tp2_pp2", "pp2_dp2", "micro_batch_1", "micro_batch_2", "packed_dp2")
 EVERY_CASE = [
     *(("kto", layout) for layout in LAYOUTS),
     *(("dpo", layout) for layout in DPO_LAYOUTS),
     *(("bco", layout) for layout in BCO_LAYOUTS),
+    *((run, layout) for run in ("aot", "aot_unpaired") for layout in AOT_LAYOUTS),
     *(("simpo", layout) for layout in ("tp2_pp2", "cp2_pp2")),
     *((run, "cp2_tp2_pp2") for run in ("dpo", "lora")),
     *(("lora_dpo", layout) for layout in ("cp2", "packed_cp2_dp2")),
@@ -223,6 +227,10 @@ QUICK = {
     ("bco", "pp2_dp2"): 5,
     ("bco", "micro_batch_1"): 5,
     ("bco", "packed_dp2"): 5,
+    ("aot", "dp2"): 5,
+    ("aot_unpaired", "pp2_dp2"): 5,
+    ("aot_unpaired", "packed_dp2"): 5,
+    ("aot_unpaired", "micro_batch_1"): 5,
     ("dpo", "tp2_pp2"): 5,
     ("dpo", "cp2"): 5,
     ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
@@ -270,7 +278,7 @@ def one_rank(
     [
         ("kto", 10),
         ("simpo", 10),  # whose margin grows slowly
-        *((name, 5) for name in ("bco", "dpo", "rpo", "lora")),
+        *((name, 5) for name in ("aot", "aot_unpaired", "bco", "dpo", "rpo", "lora")),
         *(pytest.param(name, 10, marks=pytest.mark.full) for name in RUNS if name not in ("kto", "simpo")),
     ],
 )

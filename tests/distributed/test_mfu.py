@@ -47,6 +47,8 @@ def test_the_work_of_a_step(
         assert swap / cached == pytest.approx(4 / 3, rel=1e-9)
         assert lora / cached == pytest.approx(1.0, rel=1e-9)
         assert lora_cached / cached == pytest.approx(2 / 3, rel=1e-9)
+        # one more, by which the values are sorted
+        assert flops("aot", 1, "model.dpo.preference_loss=aot") / cached == pytest.approx(5 / 3, rel=1e-9)
     else:  # with samples S and KL examples K: 4 S + 2 K, 3 S + K, 3 S + 2 K, 2 S + K
         samples, kl_examples = swap - lora, cached - 3 * (swap - lora)
         assert 0.9 < kl_examples / samples < 1.1, "responses of about the same lengths"

@@ -45,7 +45,7 @@ use a multiple of 2 ranks (trainer.devices) or smaller sizes
 LOSSES = {
     "kto": "kto, apo_zero_unpaired or bco",
     "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-    "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
+    "apo_zero, apo_down, discopop, aot, aot_unpaired, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
 }
 
 
@@ -126,7 +126,7 @@ def test_keys_of_one_algorithm_given_to_the_other(tmp_path: Path) -> None:
         "  model.kto.auto_balance is not a key of the configuration, got model.kto.auto_balance=true; "
         "`nemo-kto dpo --help` lists all keys\n"
         "  model.dpo.label_smoothing must be left out with ipo, which does not take it, got 0.1; "
-        "it is for dpo, robust or simpo\n"
+        "it is for dpo, robust, aot, aot_unpaired or simpo\n"
     )
 
 

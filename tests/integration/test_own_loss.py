@@ -67,7 +67,7 @@ FOREIGN = Loss(function=with_z0, needs_z0=True)
 NAMES = {
     "kto": "kto, apo_zero_unpaired or bco",
     "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-    "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
+    "apo_zero, apo_down, discopop, aot, aot_unpaired, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
 }
 CONSTRAINTS = {"kto": "above 0 and at most 1", "dpo": "at least 0.25"}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
+from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.losses.sequence import IGNORED, response_positions, sequence_sums
 
 pytest.importorskip("trl", reason="TRL 1.5.1 is the oracle")
@@ -29,6 +29,7 @@ OPTIONS = {  # of TRL's trainer, and ours
     "robust": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
     "exo_pair": ({"label_smoothing": 0.1}, {"exo_label_smoothing": 0.1}),
     "discopop": ({"discopop_tau": 0.5}, {"discopop_tau": 0.5}),
+    "aot": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
 }
 PAIRS, WIDTH, VOCABULARY = 6, 12, 17
 
@@ -134,7 +135,21 @@ def answer_logps(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 @pytest.mark.parametrize(
     "name",
-    ["dpo", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"],
+    [
+        "dpo",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "aot",
+        "aot_unpaired",
+    ],
 )
 def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> None:
     policy, reference, tokens, mask = logits_and_tokens()
@@ -162,7 +177,13 @@ def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> Non
     average = name == "ipo"  # TRL always takes means for it
     logps, reference_logps = (answer_logps(logits, tokens, mask, average=average) for logits in (policy, reference))
     chosen, rejected = (logps - reference_logps).chunk(2)
-    ours = LOSSES[name].function(chosen, rejected, beta=beta, **options)
+    compared, partners = (chosen, rejected), {}
+    if LOSSES[name].sorts == "margins":
+        (of_chosen, of_rejected), (held_chosen, held_rejected) = logps.chunk(2), reference_logps.chunk(2)
+        compared = of_chosen - of_rejected, held_chosen - held_rejected
+    if LOSSES[name].sorts:
+        partners = dict(zip(("first_partners_P", "second_partners_P"), rank_partners(*compared), strict=True))
+    ours = LOSSES[name].function(*compared, beta=beta, **partners, **options)
     assert_same(ours.mean(), theirs, policy)
 
     summed = answer_logps(policy, tokens, mask, average=False)

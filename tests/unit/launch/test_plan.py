@@ -14,6 +14,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.launch import plan, plan_run
 from nemo_kto.models.hardware import Hardware
 from nemo_kto.parallel import device
+from nemo_kto.recipes import DPO, KTO, Recipe
 from tests.unit.launch.conftest import Load
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -223,12 +224,23 @@ def test_options_that_are_wrong(argv: list[str], said: str, capsys: pytest.Captu
     assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
-@pytest.mark.parametrize(("loss", "swapped", "cached"), [("kto", 3, 1), ("apo_zero_unpaired", 1, 0), ("bco", 2, 1)])
+@pytest.mark.parametrize(
+    ("recipe", "loss", "swapped", "cached"),
+    [
+        (KTO, "kto", 3, 1),
+        (KTO, "apo_zero_unpaired", 1, 0),
+        (KTO, "bco", 2, 1),
+        (DPO, "dpo", 1, 0),
+        (DPO, "aot", 2, 1),
+        (DPO, "aot_unpaired", 2, 1),
+    ],
+)
 def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
-    loss: str, swapped: int, cached: int, load: Load
+    recipe: Recipe, loss: str, swapped: int, cached: int, load: Load
 ) -> None:
     for mode, passes in (("swap", swapped), ("cached", cached)):
-        cfg = load(MODEL, "trainer.precision=bf16", f"model.kto.preference_loss={loss}", f"model.reference.mode={mode}")
+        chosen = [f"model.{recipe.name}.preference_loss={loss}", f"model.reference.mode={mode}"]
+        cfg = load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe)
         assert plan_run.make_plan(cfg, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 

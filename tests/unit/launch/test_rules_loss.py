@@ -10,6 +10,8 @@ from nemo_kto.losses.preference import LOSSES
 from nemo_kto.recipes import DPO, KTO, Recipe
 from tests.unit.launch.conftest import Load, Said
 
+SORTING = LOSSES["aot"]
+
 # Algorithm, overrides, what is said.
 BROKEN = [
     (KTO, ["model.kto.preference_loss=dpo"], ["model.kto.preference_loss must be kto, apo_zero_unpaired or bco, got dpo"]),
@@ -18,7 +20,7 @@ BROKEN = [
         ["model.dpo.preference_loss=kto"],
         [
             "model.dpo.preference_loss must be dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-            "apo_zero, apo_down, discopop, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
+            "apo_zero, apo_down, discopop, aot, aot_unpaired, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
         ],
     ),
     (
@@ -60,7 +62,7 @@ BROKEN = [
         ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
         [
             "model.dpo.label_smoothing must be left out with hinge, which does not take it, got 0.1; "
-            "it is for dpo, robust or simpo",
+            "it is for dpo, robust, aot, aot_unpaired or simpo",
         ],
     ),
     (
@@ -203,6 +205,15 @@ def test_options_of_one_name_are_the_same_in_all_losses(recipe: Recipe) -> None:
 )
 def test_what_is_right_passes(said: Said, recipe: Recipe, overrides: list[str]) -> None:
     assert said(*overrides, recipe=recipe) == []
+
+
+def test_losses_that_sort(said: Said) -> None:
+    """A record of pairs by its path: single answers are in no two lists that could be compared."""
+    path = "tests.unit.launch.test_rules_loss.SORTING"
+    assert said(f"model.dpo.preference_loss={path}", recipe=DPO) == []
+    assert said(f"model.kto.preference_loss={path}") == [
+        f"model.kto.preference_loss must name a loss without sorts, which `nemo-kto kto` cannot give, got {path}"
+    ]
 
 
 def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:

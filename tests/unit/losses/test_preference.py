@@ -15,7 +15,8 @@ from annotated_types import Ge, Gt, Lt
 
 from nemo_kto.losses import preference
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics
+from nemo_kto.losses.preference import LOSSES as ALL_LOSSES
+from nemo_kto.losses.preference import preference_metric_sums, preference_metrics
 
 BETA = 0.3
 OPTIONS = {
@@ -69,6 +70,8 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2),
     "orpo": lambda c, r, d: -c + BETA * logistic(math.log(odds(c) / odds(r))),
 }
+SORTED = {name for name, loss in ALL_LOSSES.items() if loss.sorts}  # a loss of theirs is none of one pair: test_aot.py
+LOSSES = {name: loss for name, loss in ALL_LOSSES.items() if name not in SORTED}
 WITH_REWARDS = [name for name in LOSSES if LOSSES[name].needs_rewards]
 
 

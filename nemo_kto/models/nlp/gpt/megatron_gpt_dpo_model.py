@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from nemo_kto.data.batch import DPOBatch
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.losses.preference import preference_metric_sums, preference_metrics
+from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
-from nemo_kto.parallel.reduce import sum_over_data_parallel
+from nemo_kto.parallel.reduce import gather_over_data_parallel, sum_over_data_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +113,12 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             The loss and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
         pairs = PairTensors.unpack(batch)
-        loss = partial(self._micro_batch_loss, AnswerValues.of(pairs))
+        loss = partial(self._micro_batch_loss, AnswerValues.of(pairs), self._partners(pairs))
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
-        work = self.engine.work_sums(pairs.answers, passes=self.passes(forward_only=forward_only))
+        passes = self.passes(forward_only=forward_only) + self.objective.loss.looks_ahead
+        work = self.engine.work_sums(pairs.answers, passes=passes)
         return self.global_metrics(
             parts,
             zeros=loss(nothing.long(), nothing).sums,
@@ -124,17 +126,49 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             derive=preference_metrics,
         )
 
-    def _micro_batch_loss(self, answers: AnswerValues, sequence_index_b: Tensor, logps_b: Tensor) -> MicroBatchLoss:
+    def _partners(self, pairs: PairTensors) -> dict[str, Tensor]:
+        """What a loss that sorts compares the two values of each pair with, [P] each on the device; {} for the others.
+
+        The policy evaluates the pairs forward only, and the valid ones of the whole global batch are sorted.
+        """
+        if self.objective.loss.sorts is None:
+            return {}
+        with self.phase("sort"):
+            logps_B = self.engine.logprobs(pairs.answers)
+        compared = torch.stack(self._compared(logps_B, pairs.reference_logps_B), dim=1)
+        chosen_valid_P, rejected_valid_P = pairs.answers.valid_B.tensor_split(2)
+        valid_P1 = (chosen_valid_P & rejected_valid_P).float()[:, None]
+        rows_N3, own = gather_over_data_parallel(torch.cat([compared, valid_P1], dim=1))
+        valid_N, partners_2N = rows_N3[:, 2] > 0, torch.zeros_like(rows_N3[:, :2]).T
+        first_V, second_V = rows_N3[valid_N, :2].T
+        partners_2N[:, valid_N] = torch.stack(rank_partners(first_V, second_V))
+        first_P, second_P = partners_2N[:, own]
+        return {"first_partners_P": first_P, "second_partners_P": second_P}
+
+    def _compared(self, logps_b: Tensor, reference_logps_b: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The two values of each pair that the loss takes, from the log-probs of chosen and then of rejected answers."""
+        if self.objective.loss.sorts == "margins":
+            assert reference_logps_b is not None, "augment_dataloader attaches the reference log-probs"
+            return _margins(logps_b), _margins(reference_logps_b)
+        first_p, second_p = (logps_b if reference_logps_b is None else logps_b - reference_logps_b).tensor_split(2)
+        return first_p, second_p
+
+    def _micro_batch_loss(
+        self, answers: AnswerValues, partners: Mapping[str, Tensor], sequence_index_b: Tensor, logps_b: Tensor
+    ) -> MicroBatchLoss:
         """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers."""
         objective = self.objective
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
-        values_b = logps_b  # what the loss compares: log-ratios, or log-probs where there is no reference
+        values_b, reference_b = logps_b, None  # log-ratios, or log-probs where there is no reference
         if self.uses_reference:
             assert answers.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            values_b = logps_b - answers.reference_logps_B[sequence_index_b]
+            reference_b = answers.reference_logps_B[sequence_index_b]
+            values_b = logps_b - reference_b
         (chosen_p, rejected_p), (chosen_logps_p, rejected_logps_p) = values_b.tensor_split(2), logps_b.tensor_split(2)
         rewards = {"reward_delta_P": answers.reward_delta_P[pair_index_p]} if objective.loss.needs_rewards else {}
-        preference_p = objective.loss.function(chosen_p, rejected_p, beta=objective.beta, **rewards, **objective.options)
+        of_pairs = rewards | {name: values_P[pair_index_p] for name, values_P in partners.items()}
+        compared = self._compared(logps_b, reference_b)
+        preference_p = objective.loss.function(*compared, beta=objective.beta, **of_pairs, **objective.options)
         sft_p = self.sft_losses(chosen_logps_p, answers.response_counts_B[pair_index_p])
         losses_p = objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p
         chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)
@@ -151,3 +185,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
                 beta=objective.beta,
             )
         )
+
+
+def _margins(logps_b: Tensor) -> Tensor:
+    """Log-probs of chosen answers minus those of the rejected ones: [b / 2]."""
+    chosen_p, rejected_p = logps_b.tensor_split(2)
+    return chosen_p - rejected_p
