@@ -70,7 +70,7 @@ class HiddenStateGPT(GPTModel):
             self.output_layer.__class__ = _HiddenStateOutput
 
     def _preprocess(self, *args: object, padding_mask: Tensor | None = None, **kwargs: object) -> tuple[object, ...]:
-        """As megatron-core's, which lets only a mask of the shape of the tokens pass; ours goes on as it is."""
+        """As megatron-core's, which lets only a mask of the shape of the tokens pass; ours stays as it is."""
         *prepared, _ = super()._preprocess(*args, **kwargs)
         return (*prepared, padding_mask)
 
