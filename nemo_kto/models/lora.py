@@ -83,7 +83,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
             )
             _draw_a(linear.lora_a, mapping, place, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
-    if chunk.pre_process and chunk.config.recompute_granularity == "full":
+    if chunk.pre_process and chunk.config.recompute_granularity is not None:
         chunk.embedding.register_forward_hook(_require_grad)
 
 
@@ -193,6 +193,6 @@ def _draw_a(
 
 
 def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
+    """A recomputed layer or MLP has gradients only if its input asks for one, and a frozen embedding's output does not."""
     if torch.is_grad_enabled():
         output.requires_grad_()
