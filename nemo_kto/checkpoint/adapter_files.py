@@ -104,7 +104,8 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield f"target_modules must be a list of names, got {targets!r}"
     yield from (f"{key} must not be set, got {value}" for key, value in config.items() if value and key not in _HARMLESS)
     if others := [name for name in shapes if not _TENSOR.fullmatch(name)]:
-        yield f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+        text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+        yield f"{text}; experts need names of their own" if ".experts." in others[0] else text
     yield from _wrong_shapes(config.get("r"), shapes)
     if not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"

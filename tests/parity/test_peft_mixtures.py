@@ -6,7 +6,6 @@ layer in one tensor, peft puts the adapters of gate and up projection together: 
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -15,24 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
 from nemo_kto.checkpoint.adapter_files import read_adapter_settings
 from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.errors import UserError
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
-from nemo_kto.models.lora_settings import OTHER_NAMES, LoRASettings
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.parity import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
 
 SETTINGS = {
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
-    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
+    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
 }
 LAYOUTS = {
     "one": (1, Layout()),
@@ -90,26 +89,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters beside the weights that a model's files name, and the model with W + scale * B A in their place."""
-    root, draw = tmp_path_factory.mktemp("adapters"), torch.Generator().manual_seed(3)
+    """Random adapters, and the model with what they add."""
+    root = tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
-        tensors, merged = {}, weights(folders[name])
-        for weight, values in merged.items():
-            module = OTHER_NAMES.get(weight.split(".")[-2], weight.split(".")[-2])
-            if values.dim() < 2 or module not in settings.modules:
-                continue
-            if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
-                lora_a, lora_b = (
-                    torch.randn(shape, generator=draw) * 0.2
-                    for shape in ((settings.rank, values.size(1)), (values.size(0), settings.rank))
-                )
-                prefix = f"base_model.model.{weight.removesuffix('.weight')}"
-                tensors |= {f"{prefix}.lora_A.weight": lora_a, f"{prefix}.lora_B.weight": lora_b}
-                merged[weight] = values + settings.scale * lora_b @ lora_a
-        (folder := root / name).mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        merged = hf_models.write_adapters(folders[name], root / name, settings)
         (root / f"{name}-merged").mkdir()
         shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
         save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
@@ -172,3 +155,18 @@ def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> N
     assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two experts alike"
     name_of_first = FIRST_VALUES.setdefault(name, a_of)
     assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
+
+
+def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
+    """Which peft makes where transformers keeps them so: gate and up projection share an A that they do not share here."""
+    model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_adapter_settings(tmp_path)
+    told = str(error.value).splitlines()
+    assert told[0] == f"{tmp_path}: adapters must be plain LoRA on the linear layers, got otherwise:"
+    assert "  rank_pattern must not be set, got {'.*\\\\.gate_up_proj': 4}" in told
+    assert told[-1] == "  train such adapters, or merge these into their base model with peft"
+    tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    modules = ", ".join(HUGGING_FACE_TARGETS)
+    assert f"  tensors must belong to {modules}, got 16 others, such as {tensor}; experts need names of their own" in told
