@@ -22,6 +22,8 @@ from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.families import Layers
+from nemo_kto.models.lora_mappings import adapted_mappings, hf_module, own_module
 from nemo_kto.models.lora_settings import LoRASettings
 
 
@@ -42,9 +44,9 @@ def export_adapter(
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         # parts of a fused layer that are not adapted are zero, and nothing to PEFT
-        tensors = {name: tensor.contiguous() for name, tensor in stream if name.split(".")[-3] in settings.modules}
+        tensors = {name: tensor.contiguous() for name, tensor in stream if hf_module(name) in settings.modules}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
-        text = json.dumps(_config(settings, base_model), indent=2) + "\n"
+        text = json.dumps(_config(settings, architecture, base_model), indent=2) + "\n"
         (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
 
     write_together(
@@ -87,14 +89,25 @@ def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
     return settings
 
 
-def _config(settings: LoRASettings, base_model: str | Path) -> dict[str, object]:
+def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
+    layers = range(architecture.num_layers)
+    mappings = [each for each in adapted_mappings(architecture, settings) if any(architecture.instances(each, layers))]
+    modules = {hf_module(name): own_module(name) for mapping in mappings for name in mapping.hf_names}
+    mixture = any(mapping.of_expert for mapping in mappings)
+    dense = {hf_module(name) for mapping in mappings if mapping.layers is Layers.DENSE for name in mapping.hf_names}
+    # peft puts gate and up projection of experts together and doubles rank and alpha, which only keeps alpha / rank
+    alpha = settings.scale * settings.rank if settings.rslora and mixture else settings.alpha
+    parameters = [f"mlp.{module}.weight" for module in settings.modules if module in dense]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
-        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": list(settings.modules),
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        # peft has none for the experts of transformers 5, which lie in one tensor, and refuses another value
+        "lora_dropout": 0.0 if mixture else settings.dropout,
+        "target_modules": [modules[module] for module in settings.modules],
+        # of a mixture peft takes the names above for those of its experts, and these for those of its other layers
+        **({"target_parameters": parameters} if parameters else {}),
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora and not mixture, "use_dora": False,
     }  # fmt: skip

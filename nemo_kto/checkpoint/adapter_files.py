@@ -15,11 +15,12 @@ from typing import Any
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError
 from nemo_kto.files import file_inside, read_json
-from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
-    rf"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.({'|'.join(HUGGING_FACE_TARGETS)})\.lora_[AB]\.weight"
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+)?)"
+    rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.lora_[AB]\.weight"
 )
 # Entries of PEFT's configuration that may hold anything: read here, or without meaning for trained adapters. Any other that
 # is set asks for something that our adapters are not.
@@ -27,7 +28,7 @@ _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
     "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
-    "runtime_config", "target_modules", "task_type", "use_rslora",
+    "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
 }  # fmt: skip
 # Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -48,7 +49,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     config, shapes = _read(Path(folder))
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
     for match in filter(None, map(_TENSOR.fullmatch, shapes)):
-        modules_of_layer[int(match[1])].add(match[2])
+        modules_of_layer[int(match["layer"])].add(OTHER_NAMES.get(match["module"], match["module"]))
     if problems := list(_refusals(config, shapes, modules_of_layer.values())):
         told = f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:"
         raise UserError(
@@ -103,7 +104,8 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield f"target_modules must be a list of names, got {targets!r}"
     yield from (f"{key} must not be set, got {value}" for key, value in config.items() if value and key not in _HARMLESS)
     if others := [name for name in shapes if not _TENSOR.fullmatch(name)]:
-        yield f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+        text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+        yield f"{text}; experts need names of their own" if ".experts." in others[0] else text
     yield from _wrong_shapes(config.get("r"), shapes)
     if not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"

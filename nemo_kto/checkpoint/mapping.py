@@ -14,7 +14,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import is_adapter
-from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import source_shapes
 from nemo_kto.parallel.overlap import finish_gathers
@@ -56,7 +56,7 @@ def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shape
     """Name and shape of every tensor that an adapter of this model must hold."""
     layers = [layer - 1 for layer in settings.layers or range(1, architecture.num_layers + 1)]
     shapes = _shapes(_adapter_mappings(architecture, settings), architecture, layers)
-    return {name: shape for name, shape in shapes.items() if name.split(".")[-3] in settings.modules}
+    return {name: shape for name, shape in shapes.items() if hf_module(name) in settings.modules}
 
 
 def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:

@@ -18,7 +18,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
-from nemo_kto.parallel import device
+from nemo_kto.parallel import device, state
 
 # Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
@@ -35,7 +35,7 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     """
     wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
     for weight in weights:
-        rank = dist.get_rank(_cutting_group(weight.mapping))
+        rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
             if name in files:
@@ -88,13 +88,6 @@ def _stage_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
-def _cutting_group(mapping: ParamMapping) -> dist.ProcessGroup:
-    """The ranks over which a parameter is cut."""
-    if mapping.of_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
-
-
 def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) -> Iterator[tuple[Mapping[str, int], Tensor]]:
     """Where the stage ``leads``: the weight, of an expert those of all ranks too; elsewhere nothing, while it is sent."""
     if not weight.mapping.of_expert:
@@ -126,7 +119,7 @@ def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
 def _gather_shards(weight: Weight) -> Tensor:
     """On the first of the ranks over which a weight is cut, their shards put together; on the others, their own shard."""
     shard, dimension = weight.parameter.data, split_dimension(weight.mapping)
-    group = _cutting_group(weight.mapping)
+    group = state.tensor_group(of_expert=weight.mapping.of_expert)
     ranks = dist.get_process_group_ranks(group)
     if dimension is None or not is_cut(weight.mapping) or len(ranks) == 1:
         return shard.contiguous()

@@ -27,6 +27,7 @@ from nemo_kto.launch.schema import GPTConfig, OptimConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora import add_adapters, merge_adapters
+from nemo_kto.models.lora_mappings import adapts_experts
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
@@ -98,6 +99,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,
+        grouped_experts=not adapts_experts(architecture, adapters),
     )
     if adapters is not None:
         for chunk in chunks:
@@ -207,7 +209,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before anything is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
-    gpt = build_gpt(architecture, params_dtype=dtype)
+    gpt = build_gpt(architecture, params_dtype=dtype, grouped_experts=not adapts_experts(architecture, adapters))
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
     policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from nemo_kto.launch.choices import pipeline_split
+from nemo_kto.launch.choices import adapter_settings, pipeline_split
 from nemo_kto.launch.plan_run import Plan, degrees, make_plan, with_model
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.hardware import GPUS_PER_MACHINE
+from nemo_kto.models.lora_mappings import adapts_experts
 from nemo_kto.models.stages import PipelineSplit
 
 Values = dict[str, object]  # of model
@@ -143,6 +144,7 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
     shards = model.expert_tensor_parallel_size or tensor
     fits_model = _divides_mlps(architecture, tensor) and pipeline_split(model).fits(architecture.num_layers)
     fits_model &= architecture.sizes["expert_ffn"] % shards == 0
+    fits_model &= shards == 1 or not adapts_experts(architecture, adapter_settings(model.peft))
     fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)

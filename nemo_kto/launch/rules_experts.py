@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_kto.errors import ConfigError
-from nemo_kto.launch.choices import pipeline_split
+from nemo_kto.launch.choices import adapter_settings, pipeline_split
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import number_of_experts
 from nemo_kto.models.families import Family
+from nemo_kto.models.lora_settings import NEMO_TARGETS, LoRASettings
 
 _MODEL = "pretrained_checkpoint.restore_from_path"
 _PARALLEL, _TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+_SCHEME, _ADAPTER = "model.peft.peft_scheme", "model.peft.restore_from_path"
+_TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.layer_selection"
 
 
 def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
@@ -41,22 +44,44 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
             f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"
         )
         yield ConfigError("model.fp8", text, (_MODEL,))
-    yield from _stages(cfg, config)
+    try:
+        adapters = adapter_settings(model.peft)
+    except ValueError:
+        return  # said where adapters are looked at
+    if adapters is None:
+        yield from _stages(cfg, config)
+    elif modules := [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]:
+        yield from _adapted(cfg, modules, shards)
+        yield from _stages(cfg, config, adapters)
 
 
-def _stages(cfg: RunConfig, config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[ConfigError]:
+    """What adapters on these modules of the experts need."""
+    if shards > 1:
+        text = f"must be 1 with adapters on experts ({', '.join(modules)}), which need whole experts, got {shards}; set it"
+        reads = (_SCHEME, _TARGETS, _ADAPTER, "model.tensor_model_parallel_size", _MODEL)
+        yield ConfigError(_TENSOR, f"{text}, or adapt the attention alone: {_TARGETS}=[attention]", reads)
+    if cfg.model.peft.restore_from_path is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
+        got = ", ".join(cfg.model.peft.lora_tuning.target_modules)
+        text = f"must have gate_proj and up_proj together for a mixture of experts, got {got}: peft has both in one tensor"
+        yield ConfigError(_TARGETS, f"{text}; use mlp_fc1 for the two", (_SCHEME, _MODEL))
+
+
+def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | None = None) -> Iterator[ConfigError]:
     """Every pipeline stage must have experts to train, or none: the norm of their gradient is a sum over all stages."""
     layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
-    if layers is None or not split.fits(layers) or cfg.model.peft.peft_scheme != "none":
+    if layers is None or not split.fits(layers):
         return
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    sparse = {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
+    trained = {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
+    if adapters is not None and adapters.layers is not None:
+        trained &= {number - 1 for number in adapters.layers}
     held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
-    without = [number for number, layers_of in enumerate(held, start=1) if sparse.isdisjoint(layers_of)]
-    if without and sparse:
-        key = "model.pipeline_model_parallel_size"
-        text = f"must leave layers with experts to every stage, got {split.stages}, with none on stage {without[0]}"
-        yield ConfigError(key, f"{text}; use fewer stages", (_MODEL,))
+    without = [number for number, layers_of in enumerate(held, start=1) if trained.isdisjoint(layers_of)]
+    if without and trained:
+        key, what = "model.pipeline_model_parallel_size", "experts" if adapters is None else "adapted experts"
+        text = f"must leave layers with {what} to every stage, got {split.stages}, with none on stage {without[0]}"
+        yield ConfigError(key, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
 
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has

@@ -149,8 +149,7 @@ def _targets(cfg: RunConfig, family: Family) -> Errors:
     held = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
     targets = [target for target in cfg.model.peft.lora_tuning.target_modules if target in TARGET_MODULES]
     if wrong := [target for target in targets if not held.issuperset(NEMO_TARGETS.get(target, (target,)))]:
-        why = "of which it fuses some" if family.experts is None else "and its experts cannot be adapted"
-        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, {why}; "
+        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, of which it fuses some; "
         remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in held)}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, text + remedy, (_MODEL, _SCHEME))
 

@@ -35,6 +35,7 @@ class Activations:
         element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
         sequence_parallel: norms and what surrounds them are sharded over the tensor-parallel ranks.
         context_parallel: so many ranks share a sequence. Bytes are for each token that a rank has.
+        expert_parallel: so many ranks share out the experts of a layer.
         adapters: what is adapted; None where all weights are trained.
         on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU it rotates them,
             and norms in bf16 are several operations, which save their input and their normalised input, both in fp32.
@@ -45,6 +46,7 @@ class Activations:
     element_bytes: int
     sequence_parallel: bool = False
     context_parallel: int = 1
+    expert_parallel: int = 1
     adapters: LoRASettings | None = None
     on_gpu: bool = False
     packed: bool = False
@@ -68,13 +70,18 @@ class Activations:
         tables = 1 if self.architecture.local_rope is None else 2
         return tables * 3 * self.element_bytes * self.architecture.head_dim // 2
 
-    def adapter_matrices(self, recomputed: Collection[str] = ()) -> int:
+    def adapter_matrices(self, recomputed: Collection[str] = ()) -> float:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
         if self.adapters is None:
             return 0
-        fused = [(self._query() + 2 * self._key_value(), 3)] * self._adapts("q_proj", "k_proj", "v_proj")
-        gated = 2 * self.architecture.ffn_hidden_size // self.architecture.tensor_parallel
-        fused += [(gated, 2)] * (self._adapts("gate_proj", "up_proj") and "mlp" not in recomputed)
+        fused: list[tuple[float, int]] = [(self._query() + 2 * self._key_value(), 3)] * self._adapts(
+            "q_proj", "k_proj", "v_proj"
+        )
+        sizes = self.architecture.sizes
+        experts = sizes["expert_ffn"] * sizes["experts"] / self.expert_parallel + self._shared_ffn()  # all of this rank
+        fused += [(2 * self._mean(self._ffn(), experts), 2)] * (
+            self._adapts("gate_proj", "up_proj") and "mlp" not in recomputed
+        )
         return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
 
     def gradients_of_layer(self) -> float:
@@ -133,12 +140,15 @@ class Activations:
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")
 
     def _mlp(self) -> float:
-        dense = self._dense()
-        return dense * self._dense_mlp() + ((1 - dense) * self._experts() if dense < 1 else 0)
+        return self._mean(self._dense_mlp(), self._experts())
 
     def _dense(self) -> float:
         """The part of the layers that have one MLP."""
         return self.architecture.sparse_layers.count(False) / self.architecture.num_layers
+
+    def _mean(self, dense: float, sparse: float) -> float:
+        """Over all layers, of those with one MLP and those with experts."""
+        return self._dense() * dense + (1 - self._dense()) * sparse
 
     def _ffn(self) -> float:
         return self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
@@ -148,6 +158,12 @@ class Activations:
         experts = self.architecture.experts
         return 0.0 if experts is None else experts.per_token * experts.ffn_hidden_size / self.architecture.tensor_parallel
 
+    def _copies(self) -> float:
+        """Of a token, one for each expert that it chooses, on average over the ranks; of those that share an expert each."""
+        if (experts := self.architecture.experts) is None:
+            return 0.0
+        return experts.per_token * self.architecture.expert_tensor_parallel / self.architecture.tensor_parallel
+
     def _shared_ffn(self) -> float:
         experts = self.architecture.experts
         return 0.0 if experts is None else experts.shared_ffn_hidden_size / self.architecture.tensor_parallel
@@ -156,15 +172,14 @@ class Activations:
         """Of router and experts: the token and its copies, gate and up projections, their product without and with the
         token's weight, and the router's numbers for each expert. Of a shared expert, gate and up projection, their product,
         what it puts out, and its weight."""
-        experts = self.architecture.experts
-        assert experts is not None
-        hidden, trained = self._hidden(), self.adapters is None
-        # ranks that share an expert gather the tokens that each of them sends there
-        came = self.architecture.hidden_size * self.architecture.expert_tensor_parallel / self.architecture.tensor_parallel
-        saved = (3 + trained) * self._chosen_ffn() + hidden + experts.per_token * trained * came
+        if (experts := self.architecture.experts) is None:
+            return 0.0
+        hidden, keeps_product = self._hidden(), self._keeps_input("down_proj")
+        saved = (3 + keeps_product) * self._chosen_ffn() + hidden
+        saved += self._copies() * self.architecture.hidden_size * self._keeps_input("gate_proj", "up_proj")
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
         if shared := self._shared_ffn():
-            saved += (2 + trained) * shared + hidden
+            saved += (2 + keeps_product) * shared + hidden
         return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
 
     def _dense_mlp(self) -> float:
@@ -177,12 +192,16 @@ class Activations:
         factors themselves."""
         if self.adapters is None:
             return 0.0
-        tensor, hidden = self.architecture.tensor_parallel, self._hidden()
+        hidden, width = self._hidden(), self.architecture.hidden_size
+        copies, shared = self._copies(), self._shared_ffn()
         inputs = {  # what its layer gets, and the parts that a layer holds
             ("q_proj", "k_proj", "v_proj"): (hidden, 3),
             ("o_proj",): (self._query(), 1),
-            ("gate_proj", "up_proj"): (hidden, 2),
-            ("down_proj",): (self.architecture.ffn_hidden_size / tensor, 1),
+            ("gate_proj", "up_proj"): (
+                self._mean(hidden, copies * width + hidden * (shared > 0)),
+                2 * self._mean(1, copies + (shared > 0)),
+            ),
+            ("down_proj",): (self._mean(self._ffn(), self._chosen_ffn() + shared), self._mean(1, copies + (shared > 0))),
         }
         adapted = [sizes for names, sizes in inputs.items() if kept.issuperset(names) and self._adapts(*names)]
         each = self.element_bytes + (1 if self.on_gpu else self.element_bytes)

@@ -109,6 +109,7 @@ def build_gpt(
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     fp8: str | None = None,
     expert_parallel: int = 1,
+    grouped_experts: bool = True,
     empty: bool = False,
     **recompute: str | int | None,
 ) -> HiddenStateGPT:
@@ -117,14 +118,14 @@ def build_gpt(
     Args:
         architecture: the model; also says the tensor-parallel size.
         params_dtype: dtype of parameters and activations.
-        split: how the layers are shared out over the pipeline.
-        chunk: which of this rank's model chunks this is, from 0.
+        split, chunk: how the layers are shared out over the pipeline; which of this rank's model chunks this is, from 0.
         context_parallel, expert_parallel: ranks that share a sequence; over which the experts of a layer are shared out.
         pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
         recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": Transformer Engine's linear layers multiply in it.
+        grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need each by itself.
         empty: the weights have names and shapes but no values, and take no memory (torch's meta device), in megatron-core's
             own layers: adapters can be put on and added to the weights of another model.
         recompute: recompute_granularity, None to keep all activations, "selective" to forget those of ``recompute_modules``,
@@ -137,6 +138,7 @@ def build_gpt(
     config = transformer_config(
         architecture,
         engine=engine,
+        grouped_experts=grouped_experts,
         params_dtype=params_dtype,
         split=split,
         context_parallel_size=context_parallel,

@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -61,7 +62,11 @@ def _layer_spec(
     if not engine:
         _use_torch_modules(layer, architecture)
     if sparse:
-        _submodules(layer.submodules.mlp).router = BalancedRouter
+        mixture = _submodules(layer.submodules.mlp)
+        mixture.router = BalancedRouter
+        if not config.moe_grouped_gemm:  # the layers that can have adapters, whoever makes the others
+            experts = _submodules(mixture.experts)
+            experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
         # the norm is a module of its own, whoever makes the layers
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = layer.submodules.self_attention

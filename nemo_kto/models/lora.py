@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -31,12 +33,16 @@ from nemo_kto.models.lora_layers import ADAPTED_CLASSES, Adapter, adapt_linear
 from nemo_kto.models.lora_mappings import LORA_A, LORA_B, adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
+from nemo_kto.parallel import state
 from nemo_kto.parallel.overlap import finish_gathers
 
 if HAVE_TE:
     from nemo_kto.models.lora_engine import ENGINE_CLASSES
 
     ADAPTED_CLASSES.update(ENGINE_CLASSES)
+
+# The linear layer of an expert; Transformer Engine has one for all experts of a rank, whose weights have their numbers.
+_ONE_EXPERT = re.compile(r"local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])$")
 
 
 def is_adapter(name: str) -> bool:
@@ -51,7 +57,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero.
 
     Args:
-        chunk: built by ``models.gpt.build_gpt``.
+        chunk: built by ``models.gpt.build_gpt``; where experts are adapted, with each of them by itself.
         settings: what is adapted and how.
         architecture: what the chunk was built from.
         seed: of the values of A.
@@ -66,21 +72,18 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     for mapping in adapted_mappings(architecture, settings):
-        path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
-        for layer in chunk.decoder.layers:
-            if settings.layers is None or layer.layer_number in settings.layers:
-                linear = layer.get_submodule(path)
-                adapt_linear(
-                    linear,
-                    rank=settings.rank,
-                    scale=settings.scale,
-                    dropout=settings.dropout,
-                    parts=len(mapping.hf_names),
-                    part_of_row=_part_of_row(linear.weight, mapping, architecture),
-                )
-                _draw_a(linear.lora_a, mapping, layer.layer_number - 1, settings, architecture=architecture, seed=seed)
+        for linear, place in _linears(chunk, mapping, settings, architecture):
+            adapt_linear(
+                linear,
+                rank=settings.rank,
+                scale=settings.scale,
+                dropout=settings.dropout,
+                parts=len(mapping.hf_names),
+                part_of_row=_part_of_row(linear.weight, mapping, architecture),
+            )
+            _draw_a(linear.lora_a, mapping, place, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
-    if chunk.pre_process and chunk.config.recompute_granularity == "full":
+    if chunk.pre_process and chunk.config.recompute_granularity is not None:
         chunk.embedding.register_forward_hook(_require_grad)
 
 
@@ -122,9 +125,11 @@ def merge_adapters(chunks: Sequence[nn.Module]) -> None:
 @torch.no_grad()
 def merge_adapters_of(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
     """Add the adapters of one model to the weights of another of the same names and shapes; its own adapters stay."""
+    weights = dict(unwrap_model(chunk).named_parameters())
     for name, adapter in adapted.named_modules():
         if isinstance(adapter, Adapter):
-            adapter.add_to(unwrap_model(chunk).get_parameter(f"{name}.weight"))
+            one_by_one, grouped = f"{name}.weight", _ONE_EXPERT.sub(r"\g<linear>.weight\g<expert>", name)
+            adapter.add_to(weights[one_by_one if one_by_one in weights else grouped])
 
 
 @torch.no_grad()
@@ -132,6 +137,21 @@ def zero_adapters(chunks: Iterable[nn.Module]) -> None:
     """Make the adapters add nothing: B becomes zero, as where training begins."""
     for adapter in _adapters(chunks):
         adapter.lora_b.zero_()
+
+
+def _linears(
+    chunk: HiddenStateGPT, mapping: ParamMapping, settings: LoRASettings, architecture: Architecture
+) -> Iterator[tuple[Any, dict[str, int]]]:
+    """The linear layers of a chunk whose weight a mapping describes, with the number of the layer, and of the expert."""
+    path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
+    for layer in chunk.decoder.layers:
+        if settings.layers is not None and layer.layer_number not in settings.layers:
+            continue
+        for place in architecture.instances(mapping, [layer.layer_number - 1]):
+            if not mapping.of_expert:
+                yield layer.get_submodule(path), place
+            elif place["expert"] in (held := layer.mlp.local_expert_indices):
+                yield layer.get_submodule(path.format(expert=held.index(place["expert"]))), place
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
@@ -143,7 +163,7 @@ def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architectu
     if split_dimension(mapping) != 0:
         return None
     parts = torch.zeros(weight.size(0), dtype=torch.long)
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
     for offset, part in held(mapping, architecture, rank=rank, length=weight.size(0)):
         parts[offset : offset + part.length] = part.source or 0
     return parts
@@ -151,12 +171,19 @@ def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architectu
 
 @torch.no_grad()
 def _draw_a(
-    lora_a: Tensor, mapping: ParamMapping, layer: int, settings: LoRASettings, *, architecture: Architecture, seed: int
+    lora_a: Tensor,
+    mapping: ParamMapping,
+    place: Mapping[str, int],
+    settings: LoRASettings,
+    *,
+    architecture: Architecture,
+    seed: int,
 ) -> None:
-    names = [name.format(layer=layer) for name in mapping.hf_names]
+    names = [name.format(**place) for name in mapping.hf_names]
     widths = [shape[1] for shape in source_shapes(mapping, architecture)]
     mapping_a, _ = adapter_mappings(mapping, settings.rank)
-    for piece in pieces(lora_a, mapping_a, architecture, rank=parallel_state.get_tensor_model_parallel_rank()):
+    rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
+    for piece in pieces(lora_a, mapping_a, architecture, rank=rank):
         name, width = names[piece.source], widths[piece.source]
         if hf_module(name) in settings.modules:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -166,6 +193,6 @@ def _draw_a(
 
 
 def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """A recomputed layer has gradients only if its input asks for one, and a frozen embedding's output does not."""
+    """A recomputed layer or MLP has gradients only if its input asks for one, and a frozen embedding's output does not."""
     if torch.is_grad_enabled():
         output.requires_grad_()

@@ -232,7 +232,8 @@ def adapt_linear(
     # Transformer Engine's own attribute may be None
     linear.adapter_group = linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
     linear.adapter_is_expert = getattr(linear, "is_expert", False)
-    if linear.adapter_is_expert and linear.adapter_group.size() > 1:
+    # without values it only carries adapters to the weights of another model
+    if linear.adapter_is_expert and linear.adapter_group.size() > 1 and not linear.weight.is_meta:
         raise ValueError(
             f"adapters on experts need expert_tensor_parallel_size 1, got {linear.adapter_group.size()}; share out the "
             "experts, not their matrices"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Names of linear layers in Hugging Face's models, which PEFT uses, and NeMo's names for groups of them.
 HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What Mixtral calls the projections of its experts.
+OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention_qkv": ("q_proj", "k_proj", "v_proj"),
     "attention_dense": ("o_proj",),

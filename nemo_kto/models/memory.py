@@ -253,6 +253,7 @@ def saved_by_layers(training: Training) -> Activations:
         element_bytes=training.element_bytes,
         sequence_parallel=training.sequence_parallel,
         context_parallel=training.context_parallel,
+        expert_parallel=training.expert_parallel,
         adapters=training.adapters,
         on_gpu=training.on_gpu,
         packed=training.packed,

@@ -117,7 +117,9 @@ def build_optimizer(
         use_distributed_optimizer=use_distributed_optimizer,
         **_form_of_state(moments_dtype, offload_fraction),
     )
-    return SkippingOptimizer(get_megatron_optimizer(config, list(chunks)).chained_optimizers)
+    # Experts have an optimizer of their own. Where nothing else is trained on any rank, the other one has nothing to do.
+    parts = get_megatron_optimizer(config, list(chunks)).chained_optimizers
+    return SkippingOptimizer([part for part in parts if part.optimizer is not None])
 
 
 class CosineRestartsScheduler(OptimizerParamScheduler):

@@ -15,7 +15,12 @@ from nemo_kto.parallel.kernels import compiles, fused_rope
 
 
 def transformer_config(
-    architecture: Architecture, *, engine: bool, split: PipelineSplit = ONE_STAGE, **settings: Any
+    architecture: Architecture,
+    *,
+    engine: bool,
+    grouped_experts: bool,
+    split: PipelineSplit = ONE_STAGE,
+    **settings: Any,
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
     fuses_activation = compiles() and architecture.activation == "silu"
@@ -56,7 +61,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
         variable_seq_lengths=True,
         **_pipeline_settings(split),
-        **_expert_settings(architecture, grouped=engine),
+        **_expert_settings(architecture, grouped=engine and grouped_experts),
         **settings,
     )
 

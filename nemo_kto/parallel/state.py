@@ -126,6 +126,13 @@ def pipeline_stage() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
+def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:
+    """The ranks over which a layer is cut, or an expert."""
+    if of_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 def gather(item: Item) -> list[Item]:
     """What every rank gives (anything that can be pickled), in the order of the ranks; collective."""
     items: list[Item | None] = [None] * world_size()

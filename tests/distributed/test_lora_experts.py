@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +202,49 @@ def test_experts_shared_out_over_ranks(
             assert abs(values - start[name]).max() > 1e-3, f"{name} must have moved"
             if values.shape == expected[name].shape:
                 assert abs(values - expected[name]).max() < 1e-5, name
+
+
+def merge_into_grouped(folder: Path) -> list[bool]:
+    """On a rank: whether adapters change weights of experts under the names of Transformer Engine's layer as under ours."""
+    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.lora import add_adapters, merge_adapters_of
+    from nemo_kto.models.lora_settings import LoRASettings
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(), seed=3)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    carrier, model = (build_gpt(architecture, params_dtype=torch.float32, empty=empty) for empty in (True, False))
+    add_adapters(carrier, LoRASettings(rank=2, alpha=4, target_modules=("mlp",)), architecture=architecture, seed=1)
+    for name, parameter in carrier.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.constant_(parameter, int(name.split(".experts.local_experts.")[1][0]) + 1)
+    grouped = torch.nn.Module()
+    names = {
+        name: re.sub(r"local_experts\.(\d)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
+        for name, _ in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        *path, last = names[name].split(".")
+        module = grouped
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, torch.nn.Parameter(parameter.detach().clone()))
+    before = {name: weight.clone() for name, weight in grouped.named_parameters()}
+    merge_adapters_of(carrier, model)
+    merge_adapters_of(carrier, grouped)
+    after = dict(grouped.named_parameters())
+    same = all(torch.equal(weight, after[names[name]]) for name, weight in model.named_parameters())
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    return [same, changed == {name for name in before if ".experts." in name}]
+
+
+def test_adapters_are_merged_into_experts_that_multiply_together(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    assert ranks.run(1, merge_into_grouped, tiny_checkpoint("mixtral")) == [[True, True]]
 
 
 def adapt_shared_out_expert() -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.models.lora_settings import LoRASettings
@@ -16,6 +18,7 @@ from nemo_kto.parallel.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.jobs import train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.parity import hf_models
 from tests.tiny import make_checkpoint
 
 SAVED = LoRASettings(rank=3, alpha=6, target_modules=("attention", "mlp_fc2"))
@@ -130,6 +133,23 @@ def test_log_probs_are_those_of_transformers_and_peft(
     (step,) = trajectory(tmp_path)
     mean = (step["train/logps_chosen_mean"] + step["train/logps_rejected_mean"]) / 2
     assert mean == pytest.approx(sum(its_own) / len(its_own), rel=1e-4)
+
+
+def test_adapters_on_experts_that_ranks_share(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], dpo_rows: Path, tmp_path: Path
+) -> None:
+    """They are not trained, and become part of the weights: any layout will do."""
+    base, settings = tiny_checkpoint("mixtral"), LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"))
+    merged = hf_models.write_adapters(base, tmp_path / "adapters", settings)
+    named = [f"model.reference.restore_from_path={tmp_path / 'adapters'}", "model.reference.mode=swap"]
+    layout = [*TP2, "model.sequence_parallel=true"]
+    seen, *_ = ranks.run(2, run_a_step, base, dpo_rows, tmp_path / "run", 2, [*named, *layout])
+    (tmp_path / "merged").mkdir()
+    shutil.copy(base / "config.json", tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    expected, plain = (expected_logps([*seen], folder, None) for folder in (tmp_path / "merged", base))
+    assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    assert max(abs(one - two) for one, two in zip(expected, plain, strict=True)) > 0.1, "the adapters must matter"
 
 
 def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str]) -> tuple[Logps, list[str]]:

@@ -135,6 +135,8 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("qwen2_moe", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
         pytest.param("qwen2_moe", {"tensor": 2, "sequence_parallel": True}, "float32", None, marks=pytest.mark.full),
         pytest.param("mixtral", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        ("mixtral", {}, "float32", ALL),
+        pytest.param("mixtral", {}, "bfloat16", DROPPED, marks=pytest.mark.full),
         pytest.param("mixtral", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),

@@ -104,19 +104,29 @@ def test_a_rank_holds_what_was_planned(
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "stages", "expert"),
+    ("family", "tensor", "stages", "expert", "adapters"),
     [
-        ("qwen2_moe", 2, 2, 2),
-        pytest.param("qwen3_moe", 2, 2, 2, marks=pytest.mark.full),
-        pytest.param("qwen3_moe", 1, 1, 4, marks=pytest.mark.full),
+        ("qwen2_moe", 2, 2, 2, ADAPTERS),
+        pytest.param("qwen2_moe", 2, 2, 2, None, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 2, 2, 2, None, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 1, 1, 4, None, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_holds_some_of_the_experts(
-    ranks: RankPool, models: dict[str, Path], family: str, tensor: int, stages: int, expert: int
+    ranks: RankPool,
+    models: dict[str, Path],
+    family: str,
+    tensor: int,
+    stages: int,
+    expert: int,
+    adapters: LoRASettings | None,
 ) -> None:
     """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
     split = PipelineSplit(stages=stages)
-    found: list[Built] = ranks.run(4, built, models[family], tensor, split, None, expert)
+    found: list[Built] = ranks.run(4, built, models[family], tensor, split, adapters, expert)
     for stage, held in found:
-        assert planned(models[family], tensor, split, stage, None, expert) == held
-        assert sum(".experts." in name for name in held) == 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[stages]
+        assert planned(models[family], tensor, split, stage, adapters, expert) == held
+        names = [name for name in held if ".experts." in name]
+        weights = 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[stages]
+        assert sum(name.endswith(".weight") for name in names) == weights
+        assert len(names) == weights + (0 if adapters is None else 2 * 2 * (8 // expert)), "one layer of each stage"

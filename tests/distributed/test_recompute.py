@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
@@ -13,6 +14,8 @@ from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora import add_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import wrap_data_parallel
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import state
@@ -86,3 +89,30 @@ def test_recomputing_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp_p
     # attention is fused: to compute it again saves less than a tenth
     assert 0.9 * kept["none"] < kept["core_attn"] <= kept["none"], kept
     print(kept)
+
+
+def adapters_learn(folder: Path) -> list[bool]:
+    """On a rank: whether gradients of adapters on the MLPs alone are those without recomputing, and none of A is zero."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    tokens, found = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)), []
+    for choice in ("none", "mlp", "full"):
+        gpt = build_gpt(architecture, params_dtype=torch.float32, **CHOICES[choice])
+        add_adapters(gpt, LoRASettings(rank=2, alpha=2, target_modules=("mlp",)), architecture=architecture, seed=1)
+        load_weights([gpt], architecture, folder)
+        trained = {name: weight for name, weight in gpt.named_parameters() if weight.requires_grad}
+        for name, weight in trained.items():
+            if name.endswith("lora_b"):
+                torch.nn.init.ones_(weight)
+        (gpt(tokens, torch.arange(WIDTH).expand_as(tokens), None) ** 2).sum().backward()
+        found.append({name: weight.grad for name, weight in trained.items()})
+    for each in found[1:]:
+        for name, grad in each.items():
+            torch.testing.assert_close(grad, found[0][name], rtol=1e-4, atol=1e-4)
+    return [all(bool(grad.any()) for grad in each.values()) for each in found]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_adapters_on_recomputed_mlps_learn(family: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing before the first of them is trained, and what is recomputed has gradients only if its input asks for one."""
+    assert ranks.run(1, adapters_learn, make_checkpoint(tmp_path / "model", family)) == [[True] * 3]

@@ -6,20 +6,26 @@ may be sent to others than those of transformers, so that a few tokens may diffe
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from nemo_kto.checkpoint.adapter import load_adapter
 from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.checkpoint.mapping import rank_weights
 from nemo_kto.models import gpt
 from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.lora import add_adapters
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.parallel import device, state
 from nemo_kto.parallel.kernels import uses_transformer_engine
+from tests.parity import hf_models
 
 pytestmark = pytest.mark.skipif(
     not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
@@ -76,3 +82,38 @@ def test_both_kinds_have_the_same_weights_and_checkpoints(
     assert grouped.keys() == single.keys()
     assert all(torch.equal(values, single[name]) for name, values in grouped.items())
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapted_experts_are_those_of_the_merged_model(
+    family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself, in megatron-core's own layers, among Transformer Engine's."""
+    monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
+    folder, settings = tiny_checkpoint(family), LoRASettings(rank=2, alpha=4, target_modules=("all",))
+    merged = hf_models.write_adapters(folder, tmp_path / "adapters", settings)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    model = gpt.build_gpt(architecture, params_dtype=torch.float32, grouped_experts=False)
+    add_adapters(model, settings, architecture=architecture, seed=1)
+    load_weights([model], architecture, folder)
+    load_adapter([model], architecture, tmp_path / "adapters")
+    kinds = {
+        type(linear).__name__
+        for layer in model.decoder.layers
+        if hasattr(layer.mlp, "experts")
+        for expert in layer.mlp.experts.local_experts
+        for linear in (expert.linear_fc1, expert.linear_fc2)
+    }
+    assert kinds == {"LoRAColumnParallelLinear", "LoRARowParallelLinear"}
+    (tmp_path / "merged").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
+    here = tokens.to(device.current_device())
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        hidden = model.eval()(here, torch.arange(64, device=here.device).expand_as(here), None)
+        found = (hidden @ model.output_weight().T).float().cpu()
+    wrong_bs = ((found[..., : expected.size(-1)] - expected).abs() > 2e-3 * expected.abs().max()).any(dim=-1)
+    assert wrong_bs.float().mean() < 0.05

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -25,6 +26,8 @@ from transformers import (
     SmolLM3Config,
     set_seed,
 )
+
+from nemo_kto.models.lora_settings import OTHER_NAMES, LoRASettings
 
 SEQUENCE = 24
 _SIZES: dict[str, Any] = {
@@ -230,6 +233,31 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
+
+
+def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str, torch.Tensor]:
+    """Write random adapters in PEFT's format, beside the weights that a model's files name.
+
+    Returns:
+        The weights of the model with W + scale * B A in the place of those that are adapted.
+    """
+    draw, tensors = torch.Generator().manual_seed(3), {}
+    merged = {name: values for file in base.glob("*.safetensors") for name, values in load_file(file).items()}
+    for weight, values in merged.items():
+        module = OTHER_NAMES.get(weight.split(".")[-2], weight.split(".")[-2])
+        if values.dim() < 2 or module not in settings.modules:
+            continue
+        if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
+            shapes = (settings.rank, values.size(1)), (values.size(0), settings.rank)
+            lora_a, lora_b = (torch.randn(shape, generator=draw) * 0.2 for shape in shapes)
+            prefix = f"base_model.model.{weight.removesuffix('.weight')}"
+            tensors |= {f"{prefix}.lora_A.weight": lora_a, f"{prefix}.lora_B.weight": lora_b}
+            merged[weight] = values + settings.scale * lora_b @ lora_a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    return merged
 
 
 def write_tokenizer(folder: Path) -> None:

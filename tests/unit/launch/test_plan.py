@@ -101,6 +101,20 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "expert" in told["sent by a rank"]
 
 
+def test_adapters_on_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    tuning = "model.peft.lora_tuning"
+    adapted = ["model.peft.peft_scheme=lora", f"{tuning}.target_modules=[mlp]", f"{tuning}.adapter_dim=512"]
+    experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
+    _, told = planned(capsys, "kto", EXPERTS, *GPUS, *adapted, "model.pipeline_model_parallel_size=2", *experts)
+    # one expert of 16 layers with three pairs of 512 (4,096 + 14,336), in fp32
+    assert told["gradients"] == "1.8 GB" == f"{16 * 3 * 512 * (4096 + 14336) * 4 / 1e9:.1f} GB"
+    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "8", *adapted[:2], TENSOR.format(1))
+    assert status == plan.DOES_NOT_FIT
+    # tensor-parallel ranks would share experts too, which cannot be adapted then
+    assert "tensor_model_parallel_size" not in told["verdict"]
+
+
 def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mixtral(here)
     status, told = planned(capsys, "kto", EXPERTS, "--gpus", "32")

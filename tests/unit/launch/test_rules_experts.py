@@ -26,6 +26,8 @@ FAMILIES = {
 }
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
+LORA, TARGETS = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules"
+SELECTED = "model.peft.lora_tuning.layer_selection"
 BATCH = "model.global_batch_size=16"
 ONE_BY_ONE = "model.micro_batch_size=1"
 
@@ -89,11 +91,38 @@ BROKEN = [
     ),
     (
         "qwen3_moe",
-        ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_qkv,mlp]"],
+        [LORA, f"{TARGETS}=[attention_qkv,gate_proj]"],
         1,
         [
-            "model.peft.lora_tuning.target_modules must be layers that qwen3_moe has by themselves, got mlp, and its "
-            "experts cannot be adapted; use of q_proj, k_proj, v_proj, o_proj, or model.peft.peft_scheme=none"
+            f"{TARGETS} must have gate_proj and up_proj together for a mixture of experts, got attention_qkv, gate_proj: "
+            "peft has both in one tensor; use mlp_fc1 for the two"
+        ],
+    ),
+    (
+        "mixtral",
+        [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true"],
+        2,
+        [
+            f"{SHARDS} must be 1 with adapters on experts (gate_proj, up_proj, down_proj), which need whole experts, got 2; "
+            f"set it, or adapt the attention alone: {TARGETS}=[attention]"
+        ],
+    ),
+    (
+        "half_dense",
+        [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"],
+        2,
+        [
+            "model.pipeline_model_parallel_size must leave layers with adapted experts to every stage, got 2, with none on "
+            "stage 1; use fewer stages"
+        ],
+    ),
+    (
+        "every_other",
+        [LORA, f"{TARGETS}=[mlp]", f"{SELECTED}=[1,2,3]", "model.pipeline_model_parallel_size=2"],
+        2,
+        [
+            "model.pipeline_model_parallel_size must leave layers with adapted experts to every stage, got 2, with none on "
+            "stage 2; use fewer stages"
         ],
     ),
     (
@@ -137,8 +166,11 @@ def test_a_rule_that_is_broken(
     [
         ("mixtral", [f"{KEY}=2", "model.moe_aux_loss_coeff=0.01"], 2),
         ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
-        ("qwen3_moe", ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention]"], 1),
-        ("half_dense", ["model.peft.peft_scheme=lora", "model.pipeline_model_parallel_size=2"], 2),
+        ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
+        ("mixtral", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
+        ("qwen3_moe", [LORA, f"{TARGETS}=[mlp_fc2]"], 1),
+        ("half_dense", [LORA, "model.pipeline_model_parallel_size=2"], 2),
+        ("every_other", [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"], 2),
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=3"], 2),
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"], 2),
     ],

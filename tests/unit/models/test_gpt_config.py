@@ -28,7 +28,7 @@ def config_of(architecture: Architecture, **settings: object) -> TransformerConf
         architecture,
         engine=uses_transformer_engine(torch.bfloat16),
         params_dtype=torch.bfloat16,
-        **settings,
+        **{"grouped_experts": True, **settings},
     )
 
 
@@ -88,7 +88,7 @@ def test_only_silu_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """megatron-core's fused gelu is chosen by another function than the one it computes."""
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     gemma2 = read_architecture(make_checkpoint(tmp_path, "gemma2"), tensor_parallel=1)
-    config = transformer_config(gemma2, engine=False, params_dtype=torch.bfloat16)
+    config = transformer_config(gemma2, engine=False, grouped_experts=True, params_dtype=torch.bfloat16)
     assert (config.bias_activation_fusion, config.use_te_activation_func) == (False, True)
     assert config.layernorm_zero_centered_gamma
 
@@ -111,8 +111,10 @@ def test_experts_of_a_rank_multiply_together_where_they_can(
     if on_gpu:
         gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     folder = make_checkpoint(tmp_path, "qwen3_moe", norm_topk_prob=False)
-    config = config_of(read_architecture(folder, tensor_parallel=1), expert_model_parallel_size=4)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    config = config_of(architecture, expert_model_parallel_size=4)
     assert config.moe_grouped_gemm == on_gpu
+    assert not config_of(architecture, grouped_experts=False).moe_grouped_gemm, "each by itself, as adapters need them"
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 3, 32)
     assert config.moe_layer_freq == [1, 0, 1, 1]
     assert config.moe_router_pre_softmax

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import FAMILIES, Split
+from nemo_kto.models.families import FAMILIES, Experts, Layers, Split
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_layers import adapt_linear
-from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, adapts_experts
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
@@ -83,10 +83,39 @@ def test_phi3_has_only_the_modules_that_it_does_not_fuse() -> None:
     assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_proj", "linear_fc2"]
 
 
-def test_of_a_mixture_only_the_attention_is_adapted() -> None:
-    for family in (family for family in FAMILIES.values() if family.experts is not None):
-        mappings = adapted_mappings(replace(ARCHITECTURE, family=family), settings("all"))
-        assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_qkv", "linear_proj"]
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("MixtralForCausalLM", ["block_sparse_moe.experts.{expert}." + name for name in ("w1", "w3", "w2")]),
+        ("Qwen3MoeForCausalLM", ["mlp.experts.{expert}." + name for name in ("gate_proj", "up_proj", "down_proj")]),
+    ],
+)
+def test_experts_are_adapted_and_routers_are_not(family: str, names: list[str]) -> None:
+    mixture = replace(ARCHITECTURE, family=FAMILIES[family])
+    mappings = adapted_mappings(mixture, settings("mlp"))
+    assert [mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in mappings] == [
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+    ]
+    pairs = [adapter_mappings(mapping, 3) for mapping in mappings[2:]]
+    assert [name for mapping_a, _ in pairs for name in mapping_a.hf_names] == [
+        f"{INNER}{name}.lora_A.weight" for name in names
+    ]
+    assert {mapping.layers for pair in pairs for mapping in pair} == {Layers.SPARSE}
+    assert adapted_mappings(mixture, settings("down_proj")) == mappings[1::2]
+
+
+def test_which_settings_adapt_experts() -> None:
+    experts = Experts(number=4, per_token=2, ffn_hidden_size=8, normalized=True, layers=(False, True, True))
+    mixture = replace(ARCHITECTURE, family=FAMILIES["Qwen3MoeForCausalLM"], num_layers=3, experts=experts)
+    assert adapts_experts(mixture, settings("mlp"))
+    assert adapts_experts(mixture, replace(settings("down_proj"), layers=(1, 2)))
+    assert not adapts_experts(mixture, replace(settings("mlp"), layers=(1,))), "a layer with one MLP"
+    assert not adapts_experts(mixture, settings("attention"))
+    assert not adapts_experts(mixture, None)
+    assert not adapts_experts(ARCHITECTURE, settings("all"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""Adapters on the experts of a mixture in PEFT's format: peft computes what we compute, and what it reads we read again.
+
+The tensors have the names of single experts, as transformers' files have them. Where transformers keeps all experts of a
+layer in one tensor, peft puts the adapters of gate and up projection together: their A under each other, B block-diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
+from nemo_kto.checkpoint.adapter_files import read_adapter_settings
+from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.errors import UserError
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
+from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.parallel import state
+from nemo_kto.parallel.state import Layout
+from tests.parity import hf_jobs, hf_models
+
+SETTINGS = {
+    "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
+    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
+}
+LAYOUTS = {
+    "one": (1, Layout()),
+    "ep2": (2, Layout(expert=2)),
+    "tp2-ep2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    "tp2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert_tensor=1)),
+    "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
+}
+QUICK = ("one", "tp2-ep2-whole-experts")
+FIRST_VALUES: dict[str, dict[str, torch.Tensor]] = {}
+SEED = 5
+
+
+def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], out: Path) -> dict[str, Any]:
+    """On a rank, for each model: logits in every state it can be in, and its adapters and merged weights written."""
+    state.init_distributed(layout=layout, seed=3)
+    results: dict[str, Any] = {}
+    for name, folder in folders.items():
+        model, architecture = hf_jobs.build(folder, layout)
+        add_adapters(model, SETTINGS[name], architecture=architecture, seed=SEED)
+        load_weights([model], architecture, folder)
+        model.eval()
+        found = {"first": logits(model, architecture)}
+        export_adapter([model], architecture, out=out / name / "first", base_model=folder)
+        load_adapter([model], architecture, adapters[name])
+        found["adapted"] = logits(model, architecture)
+        export_adapter([model], architecture, out=out / name / "again", base_model=folder)
+        with disable_adapters([model]):
+            found["off"] = logits(model, architecture)
+        merge_adapters([model])
+        found["merged"] = logits(model, architecture)
+        export([model], architecture, source=folder, out=out / name / "merged", max_shard_bytes=10**9)
+        results[name] = found
+    return results
+
+
+def logits(model: Any, architecture: Any) -> Any:
+    with torch.no_grad():
+        result = hf_jobs.logits(model, architecture, hf_models.tokens())
+    return None if result is None else result.numpy()
+
+
+def transformers_logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(hf_models.tokens()).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mixtures")
+    for name in SETTINGS:
+        hf_models.write_model(name, root / name)
+    return {name: root / name for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random adapters, and the model with what they add."""
+    root = tmp_path_factory.mktemp("adapters")
+    for name, settings in SETTINGS.items():
+        merged = hf_models.write_adapters(folders[name], root / name, settings)
+        (root / f"{name}-merged").mkdir()
+        shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
+        save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in SETTINGS}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in LAYOUTS],
+)
+def outcome(
+    request: pytest.FixtureRequest, ranks: Any, folders: Any, adapters: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
+    world_size, layout = LAYOUTS[request.param]
+    out = tmp_path_factory.mktemp(f"adapted-{request.param}")
+    return ranks.run(world_size, check_adapters, layout, folders, adapters, out), out
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+    results, out = outcome
+    expected = hf_models.transformers_logits(adapters[name].with_name(f"{name}-merged")).numpy()
+    base = hf_models.transformers_logits(folders[name]).numpy()
+    assert np.abs(expected - base).max() > 1, "the adapters must matter"
+    tolerance = {"rtol": 0, "atol": 3e-5 * np.abs(expected).max()}
+    model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    peft = PeftModel.from_pretrained(model, out / name / "again")
+    np.testing.assert_allclose(transformers_logits(peft), expected, **tolerance)
+    merged = hf_models.transformers_logits(out / name / "merged").numpy()
+    np.testing.assert_allclose(merged, expected, **tolerance)
+    seen = [result[name] for result in results if result[name]["off"] is not None]
+    assert seen
+    for found in seen:
+        for which in ("adapted", "merged"):
+            np.testing.assert_allclose(found[which], expected, **tolerance, err_msg=which)
+        np.testing.assert_array_equal(found["first"], found["off"])
+        np.testing.assert_allclose(found["off"], base, rtol=0, atol=1e-5 * np.abs(base).max())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_files_come_back(outcome: Any, adapters: Any, name: str) -> None:
+    again, settings = outcome[1] / name / "again", SETTINGS[name]
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    found = read_adapter_settings(again)
+    assert (found.modules, found.layers, found.rank) == (settings.modules, settings.layers, settings.rank)
+    assert found.scale == pytest.approx(settings.scale)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> None:
+    """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the expert's weight; B is zero."""
+    first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
+    assert not any(values.any() for tensor, values in first.items() if ".lora_B." in tensor)
+    a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
+    of_experts = {"mixtral": 4 * 4 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3}  # layers, experts
+    assert sum(".experts." in tensor for tensor in a_of) == of_experts[name]
+    assert all(0.7 < values.abs().max() * math.sqrt(values.size(1)) <= 1 for values in a_of.values())
+    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two experts alike"
+    name_of_first = FIRST_VALUES.setdefault(name, a_of)
+    assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
+
+
+def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
+    """Which peft makes where transformers keeps them so: gate and up projection share an A that they do not share here."""
+    model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_adapter_settings(tmp_path)
+    told = str(error.value).splitlines()
+    assert told[0] == f"{tmp_path}: adapters must be plain LoRA on the linear layers, got otherwise:"
+    assert "  rank_pattern must not be set, got {'.*\\\\.gate_up_proj': 4}" in told
+    assert told[-1] == "  train such adapters, or merge these into their base model with peft"
+    tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    modules = ", ".join(HUGGING_FACE_TARGETS)
+    assert f"  tensors must belong to {modules}, got 16 others, such as {tensor}; experts need names of their own" in told
