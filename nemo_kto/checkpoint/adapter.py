@@ -14,7 +14,14 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_our_adapter, read_adapter_settings
+from nemo_kto.checkpoint.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    JOINED,
+    JOINED_PATTERN,
+    is_our_adapter,
+    read_adapter_settings,
+)
 from nemo_kto.checkpoint.folders import write_together
 from nemo_kto.checkpoint.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.checkpoint.model_state import adapters_of
@@ -22,9 +29,8 @@ from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import Layers
-from nemo_kto.models.lora_mappings import adapted_mappings, hf_module, own_module
-from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.lora_mappings import adapted_mappings, hf_module
+from nemo_kto.models.lora_settings import NEMO_TARGETS, LoRASettings
 
 
 def export_adapter(
@@ -90,24 +96,44 @@ def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
 
 
 def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
-    layers = range(architecture.num_layers)
-    mappings = [each for each in adapted_mappings(architecture, settings) if any(architecture.instances(each, layers))]
-    modules = {hf_module(name): own_module(name) for mapping in mappings for name in mapping.hf_names}
-    mixture = any(mapping.of_expert for mapping in mappings)
-    dense = {hf_module(name) for mapping in mappings if mapping.layers is Layers.DENSE for name in mapping.hf_names}
-    # peft puts gate and up projection of experts together and doubles rank and alpha, which only keeps alpha / rank
-    alpha = settings.scale * settings.rank if settings.rslora and mixture else settings.alpha
-    parameters = [f"mlp.{module}.weight" for module in settings.modules if module in dense]
+    mixture = {} if architecture.experts is None else _of_mixture(settings, architecture)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        # peft has none for the experts of transformers 5, which lie in one tensor, and refuses another value
-        "lora_dropout": 0.0 if mixture else settings.dropout,
-        "target_modules": [modules[module] for module in settings.modules],
-        # of a mixture peft takes the names above for those of its experts, and these for those of its other layers
-        **({"target_parameters": parameters} if parameters else {}),
+        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": list(settings.modules),
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora and not mixture, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": False,
+        **mixture,
     }  # fmt: skip
+
+
+def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:
+    """What the configuration says of a mixture whose MLPs or experts are adapted.
+
+    transformers keeps all experts of a layer in one tensor, and gate and up projection together. peft puts their adapters
+    together too, with twice the rank, and names what it adapts there by parameters. The other MLPs are named in the same
+    way: by the names of modules it would take those of the experts.
+    """
+    names: list[str] = []
+    for mapping in (mapping for mapping in adapted_mappings(architecture, settings) if ".mlp." in mapping.mcore_name):
+        if not any(architecture.instances(mapping, range(architecture.num_layers))):
+            continue
+        if mapping.of_expert:
+            names.append("mlp.experts.down_proj" if len(mapping.hf_names) == 1 else f"mlp.experts.{JOINED}")
+        else:
+            adapted = [name for name in mapping.hf_names if hf_module(name) in settings.modules]
+            names += [name.removeprefix("model.layers.{layer}.") for name in adapted]
+    if not names:
+        return {}
+    if settings.layers is not None:
+        names = [f"layers.{number - 1}.{name}" for number in settings.layers for name in names]
+    return {
+        "target_modules": [module for module in settings.modules if module not in NEMO_TARGETS["mlp"]],
+        "target_parameters": names,
+        "rank_pattern": {JOINED_PATTERN: 2 * settings.rank},
+        "alpha_pattern": {JOINED_PATTERN: settings.alpha * (math.sqrt(2) if settings.rslora else 2)},
+        "lora_dropout": 0.0,  # peft refuses another value there
+    }

@@ -19,9 +19,12 @@ from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, OTHER_NAMES, LoR
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+)?)"
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+|\.shared_expert)?)"
     rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.lora_[AB]\.weight"
 )
+# What transformers has in the place of the gate and up projections of experts, and peft's pattern for that name.
+JOINED = "gate_up_proj"
+JOINED_PATTERN = rf".*\.{JOINED}"
 # Entries of PEFT's configuration that may hold anything: read here, or without meaning for trained adapters. Any other that
 # is set asks for something that our adapters are not.
 _HARMLESS = {
@@ -102,7 +105,11 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
             yield f"{key} must be {text}, got {value!r}"
     if (targets := config.get("target_modules")) is not None and not isinstance(targets, str | list):
         yield f"target_modules must be a list of names, got {targets!r}"
-    yield from (f"{key} must not be set, got {value}" for key, value in config.items() if value and key not in _HARMLESS)
+    for key, value in config.items():
+        if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+            value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # of no tensor in the file
+        if value and key not in _HARMLESS:
+            yield f"{key} must not be set, got {value}"
     if others := [name for name in shapes if not _TENSOR.fullmatch(name)]:
         text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
         yield f"{text}; experts need names of their own" if ".experts." in others[0] else text

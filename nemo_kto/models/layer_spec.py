@@ -65,8 +65,8 @@ def _layer_spec(
         mixture = _submodules(layer.submodules.mlp)
         mixture.router = BalancedRouter
         if not config.moe_grouped_gemm:  # the layers that can have adapters, whoever makes the others
-            experts = _submodules(mixture.experts)
-            experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+            for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):
+                experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
         # the norm is a module of its own, whoever makes the layers
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = layer.submodules.self_attention

@@ -62,11 +62,5 @@ def hf_module(name: str) -> str:
     One of :data:`~nemo_kto.models.lora_settings.HUGGING_FACE_TARGETS`, whatever the family calls it; or of others, or empty
     where the name is not that of a matrix.
     """
-    module = own_module(name)
-    return OTHER_NAMES.get(module, module)
-
-
-def own_module(name: str) -> str:
-    """The same as the family calls it: ``w1`` of Mixtral, where others have ``gate_proj``."""
     parts = name.removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B").split(".")
-    return parts[-1] if name.endswith(".weight") else ""
+    return OTHER_NAMES.get(parts[-1], parts[-1]) if name.endswith(".weight") else ""

@@ -48,7 +48,7 @@ BALANCE = "model.moe_aux_loss_coeff=0.02"
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
-    "kto_lora": ("kto", "qwen3_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # layers with experts, and one without
+    "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
     "kto_synced": ("kto", "qwen2_moe", ["model.reference.sync_interval=1"]),
     "dpo_lora": ("dpo", "mixtral", [*LORA, f"{TARGETS}=[attention]"]),

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.memory import Training
 from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.models.traffic import Step, step_traffic
@@ -19,6 +20,7 @@ from tests.tiny import make_checkpoint
 
 WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.peft.lora_tuning.adapter_dim=4"]
+ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",))
 EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
 # Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
@@ -43,6 +45,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         [SHARDS, EP2, "model.expert_tensor_parallel_size=1"],
     ),
     "tp2_ep2": (4, (2, 1, 1), {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2}, [SHARDS, EP2]),
+    "ep2_lora": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": ADAPTERS}, [EP2, *LORA]),
     "pp2_ep2_of_dp4": (8, (1, 2, 1), {"expert_parallel": 2}, [EP2]),
     "ep2_recompute": (
         2,
