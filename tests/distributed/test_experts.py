@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,24 @@ def test_an_export_is_that_of_the_checkpoint(
     assert first.keys() == again.keys() == before.keys()
     assert all(torch.equal(values, again[name]) for name, values in first.items())
     assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"
+
+
+def test_exported_adapters_are_those_of_the_checkpoint(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+) -> None:
+    """Adapters on experts that two ranks share out, and the model that they are merged into; both again on one rank."""
+    import torch
+
+    from nemo_kto.launch.build_policy import export_checkpoint
+    from tests.parity.test_huggingface import weights
+
+    given = [*LORA, f"{TARGETS}=[mlp]", EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
+    run = tmp_path / "run"
+    ranks.run(2, train, tiny_checkpoint("mixtral"), kto_rows, run, 2, given)
+    ranks.run(1, export_checkpoint, run, tmp_path / "hf")
+    ranks.run(1, partial(export_checkpoint, adapter=True), run, tmp_path / "adapter")
+    for name in ("hf", "adapter"):
+        first, again = weights(run / name), weights(tmp_path / name)
+        assert first.keys() == again.keys()
+        assert all(torch.equal(values, again[weight]) for weight, values in first.items()), name
+    assert len(weights(run / "adapter")) == 4 * 4 * 3 * 2, "layers, experts, projections, A and B"
