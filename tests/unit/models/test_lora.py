@@ -99,7 +99,7 @@ def test_experts_are_adapted_and_routers_are_not(family: str, names: list[str]) 
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         "mlp.experts.local_experts.{expert}.linear_fc2.weight",
     ]
-    pairs = [adapter_mappings(mapping, 3) for mapping in mappings[2:]]
+    pairs = [adapter_mappings(mapping, settings("all")) for mapping in mappings[2:]]
     assert [name for mapping_a, _ in pairs for name in mapping_a.hf_names] == [
         f"{INNER}{name}.lora_A.weight" for name in names
     ]
