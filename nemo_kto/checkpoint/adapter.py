@@ -29,6 +29,7 @@ from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.lora import magnitudes, take_magnitudes
 from nemo_kto.models.lora_mappings import adapted_mappings, hf_module
 from nemo_kto.models.lora_settings import NEMO_TARGETS, LoRASettings
 
@@ -46,7 +47,7 @@ def export_adapter(
         RuntimeError: rank 0 could not write; says why, on every rank alike.
         ValueError: the model has no adapters.
     """
-    settings = _settings(chunks)
+    settings, instead = _settings(chunks), magnitudes(chunks)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         # parts of a fused layer that are not adapted are zero, and nothing to PEFT
@@ -60,13 +61,15 @@ def export_adapter(
         target=Path(out),
         is_ours=is_our_adapter,
         prepare=lambda: None,
-        stream=lambda: gather_weights(rank_adapters(chunks, architecture, settings), architecture),
+        stream=lambda: gather_weights(rank_adapters(chunks, architecture, settings, instead), architecture),
         write=write,
     )
 
 
 def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
     """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
+
+    The weights that they belong to must be there: DoRA's magnitudes are kept as what they are more than the norms of rows.
 
     Raises:
         UserError: it is no adapter, or not for a model with these adapters; lists all differences, on every rank alike.
@@ -85,7 +88,9 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
         )
         raise UserError("\n  ".join([told, *problems]))
     files = dict.fromkeys(wanted, Path(folder) / ADAPTER_WEIGHTS)
-    read_weights(rank_adapters(chunks, architecture, settings), architecture, files)
+    instead = magnitudes(chunks)
+    read_weights(rank_adapters(chunks, architecture, settings, instead), architecture, files)
+    take_magnitudes(chunks, instead)
 
 
 def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
@@ -105,7 +110,7 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
         "target_modules": list(settings.modules),
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,
         **mixture,
     }  # fmt: skip
 

@@ -15,12 +15,14 @@ from typing import Any
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError
 from nemo_kto.files import file_inside, read_json
+from nemo_kto.models.lora_mappings import MAGNITUDE
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+|\.shared_expert)?)"
-    rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.lora_[AB]\.weight"
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\."
+    r"(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+|\.shared_expert)?)"
+    rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.(?:lora_[AB]\.weight|{MAGNITUDE})"
 )
 # What transformers has in the place of the gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
@@ -31,7 +33,8 @@ _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
     "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
-    "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "runtime_config", "target_modules", "target_parameters", "task_type",
+    "use_dora", "use_rslora",
 }  # fmt: skip
 # Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -54,7 +57,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     for match in filter(None, map(_TENSOR.fullmatch, shapes)):
         modules_of_layer[int(match["layer"])].add(OTHER_NAMES.get(match["module"], match["module"]))
     if problems := list(_refusals(config, shapes, modules_of_layer.values())):
-        told = f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:"
+        told = f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
         raise UserError(
             "\n  ".join([told, *problems, "train such adapters, or merge these into their base model with peft"])
         )
@@ -65,6 +68,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
         rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
         target_modules=tuple(module for module in HUGGING_FACE_TARGETS if module in modules),
         layers=tuple(layer + 1 for layer in layers) if limited or layers != list(range(len(layers))) else None,
@@ -114,6 +118,12 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
         yield f"{text}; experts need names of their own" if ".experts." in others[0] else text
     yield from _wrong_shapes(config.get("r"), shapes)
+    dora, magnitudes = bool(config.get("use_dora")), any(name.endswith(MAGNITUDE) for name in shapes)
+    if adapted and dora != magnitudes:
+        which = "with" if magnitudes else "without"
+        yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
+    if dora and any(".experts." in name for name in shapes):
+        yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
     if not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
     elif len(set(map(frozenset, adapted))) != 1:
@@ -123,7 +133,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
 def _wrong_shapes(rank: object, shapes: Shapes) -> Iterator[str]:
     """The first tensor whose rank is not that of the configuration."""
     for name, shape in shapes.items():
-        if not _TENSOR.fullmatch(name):
+        if not _TENSOR.fullmatch(name) or name.endswith(MAGNITUDE):
             continue
         along = 0 if ".lora_A." in name else 1
         if len(shape) != 2 or shape[along] != rank:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_kto.checkpoint.safetensors_files import Shapes
 from nemo_kto.models.architecture import Architecture
@@ -34,14 +34,14 @@ class Weight:
     """A parameter of this rank and what it is made of.
 
     Attributes:
-        parameter: the parameter.
+        parameter: the parameter, or a tensor in its place.
         mapping: its entry in the family's table.
         place: ``layer``, the number of the layer in the whole model, and ``expert``, that of the expert in its layer, where
             it belongs to one.
         copied: it is the last stage's copy of a tied embedding.
     """
 
-    parameter: nn.Parameter
+    parameter: Tensor
     mapping: ParamMapping
     place: Mapping[str, int]
     copied: bool = False
@@ -60,8 +60,8 @@ def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shape
 
 
 def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
-    pairs = [adapter_mappings(mapping, settings.rank) for mapping in adapted_mappings(architecture, settings)]
-    return [mapping for pair in pairs for mapping in pair]
+    groups = [adapter_mappings(mapping, settings) for mapping in adapted_mappings(architecture, settings)]
+    return [mapping for group in groups for mapping in group]
 
 
 def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Sequence[int]) -> Shapes:
@@ -99,12 +99,17 @@ def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Ite
             raise KeyError(f"the table of {architecture.family.name} has no mapping for the parameter {name}")
 
 
-def rank_adapters(chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings) -> Iterator[Weight]:
-    """The adapters of this rank's chunks, with their mappings under PEFT's names."""
+def rank_adapters(
+    chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings, instead: Mapping[nn.Parameter, Tensor]
+) -> Iterator[Weight]:
+    """The adapters of this rank's chunks, with their mappings under PEFT's names.
+
+    ``instead``: of some parameters, the tensors that hold what the file does.
+    """
     mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
     for name, place, parameter in _parameters(chunks):
         if is_adapter(name):
-            yield Weight(parameter=parameter, mapping=mappings[name], place=place)
+            yield Weight(parameter=instead.get(parameter, parameter), mapping=mappings[name], place=place)
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, int], nn.Parameter]]:

@@ -143,4 +143,5 @@ def _described(settings: LoRASettings | None) -> str:
     if settings is None:
         return "none"
     layers = "all layers" if settings.layers is None else f"layers {', '.join(map(str, settings.layers))}"
-    return f"rank {settings.rank}, {settings.scale_text}, {', '.join(settings.modules)} of {layers}"
+    kind = "DoRA of " if settings.dora else ""
+    return f"{kind}rank {settings.rank}, {settings.scale_text}, {', '.join(settings.modules)} of {layers}"

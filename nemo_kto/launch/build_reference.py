@@ -24,7 +24,7 @@ from nemo_kto.launch.leave import leave
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters_of, zero_adapters
+from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
 from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, signals, state
@@ -101,11 +101,12 @@ def load_model(policy: Policy, other: ModelSource) -> None:
             empty=True,
         )
         add_adapters(carrier, settings, architecture=policy.architecture, seed=0)
+        share_weights(carrier, chunk)
         if saved is None:
             load_adapter([carrier], policy.architecture, adapters)
         else:
             load_weights_only(adapters, [carrier])
-        merge_adapters_of(carrier, chunk)
+        merge_adapters([carrier])
 
 
 def find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:

@@ -21,6 +21,7 @@ def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
         rank=tuning.adapter_dim,
         alpha=tuning.alpha,
         rslora=tuning.rslora,
+        dora=tuning.dora,
         dropout=tuning.adapter_dropout,
         target_modules=tuple(tuning.target_modules),
         layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),

@@ -204,11 +204,15 @@ def _loss_facts(cfg: RunConfig) -> dict[str, object]:
 def _adapter_facts(settings: LoRASettings | None) -> Facts:
     if settings is None:
         return {}
-    values = {"adapter_dim": settings.rank, "alpha": float(settings.alpha), "target_modules": settings.modules}
-    return {
-        f"model.peft.lora_tuning.{key}": value
-        for key, value in (values | {"rslora": settings.rslora, "layer_selection": settings.layers}).items()
+    values = {
+        "adapter_dim": settings.rank,
+        "alpha": float(settings.alpha),
+        "target_modules": settings.modules,
+        "rslora": settings.rslora,
+        "dora": settings.dora,
+        "layer_selection": settings.layers,
     }
+    return {f"model.peft.lora_tuning.{key}": value for key, value in values.items()}
 
 
 def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:

@@ -64,7 +64,7 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
 def _run_lines(plan: Plan) -> dict[str, str]:
     architecture, adapters = plan.training.architecture, plan.training.adapters
     whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
-    how = "all trained" if adapters is None else f"LoRA of rank {adapters.rank} on {', '.join(adapters.modules)}"
+    how = "all trained" if adapters is None else f"{adapters.kind} of rank {adapters.rank} on {', '.join(adapters.modules)}"
     step, unit = plan.step, plan.cfg.recipe.unit
     rows = f"{plan.cfg.model.global_batch_size:,} {unit}"
     model = f"{plan.cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"

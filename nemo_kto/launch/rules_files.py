@@ -32,7 +32,7 @@ Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
 _MAX_ROW_BYTES = 2**20  # of a first row; a file without lines may be as large as the disk
-_TARGETS = "model.peft.lora_tuning.target_modules"
+_TARGETS, _DORA = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.dora"
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
 
 
@@ -152,6 +152,11 @@ def _targets(cfg: RunConfig, family: Family) -> Errors:
         text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, of which it fuses some; "
         remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in held)}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, text + remedy, (_MODEL, _SCHEME))
+    of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
+    chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}
+    if cfg.model.peft.lora_tuning.dora and chosen & of_experts:
+        text = "must be false with adapters on experts, which have none in peft either, got true"
+        yield ConfigError(_DORA, f"{text}; adapt the attention only", (_MODEL, _SCHEME, _TARGETS))
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:

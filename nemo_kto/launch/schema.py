@@ -155,6 +155,7 @@ class LoRATuningConfig(Section):
     adapter_dim: Count
     alpha: Annotated[float, Gt(0), Remedy("e.g. {key}=32")]
     rslora: bool
+    dora: bool
     adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]
     layer_selection: Annotated[list[LoRALayer], check(bool, "not be empty", "null adapts all")] | None
 

@@ -120,7 +120,7 @@ def _trained(policy: Policy) -> tuple[int, str | None]:
     if settings is None:
         return _count(wanted_weights(policy.architecture)), None
     layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
-    text = f"LoRA of rank {settings.rank}, {settings.scale_text}, on {', '.join(settings.modules)}{layers}"
+    text = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {', '.join(settings.modules)}{layers}"
     if policy.adapter_folder is not None:
         text += f", from {policy.adapter_folder}"
     return _count(wanted_adapters(policy.architecture, settings)), text

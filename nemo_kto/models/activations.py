@@ -71,7 +71,8 @@ class Activations:
         return tables * 3 * self.element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self, recomputed: Collection[str] = ()) -> float:
-        """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves."""
+        """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves; of DoRA
+        the change of each row, and in fp32 how it depends on the magnitude."""
         if self.adapters is None:
             return 0
         fused: list[tuple[float, int]] = [(self._query() + 2 * self._key_value(), 3)] * self._adapts(
@@ -82,7 +83,9 @@ class Activations:
         fused += [(2 * self._mean(self._ffn(), experts), 2)] * (
             self._adapts("gate_proj", "up_proj") and "mlp" not in recomputed
         )
-        return sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
+        spread = sum(self.element_bytes * rows * parts * (self.adapters.rank + 1) for rows, parts in fused)
+        changed = self._changed_outputs(_ATTENTION if "mlp" in recomputed else _ATTENTION | _MLP)
+        return spread + (self.element_bytes + _FP32) * sum(rows for rows, _ in changed)
 
     def gradients_of_layer(self) -> float:
         """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
@@ -189,7 +192,7 @@ class Activations:
 
     def _adapter_inputs(self, kept: frozenset[str]) -> float:
         """The rank-wide products A x, a token; with dropout the inputs that it made and where it dropped: on the CPU the
-        factors themselves."""
+        factors themselves; with DoRA the outputs that magnitudes change."""
         if self.adapters is None:
             return 0.0
         hidden, width = self._hidden(), self.architecture.hidden_size
@@ -206,7 +209,22 @@ class Activations:
         adapted = [sizes for names, sizes in inputs.items() if kept.issuperset(names) and self._adapts(*names)]
         each = self.element_bytes + (1 if self.on_gpu else self.element_bytes)
         dropped = each * sum(width for width, _ in adapted) if self.adapters.dropout else 0
-        return dropped + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
+        changed = self.element_bytes * sum(values for _, values in self._changed_outputs(kept))
+        return dropped + changed + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
+
+    def _changed_outputs(self, kept: frozenset[str]) -> list[tuple[int, float]]:
+        """Of DoRA, which experts cannot have: rows of adapted layers, on a rank, and values of their outputs for a token."""
+        if self.adapters is None or not self.adapters.dora:
+            return []
+        fused, hidden = self._query() + 2 * self._key_value(), (self.architecture.hidden_size, self._hidden())
+        gated = 2 * self.architecture.ffn_hidden_size // self.architecture.tensor_parallel
+        outputs: dict[tuple[str, ...], tuple[int, float]] = {
+            ("q_proj", "k_proj", "v_proj"): (fused, fused),
+            ("o_proj",): hidden,
+            ("gate_proj", "up_proj"): (gated, gated),
+            ("down_proj",): hidden,
+        }
+        return [sizes for names, sizes in outputs.items() if kept.issuperset(names) and self._adapts(*names)]
 
     def _keeps_input(self, *names: str) -> bool:
         """Whether the input of a layer is kept as it is, for a gradient of its weight or of an adapter without dropout."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.flops import ForwardFlops, training_passes
 from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.lora import constant_weights
 from nemo_kto.models.router import balance_sums, experts_span_copies, routers
 from nemo_kto.models.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.parallel import device
@@ -112,7 +113,7 @@ class LogProbEngine:
 
         if micro_batches := self._micro_batches(sequences, limits):
             schedule = self._schedule(micro_batches, collect, forward_only=True)
-            with self._evaluation_mode():
+            with self._evaluation_mode(), constant_weights(self.chunks):
                 schedule(collect_non_loss_data=True)
         return from_last_stage(logps_B).cpu()
 
@@ -134,12 +135,13 @@ class LogProbEngine:
             return []
         schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
         if forward_only:
-            with torch.no_grad(), self._evaluation_mode():
+            with torch.no_grad(), self._evaluation_mode(), constant_weights(self.chunks):
                 return schedule()
         self._local_norms = []
         for chunk in self.chunks:
             chunk.train()
-        return schedule()
+        with constant_weights(self.chunks):
+            return schedule()
 
     def balance_sums(self) -> dict[str, float]:
         """How evenly experts were chosen in the last forward and backward passes, over the global batch; collective.

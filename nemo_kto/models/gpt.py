@@ -32,6 +32,7 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.bias",
     "self_attention.linear_proj.weight",
     "self_attention.linear_qkv.lora_b",
+    "self_attention.linear_qkv.lora_magnitude",
     "self_attention.linear_proj.lora_a",
 )
 

@@ -8,6 +8,10 @@ of A and B a part, as PEFT does for the layers that Hugging Face's models keep a
 
 Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they stay as they are; so do the rows of
 B and the columns of A that belong to padding. How the two are shared out over ranks: ``models.lora_layers``.
+
+With DoRA (``models.dora``) each row that is adapted has a magnitude besides:
+
+    lora_magnitude  [out]        less its start, the norm of the row of W; zero where a row has none
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora_layers import ADAPTED_CLASSES, Adapter, adapt_linear
-from nemo_kto.models.lora_mappings import LORA_A, LORA_B, adapted_mappings, adapter_mappings, hf_module
+from nemo_kto.models.lora_mappings import LORA_A, LORA_B, LORA_MAGNITUDE, adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
 from nemo_kto.parallel import state
@@ -47,14 +51,15 @@ _ONE_EXPERT = re.compile(r"local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[
 
 def is_adapter(name: str) -> bool:
     """True for the name of a parameter that belongs to an adapter."""
-    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+    return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{LORA_MAGNITUDE}"))
 
 
 def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
     """Freeze a chunk of the model and give its linear layers adapters; before it is wrapped for data parallelism.
 
     A starts as PEFT's does (uniform within 1 / sqrt(in): He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), drawn for each
-    layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero.
+    layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero, and with DoRA
+    magnitudes at the norms of the rows.
 
     Args:
         chunk: built by ``models.gpt.build_gpt``; where experts are adapted, with each of them by itself.
@@ -80,6 +85,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
                 dropout=settings.dropout,
                 parts=len(mapping.hf_names),
                 part_of_row=_part_of_row(linear.weight, mapping, architecture),
+                magnitudes=[settings.dora and hf_module(name) in settings.modules for name in mapping.hf_names],
             )
             _draw_a(linear.lora_a, mapping, place, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
@@ -122,21 +128,58 @@ def merge_adapters(chunks: Sequence[nn.Module]) -> None:
         adapter.merge()
 
 
-@torch.no_grad()
-def merge_adapters_of(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
-    """Add the adapters of one model to the weights of another of the same names and shapes; its own adapters stay."""
+def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
+    """Put the adapters of one model on the weights of another of the same names and shapes, which both hold from then on."""
     weights = dict(unwrap_model(chunk).named_parameters())
     for name, adapter in adapted.named_modules():
         if isinstance(adapter, Adapter):
             one_by_one, grouped = f"{name}.weight", _ONE_EXPERT.sub(r"\g<linear>.weight\g<expert>", name)
-            adapter.add_to(weights[one_by_one if one_by_one in weights else grouped])
+            adapter.weight = weights[one_by_one if one_by_one in weights else grouped]
 
 
 @torch.no_grad()
 def zero_adapters(chunks: Iterable[nn.Module]) -> None:
-    """Make the adapters add nothing: B becomes zero, as where training begins."""
+    """Make the adapters add nothing: B becomes zero, and magnitudes the norms of the rows, as where training begins."""
     for adapter in _adapters(chunks):
         adapter.lora_b.zero_()
+        if adapter.lora_magnitude is not None:
+            adapter.lora_magnitude.zero_()
+
+
+@contextlib.contextmanager
+def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block no weight changes, so that what DoRA needs of all of them is computed once."""
+    adapters = [adapter for adapter in _adapters(chunks) if adapter.lora_magnitude is not None]
+    for adapter in adapters:
+        adapter.adapter_is_constant = True
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.adapter_is_constant, adapter.adapter_change = False, None
+
+
+@torch.no_grad()
+def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
+    """DoRA's magnitudes in fp32, by the parameters that hold what they are more than where they start; collective.
+
+    Raises:
+        RuntimeError: the adapters are merged into the weights, whose norms have changed with that.
+    """
+    chunks = [*chunks]
+    finish_gathers(chunks)
+    held = [(adapter.lora_magnitude, adapter) for adapter in _adapters(chunks)]
+    if any(parameter is not None and adapter.adapter_is_merged for parameter, adapter in held):
+        raise RuntimeError("magnitudes must be read before adapters are merged into the weights, not after")
+    return {parameter: adapter.magnitudes() for parameter, adapter in held if parameter is not None}
+
+
+@torch.no_grad()
+def take_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> None:
+    """What :func:`magnitudes` gives becomes ``values``, beside the weights that the chunks have now; collective."""
+    for adapter in _adapters(chunks):
+        if adapter.lora_magnitude is not None:
+            adapter.take_magnitudes(values[adapter.lora_magnitude])
 
 
 def _linears(
@@ -181,7 +224,7 @@ def _draw_a(
 ) -> None:
     names = [name.format(**place) for name in mapping.hf_names]
     widths = [shape[1] for shape in source_shapes(mapping, architecture)]
-    mapping_a, _ = adapter_mappings(mapping, settings.rank)
+    mapping_a = adapter_mappings(mapping, settings)[0]
     rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
     for piece in pieces(lora_a, mapping_a, architecture, rank=rank):
         name, width = names[piece.source], widths[piece.source]

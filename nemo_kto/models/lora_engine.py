@@ -33,8 +33,7 @@ class LoRAEngineRowParallelLinear(Adapter, TERowParallelLinear):
 
     def forward(self, x: Tensor) -> Output:
         """As megatron-core's; ``x`` is [sequence, batch, in of this rank]."""
-        output, bias = super().forward(x)
-        return self.add_to_rows(output, x), bias
+        return self.add_to_rows(super().forward(x), x)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None

@@ -9,7 +9,8 @@ from nemo_kto.models.families import Family, ParamMapping, Split
 from nemo_kto.models.lora_settings import OTHER_NAMES, LoRASettings
 from nemo_kto.models.segments import split_dimension
 
-LORA_A, LORA_B = "lora_a", "lora_b"
+LORA_A, LORA_B, LORA_MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
+MAGNITUDE = "lora_magnitude_vector"  # in PEFT's files
 
 
 def adaptable(family: Family) -> list[ParamMapping]:
@@ -34,33 +35,47 @@ def adapts_experts(architecture: Architecture, settings: LoRASettings | None) ->
     return bool(numbers if settings.layers is None else numbers.intersection(settings.layers))
 
 
-def adapter_mappings(mapping: ParamMapping, rank: int) -> tuple[ParamMapping, ParamMapping]:
-    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, under PEFT's names."""
-    is_column = split_dimension(mapping) == 0
-    inner = "base_model.model.{}.{}.weight"
+def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[ParamMapping, ...]:
+    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, with DoRA also of its magnitudes, in PEFT's names."""
+    is_column, rank = split_dimension(mapping) == 0, settings.rank
+    inner = "base_model.model.{}.{}"
     prefix = mapping.mcore_name.removesuffix("weight")
-    names = {name: name.removesuffix(".weight") for name in mapping.hf_names}
-    return (
+    shapes = {name.removesuffix(".weight"): shape for name, shape in mapping.hf_names.items()}
+    split_of_rows = mapping.split if is_column else Split.REPLICATED
+    matrices = (
         replace(
             mapping,
             mcore_name=prefix + LORA_A,
-            hf_names={inner.format(name, "lora_A"): (rank, mapping.hf_names[weight][1]) for weight, name in names.items()},
+            hf_names={inner.format(name, "lora_A.weight"): (rank, shape[1]) for name, shape in shapes.items()},
             split=Split.STACKED if is_column else mapping.split,
         ),
         replace(
             mapping,
             mcore_name=prefix + LORA_B,
-            hf_names={inner.format(name, "lora_B"): (mapping.hf_names[weight][0], rank) for weight, name in names.items()},
-            split=mapping.split if is_column else Split.REPLICATED,
+            hf_names={inner.format(name, "lora_B.weight"): (shape[0], rank) for name, shape in shapes.items()},
+            split=split_of_rows,
         ),
     )
+    if not settings.dora:
+        return matrices
+    magnitude = replace(
+        mapping,
+        mcore_name=prefix + LORA_MAGNITUDE,
+        hf_names={inner.format(name, MAGNITUDE): shape[:1] for name, shape in shapes.items()},
+        split=split_of_rows,
+    )
+    return (*matrices, magnitude)
 
 
 def hf_module(name: str) -> str:
-    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight`` and of the same under PEFT's name, with ``lora_A``.
+    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight`` and of the same under PEFT's names.
 
     One of :data:`~nemo_kto.models.lora_settings.HUGGING_FACE_TARGETS`, whatever the family calls it; or of others, or empty
     where the name is not that of a matrix.
     """
-    parts = name.removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B").split(".")
-    return OTHER_NAMES.get(parts[-1], parts[-1]) if name.endswith(".weight") else ""
+    if not name.endswith((".weight", f".{MAGNITUDE}")):
+        return ""
+    for suffix in (".weight", ".lora_A", ".lora_B", f".{MAGNITUDE}"):
+        name = name.removesuffix(suffix)
+    module = name.split(".")[-1]
+    return OTHER_NAMES.get(module, module)

@@ -32,6 +32,7 @@ class LoRASettings:
         target_modules: of :data:`TARGET_MODULES`.
         layers: numbers of the adapted layers, counted from 1; None for all.
         rslora: rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732).
+        dora: each row of the sum of weight and adapter has a magnitude that is trained (``models.dora``).
 
     Raises:
         ValueError: a value is impossible or a name unknown; says what may stand there.
@@ -43,6 +44,7 @@ class LoRASettings:
     target_modules: tuple[str, ...] = ("attention_qkv",)
     layers: tuple[int, ...] | None = None
     rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -63,6 +65,11 @@ class LoRASettings:
     def scale(self) -> float:
         """What the adapter's output is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def kind(self) -> str:
+        """The method by name."""
+        return "DoRA" if self.dora else "LoRA"
 
     @property
     def scale_text(self) -> str:

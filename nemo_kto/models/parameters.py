@@ -89,7 +89,7 @@ def _adapters(
     architecture: Architecture, settings: LoRASettings, layers: Sequence[int], experts: int
 ) -> Iterator[RankParameter]:
     for mapping in adapted_mappings(architecture, settings):
-        for part in adapter_mappings(mapping, settings.rank):
+        for part in adapter_mappings(mapping, settings):
             for place in architecture.instances(part, layers):
                 selected = settings.layers is None or place["layer"] + 1 in settings.layers
                 if selected and place.get("expert", -1) < experts:

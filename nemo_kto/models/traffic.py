@@ -3,7 +3,8 @@
 A ring of k ranks sends 2 n (k - 1) / k bytes for an all-reduce of n bytes, and half of it for each of its halves, an
 all-gather or a reduce-scatter. A message is a collective, or a tensor that is sent on. tests/distributed/test_traffic.py
 counts both on real ranks. Left out is what does not grow with the model or the batch: sums of metrics, and answers that
-ranks agree on.
+ranks agree on; and what adapters send, which is as much narrower than hidden states as their rank is: A x, and of DoRA two
+norms of each row.
 """
 
 from __future__ import annotations

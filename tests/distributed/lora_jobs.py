@@ -18,7 +18,7 @@ from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.huggingface import load_weights
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_chunks
-from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
+from nemo_kto.models.lora import add_adapters, constant_weights, disable_adapters, merge_adapters
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.models.stages import PipelineSplit
@@ -78,7 +78,7 @@ def optimizer_of(
     clip_grad: float = CLIP,
     **further: Any,
 ) -> Any:
-    return build_optimizer(
+    optimizer = build_optimizer(
         chunks=chunks,
         lr=LR,
         min_lr=LR,
@@ -90,6 +90,9 @@ def optimizer_of(
         use_distributed_optimizer=distributed,
         **further,
     )
+    for group in optimizer.param_groups:  # as a scheduler does
+        group["weight_decay"] *= group["wd_mult"]
+    return optimizer
 
 
 def backward(chunks: list[Any]) -> None:
@@ -118,15 +121,16 @@ def backward(chunks: list[Any]) -> None:
         here = device.current_device()
         return chunk(tokens(row).to(here), torch.arange(SEQUENCE, device=here)[None], None), loss
 
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(mine) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(mine),
-        seq_length=SEQUENCE,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with constant_weights(chunks):
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(mine) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(mine),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
 
 
 def gradients_and_steps(
@@ -201,10 +205,12 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
         switched = get_cuda_rng_tracker().fork() if layout.sequence_parallel else contextlib.nullcontext()
         linear.train()
         with switched, torch.no_grad():
-            result[name] = linear._times_a(ones, is_replicated=name == "column").numpy()
+            result[name] = linear._times_a(linear._dropped(ones, is_replicated=name == "column")).numpy()
         linear.eval()
         with torch.no_grad():
-            result[f"{name}, evaluation"] = linear._times_a(ones, is_replicated=name == "column").unique().tolist()
+            result[f"{name}, evaluation"] = (
+                linear._times_a(linear._dropped(ones, is_replicated=name == "column")).unique().tolist()
+            )
         result[f"{name}, width"] = ones.size(-1)
     return result
 

@@ -171,6 +171,7 @@ RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "rpo": ("dpo", ["model.dpo.preference_loss=rpo_bwd_kl", "model.dpo.gt_reward_scale=2.0"], None),
     "lora": ("kto", LORA, 0.5),
     "lora_dpo": ("dpo", LORA, math.log(2)),
+    "dora": ("kto", [*LORA, "model.peft.lora_tuning.dora=true"], 0.5),
 }
 DPO_LAYOUTS = (
     "tp2",
@@ -207,6 +208,17 @@ EVERY_CASE = [
     *(("lora", layout) for layout in ("pp2_vp2", "pp2_vp2_dp2_90_tokens", "pp2_vp2_recompute_full", "pp2_uneven")),
     *(("lora_dpo", layout) for layout in ("tp2_pp2", "pp2_vp2_dp2", "pp2_uneven", "micro_batch_1", "packed_pp2")),
     *(("lora_dpo", layout) for layout in ("packed_pp2_vp2_dp2", "forward_micro_batch_3")),
+    *(
+        ("dora", layout)
+        for layout in (
+            "sequence_parallel_pp2",
+            "tp2",
+            "pp2",
+            "cp2_tp2_sequence_parallel",
+            "packed_dp2",
+            "pp2_vp2_recompute_full",
+        )
+    ),
 ]
 # Steps of the cases of the quick matrix; those of five are taken ten steps far in the full one.
 QUICK = {
@@ -236,6 +248,7 @@ QUICK = {
     ("dpo", "packed_tp2_dp2_sequence_parallel"): 5,
     ("lora", "tp2_pp2"): 5,
     ("lora", "pp2_vp2"): 5,
+    ("dora", "sequence_parallel_pp2"): 5,
 }
 CASES = [
     *(pytest.param(*case, steps, id=f"{'-'.join(case)}-{steps}") for case, steps in QUICK.items()),

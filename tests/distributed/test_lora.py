@@ -16,7 +16,8 @@ from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.parity import hf_models
 
-# Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter.
+# Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter; and
+# with magnitudes, of all parts and of some.
 SETTINGS = {
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "qwen2": LoRASettings(
@@ -24,6 +25,10 @@ SETTINGS = {
     ),
     "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
+    "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
+    "llama-all-biases-linear-rope, dora": LoRASettings(
+        rank=2, alpha=2, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"), layers=(1, 4), dora=True
+    ),
 }
 CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
     "one_rank": (1, Layout(), {}),
@@ -44,7 +49,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def peft_model(folder: Path, settings: LoRASettings) -> Any:
-    """The model at ``folder`` under peft, with random A and B."""
+    """The model at ``folder`` under peft, with random A and B, and magnitudes that have moved by up to a half."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -52,6 +57,8 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
         r=settings.rank,
         lora_alpha=settings.alpha,
         use_rslora=settings.rslora,
+        use_dora=settings.dora,
+        lora_dropout=settings.dropout,
         target_modules=list(settings.modules),
         layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
         task_type="CAUSAL_LM",
@@ -59,15 +66,20 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
     draw = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            if parameter.dim() == 1:
+                parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
+            else:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
     return model
 
 
 def adapter_tensors(model: Any, what: Any) -> Tensors:
     """``what`` of each adapter parameter, under the names of peft's files."""
-    named = ((name.replace(".default", ""), parameter) for name, parameter in model.named_parameters())
+    named = (
+        (name.replace("vector.default.weight", "vector").replace(".default", ""), parameter)
+        for name, parameter in model.named_parameters()
+    )
     return {name: what(parameter) for name, parameter in named if parameter.requires_grad}
 
 
@@ -77,32 +89,40 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     root = tmp_path_factory.mktemp("lora")
     found = {}
     for name, settings in SETTINGS.items():
-        hf_models.write_model(name, root / name)
+        hf_models.write_model(name.removesuffix(", dora"), root / name)
         peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter")
         found[name] = (root / name, root / f"{name}-adapter", settings)
     return found
 
 
-@pytest.fixture(scope="module")
-def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, tuple[Tensors, Tensors, list[float]]]:
+Expected = tuple[Tensors, Tensors, list[float]]
+
+
+def steps_of_peft(model: Any) -> Expected:
     """First gradients, adapters after three steps, and norms: peft, autograd and torch's AdamW, in fp64."""
-    found = {}
-    for name, (folder, _, settings) in models.items():
-        model = peft_model(folder, settings).double()  # in fp32 its own rounding is more than half of what is allowed
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        options = {"lr": lora_jobs.LR, "betas": lora_jobs.BETAS, "eps": lora_jobs.EPS}
-        optimizer = torch.optim.AdamW(trained, weight_decay=lora_jobs.WEIGHT_DECAY, **options)
-        gradients: Tensors = {}
-        norms = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            for row in range(lora_jobs.ROWS):
-                ((model(lora_jobs.tokens(row)).logits * lora_jobs.cotangent(row)).sum() / lora_jobs.ROWS).backward()
-            gradients = gradients or adapter_tensors(model, lambda parameter: parameter.grad.clone())
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, lora_jobs.CLIP)))
-            optimizer.step()
-        found[name] = (gradients, adapter_tensors(model, lambda parameter: parameter.detach().clone()), norms)
-    return found
+    model = model.double()  # in fp32 its own rounding is more than half of what is allowed
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.dim() > 1], "weight_decay": lora_jobs.WEIGHT_DECAY},
+        {"params": [each for each in trained if each.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lora_jobs.LR, betas=lora_jobs.BETAS, eps=lora_jobs.EPS)
+    gradients: Tensors = {}
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for row in range(lora_jobs.ROWS):
+            ((model(lora_jobs.tokens(row)).logits * lora_jobs.cotangent(row)).sum() / lora_jobs.ROWS).backward()
+        gradients = gradients or adapter_tensors(model, lambda parameter: parameter.grad.clone())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, lora_jobs.CLIP)))
+        optimizer.step()
+    return gradients, adapter_tensors(model, lambda parameter: parameter.detach().clone()), norms
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Expected]:
+    """What peft says of each model."""
+    return {name: steps_of_peft(peft_model(folder, settings)) for name, (folder, _, settings) in models.items()}
 
 
 @pytest.fixture(
@@ -118,28 +138,37 @@ def outcome(
     return ranks.run(world_size, lora_jobs.gradients_and_steps, layout, models, out, options), out
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_gradient_and_the_steps(outcome: Any, expected: Any, name: str) -> None:
-    results, out = outcome
-    gradients, trained, norms = expected[name]
-    ours = load_file(out / name / "gradients" / "adapter_model.safetensors")
+def check_steps(results: list[list[float]], written: Path, model: Path, expected: Expected) -> None:
+    """What each rank returned and what they wrote of a model, against what peft says of it."""
+    gradients, trained, norms = expected
+    ours = load_file(written / "gradients" / "adapter_model.safetensors")
+    weights = {key: values for file in model.glob("*.safetensors") for key, values in load_file(file).items()}
+    for tensor in (tensor for tensor in ours if tensor.endswith("lora_magnitude_vector")):
+        # written in the place of what magnitudes are more than the norms of their rows
+        weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
+        ours[tensor] = ours[tensor].double() - weights[weight].double().norm(dim=1)
     scale = max(gradient.abs().max() for gradient in gradients.values())
     assert ours.keys() == gradients.keys()
     for tensor, gradient in gradients.items():
         assert gradient.abs().max() > 1e-4 * scale, "the test must see every part"
         assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
-    for result in results:
-        *our_norms, largest_padding = result[name]
+    for *our_norms, largest_padding in results:
         # As docs/numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
         # rounds a small one differently grows with each step.
         assert our_norms[0] == pytest.approx(norms[0], rel=2e-5)
         assert our_norms == pytest.approx(norms, rel=1e-4)
         assert largest_padding == 0.0
     assert norms[0] > lora_jobs.CLIP, "the norm must matter"
-    after = load_file(out / name / "trained" / "adapter_model.safetensors")
+    after = load_file(written / "trained" / "adapter_model.safetensors")
     for tensor, values in trained.items():
         assert (after[tensor] - values).abs().max() < 1e-4 * values.abs().max(), tensor
-    assert os.listdir(out / name / "trained") == os.listdir(out / name / "gradients")
+    assert os.listdir(written / "trained") == os.listdir(written / "gradients")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_gradient_and_the_steps(outcome: Any, expected: Any, models: Any, name: str) -> None:
+    results, out = outcome
+    check_steps([result[name] for result in results], out / name, models[name][0], expected[name])
 
 
 DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))

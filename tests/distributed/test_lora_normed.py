@@ -8,6 +8,7 @@ passes on (output, bias, normed), or ((output, normed), None) where the bias is 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -65,7 +66,7 @@ def mine(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()].clone()
 
 
-def adapted(kind: type, sequence_parallel: bool, skip_bias_add: bool) -> Any:
+def adapted(kind: type, sequence_parallel: bool, skip_bias_add: bool, dora: bool) -> Any:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=IN,
@@ -77,22 +78,24 @@ def adapted(kind: type, sequence_parallel: bool, skip_bias_add: bool) -> Any:
     linear: Any = kind(IN, OUT, config=config, init_method=torch.nn.init.zeros_, **options)
     if kind is NormedLinear:
         linear.add_norm(draw(IN, seed=1))
-    adapt_linear(linear, rank=RANK, scale=0.5, parts=PARTS, part_of_row=mine(torch.arange(OUT) % PARTS))
+    part_of_row = mine(torch.arange(OUT) % PARTS)
+    adapt_linear(linear, rank=RANK, scale=0.5, parts=PARTS, part_of_row=part_of_row, magnitudes=(dora, False))
     for name, values in {
         "weight": mine(draw(OUT, IN, seed=2)),
         "lora_a": draw(PARTS * RANK, IN, seed=3),
         "lora_b": mine(draw(OUT, RANK, seed=4)),
+        **({"lora_magnitude": mine(draw(OUT, seed=7))} if dora else {}),
     }.items():
         getattr(linear, name).data.copy_(values)
     linear.weight.requires_grad_(False)
     return linear
 
 
-def difference(sequence_parallel: bool, skip_bias_add: bool) -> dict[str, Any]:
+def difference(sequence_parallel: bool, skip_bias_add: bool, dora: bool) -> dict[str, Any]:
     """Between a layer with a norm inside and one with a norm before it: outputs, gradients, names in a checkpoint."""
     whole = draw(SEQUENCE, BATCH, IN, seed=5)
     found: dict[type, list[Any]] = {}
-    layers = {kind: adapted(kind, sequence_parallel, skip_bias_add) for kind in (NormedLinear, ColumnParallelLinear)}
+    layers = {kind: adapted(kind, sequence_parallel, skip_bias_add, dora) for kind in (NormedLinear, ColumnParallelLinear)}
     for kind, linear in layers.items():
         input_ = (mine(whole) if sequence_parallel else whole.clone()).requires_grad_()
         normed = input_ if kind is NormedLinear else F.rms_norm(input_, (IN,), draw(IN, seed=1))
@@ -101,11 +104,12 @@ def difference(sequence_parallel: bool, skip_bias_add: bool) -> dict[str, Any]:
         assert (bias is not None) == skip_bias_add
         linear.adapter_is_on = False
         off, _ = linear(normed)
-        found[kind] = [output.detach(), off.detach(), input_.grad, linear.lora_a.grad, linear.lora_b.grad]
+        names = ["lora_a", "lora_b", *(["lora_magnitude"] if dora else [])]
+        found[kind] = [output.detach(), off.detach(), input_.grad, *(getattr(linear, name).grad for name in names)]
     ours, theirs = found.values()
     metadata = ensure_metadata_has_dp_cp_group(None)
     entries = [linear.sharded_state_dict(metadata=metadata) for linear in layers.values()]
-    kept = [{name: of[name] for name in ("weight", "lora_a", "lora_b")} for of in entries]
+    kept = [{name: of[name] for name in ("weight", *names)} for of in entries]
     forms = [{name: (entry.key, entry.local_shape, entry.global_shape) for name, entry in of.items()} for of in kept]
     return {
         "classes": [type(linear).__name__ for linear in layers.values()],
@@ -120,7 +124,8 @@ def layers_with_norms(layout: state.Layout) -> list[dict[str, Any]]:
     state.init_distributed(layout=layout, seed=3)
     # before the class that it is made from, of which it is one too
     with mock.patch.dict(ADAPTED_CLASSES, {NormedLinear: AdaptedNormedLinear, **ADAPTED_CLASSES}, clear=True):
-        return [difference(layout.sequence_parallel, skip_bias_add) for skip_bias_add in (False, True)]
+        cases = itertools.product((False, True), repeat=2)
+        return [difference(layout.sequence_parallel, skip_bias_add, dora) for skip_bias_add, dora in cases]
 
 
 @pytest.mark.parametrize(

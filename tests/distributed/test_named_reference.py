@@ -21,8 +21,13 @@ from tests.distributed.ranks import RankPool
 from tests.parity import hf_models
 from tests.tiny import make_checkpoint
 
-SAVED = LoRASettings(rank=3, alpha=6, target_modules=("attention", "mlp_fc2"))
-LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=2", "model.peft.lora_tuning.target_modules=[mlp]"]
+SAVED = LoRASettings(rank=3, alpha=6, target_modules=("attention", "mlp_fc2"), dora=True)
+LORA = [
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.adapter_dim=2",
+    "model.peft.lora_tuning.target_modules=[mlp]",
+    "model.peft.lora_tuning.dora=true",
+]
 TP2, PP2 = ["model.tensor_model_parallel_size=2"], ["model.pipeline_model_parallel_size=2"]
 PP2_VP2 = [*PP2, "model.virtual_pipeline_model_parallel_size=2"]
 Logps = dict[tuple[int, ...], float]
@@ -70,12 +75,14 @@ def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     root = tmp_path_factory.mktemp("named")
     for name, seed in (("base", 0), ("other", 3)):
         make_checkpoint(root / name, "llama", seed=seed)
-        config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        modules, dora = ["q_proj", "v_proj", "up_proj"], name == "other"
+        config = LoraConfig(r=4, lora_alpha=12, target_modules=modules, use_dora=dora, task_type="CAUSAL_LM")
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32), config)
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+                drawn = torch.randn(parameter.shape, generator=draw) * 0.1
+                parameter.copy_(drawn if parameter.dim() > 1 else parameter * (1 + drawn))
         model.save_pretrained(root / f"on_{name}")
     ranks.run(1, lora_jobs.train_and_save, Layout(), root / "base", SAVED, root / "run", 1)
     return {
@@ -186,7 +193,12 @@ def test_the_policy_itself_as_the_named_reference(
 ) -> None:
     """Its adapters are not merged then, so that the log-ratios are exactly zero."""
     checkpoint, tuning = folders["checkpoint"], "model.peft.lora_tuning"
-    its_own = [f"{tuning}.adapter_dim=3", f"{tuning}.alpha=6", f"{tuning}.target_modules=[attention,mlp_fc2]"]
+    its_own = [
+        f"{tuning}.adapter_dim=3",
+        f"{tuning}.alpha=6",
+        f"{tuning}.target_modules=[attention,mlp_fc2]",
+        f"{tuning}.dora=true",
+    ]
     overrides = [LORA[0], *its_own, f"model.reference.restore_from_path={checkpoint}"]
     (seen,) = ranks.run(1, run_a_step, checkpoint, dpo_rows, tmp_path, 1, overrides)
     expected = expected_logps([*seen], folders["base"], folders["of_checkpoint"])

@@ -149,6 +149,7 @@ CASES = {
     "dp2_swapped": Case(cached=False, reader="export"),
     "dp2_tied_all_reduce": Case(tied=True, distributed=False, cached=False),
     "dp2_lora": Case(lora=LoRASettings(rank=4, alpha=8, target_modules=("all",)), reader="merge"),
+    "dp2_dora": Case(lora=LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True), reader="export"),
     "tp2_dp2_tied": Case(world=4, layout=state.Layout(tensor=2), tied=True),
     "pp2_dp2_tied": Case(world=4, layout=state.Layout(pipeline=2), tied=True, cached=False),
     "pp2_vp2_dp2_tied": Case(world=4, layout=state.Layout(pipeline=2, virtual=2), tied=True),

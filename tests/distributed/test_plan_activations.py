@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
 DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
+DORA = replace(ALL, dora=True)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,10 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("gemma2", {}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("gemma2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", ALL, marks=pytest.mark.full),
         ("gemma3_text", {"tensor": 2}, "float32", ALL),
+        ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", DORA),
+        pytest.param("qwen3", {}, "bfloat16", DORA, marks=pytest.mark.full),
+        pytest.param("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True), marks=pytest.mark.full),
+        pytest.param("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True), marks=pytest.mark.full),
         pytest.param("gemma3_text", {}, "bfloat16", None, marks=pytest.mark.full),
         ("olmo2", {"tensor": 2}, "float32", None),
         pytest.param("olmo2", {}, "bfloat16", ALL, marks=pytest.mark.full),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("gemma3_text", 2, PipelineSplit(stages=2), None, marks=pytest.mark.full),
         ("llama", 2, PipelineSplit(stages=2), None),
         ("olmo2", 2, PipelineSplit(stages=2), ADAPTERS),
-        ("qwen2", 2, PipelineSplit(stages=2, chunks=2), ADAPTERS),
+        ("qwen2", 2, PipelineSplit(stages=2, chunks=2), replace(ADAPTERS, dora=True)),
         ("qwen2", 1, PipelineSplit(stages=2, last=1), None),
         ("qwen3", 4, PipelineSplit(), ADAPTERS),
         pytest.param("qwen2", 1, PipelineSplit(stages=4), None, marks=pytest.mark.full),

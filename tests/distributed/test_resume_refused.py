@@ -301,13 +301,14 @@ def change_an_adapter(folder: Path) -> None:
 def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: RankPool) -> None:
     before, tuning = adapted._replace(run=adapted.run.parent / "before"), "model.peft.lora_tuning"
     changed = [f"{tuning}.adapter_dim=8", f"{tuning}.target_modules=[q_proj,o_proj]", f"{tuning}.layer_selection=[1,2]"]
-    changed.append(f"{tuning}.rslora=true")
+    changed += [f"{tuning}.rslora=true", f"{tuning}.dora=true"]
     ((_, error, _),) = ranks.run(1, started, before, [*LORA, *changed])
     assert error.splitlines()[1:-1] == [
         f"  {tuning}.adapter_dim must stay 4 in a resumed run, got 8",
         f"  {tuning}.alpha must stay 4.0 in a resumed run, got 8.0",
         f"  {tuning}.target_modules must stay ['q_proj', 'k_proj', 'v_proj'] in a resumed run, got ['q_proj', 'o_proj']",
         f"  {tuning}.rslora must stay false in a resumed run, got true",
+        f"  {tuning}.dora must stay false in a resumed run, got true",
         f"  {tuning}.layer_selection must stay null in a resumed run, got [1, 2]",
     ]
     same = [f"{tuning}.target_modules=[v_proj,q_proj,k_proj]", f"{tuning}.alpha=4", f"{tuning}.adapter_dropout=0.1"]

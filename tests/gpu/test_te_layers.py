@@ -7,6 +7,7 @@ such products, and still tighter than those of bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
 )
 SETTINGS = LoRASettings(rank=4, alpha=8, target_modules=("all",))
+DORA = replace(SETTINGS, dora=True)
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # logits and gradients of about 1
 
 
@@ -49,14 +51,15 @@ def names_of_adapted(chunks: list[Any]) -> set[str]:
     return {type(module).__name__ for chunk in chunks for module in chunk.modules() if isinstance(module, lora.Adapter)}
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, DORA], ids=["lora", "dora"])
 def test_adapters_are_those_of_peft(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: LoRASettings, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
     folder = tiny_checkpoint("llama")
-    theirs = peft_model(folder, SETTINGS)
+    theirs = peft_model(folder, settings)
     theirs.save_pretrained(tmp_path / "adapter")
-    chunks, architecture = lora_jobs.build(folder, state.Layout(), SETTINGS)
+    chunks, architecture = lora_jobs.build(folder, state.Layout(), settings)
     assert names_of_adapted(chunks) == {"LoRALayerNormColumnParallelLinear", "LoRAEngineRowParallelLinear"}
     load_adapter(chunks, architecture, tmp_path / "adapter")
     tokens = lora_jobs.tokens(0)
@@ -97,7 +100,7 @@ def trained(
     return {name: weight.detach().clone() for name, weight in named if weight.requires_grad}, norms[-1]
 
 
-@pytest.mark.parametrize("settings", [None, SETTINGS], ids=["weights", "adapters"])
+@pytest.mark.parametrize("settings", [None, SETTINGS, DORA], ids=["weights", "adapters", "dora"])
 @pytest.mark.parametrize("engine_first", [True, False], ids=["engine_to_local", "local_to_engine"])
 def test_checkpoints_pass_between_both_kinds(
     engine_first: bool,

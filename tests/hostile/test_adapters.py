@@ -65,7 +65,10 @@ ADAPTERS: dict[str, tuple[Break, str]] = {
     "prefix tuning": (adapter(peft_type="PREFIX_TUNING"), "peft_type must be LORA, got PREFIX_TUNING"),
     "IA3": (adapter(peft_type="IA3"), "peft_type must be LORA, got IA3"),
     "a type that is a list": (adapter(peft_type=["LORA"]), "peft_type must be LORA, got ['LORA']"),
-    "DoRA": (adapter(use_dora=True), "use_dora must not be set, got True"),
+    "DoRA without magnitudes": (
+        adapter(use_dora=True),
+        "use_dora must be False without lora_magnitude_vector among the tensors, got True",
+    ),
     "modules_to_save": (adapter(modules_to_save=["lm_head"]), "modules_to_save must not be set, got ['lm_head']"),
     "a bias": (adapter(bias="all"), "bias must be none, got all"),
     "another start": (adapter(init_lora_weights="pissa"), "init_lora_weights must leave the base model as it is, got pissa"),

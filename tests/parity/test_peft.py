@@ -40,8 +40,12 @@ SETTINGS = {
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
     ),
+    "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=4, target_modules=("all",), dora=True),
     "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
     "olmo2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "qwen2": LoRASettings(
+        rank=2, alpha=4, target_modules=("q_proj", "o_proj", "up_proj"), layers=(2, 3), rslora=True, dora=True
+    ),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 SEED = 5
@@ -103,13 +107,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters that peft made and wrote, A and B random."""
+    """Adapters that peft made and wrote, A and B random, and magnitudes that have moved by up to a half."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
             use_rslora=settings.rslora,
+            use_dora=settings.dora,
             lora_dropout=settings.dropout,
             target_modules=list(settings.modules),
             layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
@@ -118,8 +123,10 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32), config)
         draw = torch.Generator().manual_seed(3)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
+            for parameter in (each for each in model.parameters() if each.requires_grad):
+                if parameter.dim() == 1:
+                    parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
+                else:
                     parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
         model.save_pretrained(root / name)
     return {name: root / name for name in SETTINGS}
@@ -174,7 +181,7 @@ def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -
     assert settings == read_adapter_settings(adapters[name])
     wanted = SETTINGS[name]
     assert (settings.rank, settings.alpha, settings.dropout) == (wanted.rank, wanted.alpha, wanted.dropout)
-    assert (settings.modules, settings.layers) == (wanted.modules, wanted.layers)
+    assert (settings.modules, settings.layers, settings.dora) == (wanted.modules, wanted.layers, wanted.dora)
     ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (again, adapters[name]))
     assert ours["base_model_name_or_path"] == theirs["base_model_name_or_path"] == str(folders[name])
     for key in ours.keys() - {"target_modules"}:
@@ -183,9 +190,15 @@ def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_first_values_are_the_same_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
-    """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero."""
+    """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero; a magnitude is a norm."""
     first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
+    weights = {key: values for file in folders[name].glob("*.safetensors") for key, values in load_file(file).items()}
+    assert any("magnitude" in tensor for tensor in first) == SETTINGS[name].dora
     for tensor, values in first.items():
+        if tensor.endswith("lora_magnitude_vector"):
+            weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
+            torch.testing.assert_close(values, weights[weight].norm(dim=1), rtol=1e-6, atol=0)
+            continue
         if ".lora_B." in tensor:
             assert not values.any()
             continue
@@ -218,6 +231,17 @@ def test_rank_stabilised_scaling(adapters: Any, tmp_path: Path) -> None:
     assert (settings.alpha, settings.rslora, settings.scale) == (8.0, True, 8 / 4**0.5)
 
 
+def test_magnitudes_and_their_switch_go_together(adapters: Any, tmp_path: Path) -> None:
+    for name, dora in (("qwen2", True), ("qwen3", False)):
+        folder = edited(adapters[name], tmp_path / name, use_dora=not dora)
+        with pytest.raises(UserError) as error:
+            read_adapter_settings(folder)
+        which = "with" if dora else "without"
+        assert str(error.value).splitlines()[1:-1] == [
+            f"  use_dora must be {dora} {which} lora_magnitude_vector among the tensors, got {not dora}"
+        ]
+
+
 def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
     """peft's configuration may say with a regular expression what is adapted: then the tensors tell."""
     tensors = {
@@ -240,7 +264,6 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
         "modules_to_save": ["lm_head"],
         "rank_pattern": {"q_proj": 8},
         "alpha_pattern": {"q_proj": 8},
-        "use_dora": True,
         "fan_in_fan_out": True,
         "something_new": 1,
     }
@@ -248,14 +271,13 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
     with pytest.raises(ValueError) as error:
         read_adapter_settings(folder)
     assert str(error.value).splitlines() == [
-        f"{folder}: adapters must be plain LoRA on the linear layers, got otherwise:",
+        f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:",
         "  bias must be none, got all",
         "  init_lora_weights must leave the base model as it is, got pissa",
         "  alpha_pattern must not be set, got {'q_proj': 8}",
         "  fan_in_fan_out must not be set, got True",
         "  modules_to_save must not be set, got ['lm_head']",
         "  rank_pattern must not be set, got {'q_proj': 8}",
-        "  use_dora must not be set, got True",
         "  something_new must not be set, got 1",
         f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as base_model.model.lm_head.weight",
         "  every adapted layer must have the same modules adapted, got 4 layers that differ",

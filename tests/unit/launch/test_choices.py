@@ -17,10 +17,11 @@ def test_every_key_of_the_adapters_is_used() -> None:
         "adapter_dim=16",
         "alpha=8",
         "rslora=true",
+        "dora=true",
         "adapter_dropout=0.1",
         "target_modules=[mlp]",
         "layer_selection=[2]",
     ]
     found = adapter_settings(config(LORA, *(f"{TUNING}.{key}" for key in given)).model.peft)
-    assert found == LoRASettings(rank=16, alpha=8, rslora=True, dropout=0.1, target_modules=("mlp",), layers=(2,))
+    assert found == LoRASettings(rank=16, alpha=8, rslora=True, dora=True, dropout=0.1, target_modules=("mlp",), layers=(2,))
     assert found.scale == 2.0

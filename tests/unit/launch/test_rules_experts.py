@@ -27,7 +27,7 @@ FAMILIES = {
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
 LORA, TARGETS = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules"
-SELECTED = "model.peft.lora_tuning.layer_selection"
+DORA, SELECTED = "model.peft.lora_tuning.dora", "model.peft.lora_tuning.layer_selection"
 BATCH = "model.global_batch_size=16"
 ONE_BY_ONE = "model.micro_batch_size=1"
 
@@ -49,6 +49,15 @@ BROKEN = [
         [
             f"{SHARDS} must be null for a model without experts, got 1 with MODEL (llama); leave it out",
             "model.moe_aux_loss_coeff must be 0.0 for a model without experts, got 0.1 with MODEL (llama); leave it out",
+        ],
+    ),
+    (
+        "qwen3_moe",
+        [LORA, f"{TARGETS}=[attention,down_proj]", f"{DORA}=true"],
+        1,
+        [
+            f"{DORA} must be false with adapters on experts, which have none in peft either, got true; adapt the attention "
+            "only"
         ],
     ),
     ("mixtral", [f"{KEY}=4"], 4, [f"{KEY} must divide the 6 experts of MODEL, got 4; use 3"]),
@@ -169,6 +178,7 @@ def test_a_rule_that_is_broken(
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
         ("mixtral", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[mlp_fc2]"], 1),
+        ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{DORA}=true"], 1),
         ("half_dense", [LORA, "model.pipeline_model_parallel_size=2"], 2),
         ("every_other", [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"], 2),
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=3"], 2),

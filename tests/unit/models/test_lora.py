@@ -99,7 +99,7 @@ def test_experts_are_adapted_and_routers_are_not(family: str, names: list[str]) 
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         "mlp.experts.local_experts.{expert}.linear_fc2.weight",
     ]
-    pairs = [adapter_mappings(mapping, 3) for mapping in mappings[2:]]
+    pairs = [adapter_mappings(mapping, settings("all")) for mapping in mappings[2:]]
     assert [name for mapping_a, _ in pairs for name in mapping_a.hf_names] == [
         f"{INNER}{name}.lora_A.weight" for name in names
     ]
@@ -135,7 +135,7 @@ def test_every_other_family_has_every_module(family: str) -> None:
 
 def test_rows_of_a_fused_layer() -> None:
     (mapping,) = adapted_mappings(ARCHITECTURE, settings("q_proj"))
-    mapping_a, mapping_b = adapter_mappings(mapping, 3)
+    mapping_a, mapping_b = adapter_mappings(mapping, settings("all"))
     assert (mapping_a.mcore_name, mapping_b.mcore_name) == tuple(
         f"decoder.layers.{{layer}}.self_attention.linear_qkv.lora_{which}" for which in "ab"
     )
@@ -154,7 +154,7 @@ def test_rows_of_a_fused_layer() -> None:
 
 def test_rows_of_a_row_parallel_layer() -> None:
     (mapping,) = adapted_mappings(ARCHITECTURE, settings("o_proj"))
-    mapping_a, mapping_b = adapter_mappings(mapping, 3)
+    mapping_a, mapping_b = adapter_mappings(mapping, settings("all"))
     assert source_shapes(mapping_a, ARCHITECTURE) == [(3, 12)]
     assert source_shapes(mapping_b, ARCHITECTURE) == [(8, 3)]
     assert (mapping_a.split, mapping_b.split) == (Split.HEADS, Split.REPLICATED)
