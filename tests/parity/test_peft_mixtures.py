@@ -173,7 +173,7 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     told = str(error.value).splitlines()
-    assert told[0] == f"{tmp_path}: adapters must be plain LoRA on the linear layers, got otherwise:"
+    assert told[0] == f"{tmp_path}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
     assert told[-1] == "  train such adapters, or merge these into their base model with peft"
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
