@@ -122,7 +122,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
     if adapted and dora != magnitudes:
         which = "with" if magnitudes else "without"
         yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
-    if dora and any(".experts." in name for name in shapes):
+    if dora and any("expert" in name for name in shapes):
         yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
     if not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"

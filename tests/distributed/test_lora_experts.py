@@ -206,9 +206,10 @@ def test_experts_shared_out_over_ranks(
 
 def merge_into_grouped(folder: Path) -> list[bool]:
     """On a rank: whether adapters change weights of experts under the names of Transformer Engine's layer as under ours."""
+    from nemo_kto.models import lora
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.lora import add_adapters, merge_adapters_of
+    from nemo_kto.models.lora import add_adapters, merge_adapters, share_weights
     from nemo_kto.models.lora_settings import LoRASettings
     from nemo_kto.parallel import state
 
@@ -233,8 +234,12 @@ def merge_into_grouped(folder: Path) -> list[bool]:
             module = getattr(module, part)
         module.register_parameter(last, torch.nn.Parameter(parameter.detach().clone()))
     before = {name: weight.clone() for name, weight in grouped.named_parameters()}
-    merge_adapters_of(carrier, model)
-    merge_adapters_of(carrier, grouped)
+    share_weights(carrier, model)
+    merge_adapters([carrier])
+    share_weights(carrier, grouped)
+    for adapter in lora._adapters([carrier]):
+        adapter.adapter_is_merged = False
+    merge_adapters([carrier])
     after = dict(grouped.named_parameters())
     same = all(torch.equal(weight, after[names[name]]) for name, weight in model.named_parameters())
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
