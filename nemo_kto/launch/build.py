@@ -95,10 +95,11 @@ def _train(cfg: RunConfig) -> None:
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(cfg, policy, start, build_timer(cfg))
     watchdog.count_steps(lambda: trainer.step)
-    # not earlier: what a run cannot be resumed with must not replace what it was started with
-    state.on_rank_zero(lambda: save_config(cfg), "the configuration could not be written: {}")
-    began = time.monotonic()
+    # before the ranks wait for each other: else one could leave and save nothing while another is in the first step
     with signals.deferred():
+        # not earlier: what a run cannot be resumed with must not replace what it was started with
+        state.on_rank_zero(lambda: save_config(cfg), "the configuration could not be written: {}")
+        began = time.monotonic()
         trainer.fit()
         if trainer.ended_early:
             leave_early(cfg, trainer)

@@ -75,11 +75,18 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Only note the signals that arrive in the block; who runs in it asks for them with :func:`received`."""
+    """Only note the signals that arrive in the block; who runs in it asks for them with :func:`received`.
+
+    A block that is left by :class:`Stopped` ends the run. Signals stay deferred then: where another rank has ended before,
+    the one that started them ends this one too.
+    """
     before, _listener.deferred = _listener.deferred, True
     _listener.raised = None  # nobody left because of it, or this would not be reached
     try:
         yield
+    except Stopped:
+        before = True
+        raise
     finally:
         _listener.deferred = before
 

@@ -46,7 +46,8 @@ def spoil(module, path, call, who, name):
     setattr(owner, function, sending)
 
 if "SIGNAL" in os.environ and "RANK" in os.environ:
-    spoil(*os.environ["SIGNAL"].split())
+    for each in os.environ["SIGNAL"].split(";"):
+        spoil(*each.split())
 """
 MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
 # Where a signal is sent: module, function, which call of it.
@@ -107,6 +108,12 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("stops"), tiny_llama)
     assert made.run("whole").returncode == 0
     return made
+
+
+def test_a_signal_on_the_way_out_changes_nothing(runs: Runs) -> None:
+    """Whoever started the ranks ends the others, where one is gone."""
+    said = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.parallel.ranks end_early 1 all SIGTERM")
+    assert said.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), said
 
 
 def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Runs) -> None:
