@@ -15,8 +15,8 @@ from typing import Any
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError
 from nemo_kto.files import file_inside, read_json
-from nemo_kto.models.lora_mappings import MAGNITUDE
-from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
+from nemo_kto.models.lora_mappings import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
+from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
@@ -24,6 +24,7 @@ _TENSOR = re.compile(
     r"(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+|\.shared_expert)?)"
     rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.(?:lora_[AB]\.weight|{MAGNITUDE})"
 )
+_EMBEDDING = re.compile(rf"base_model\.model\.model\.{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
 # What transformers has in the place of the gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
 JOINED_PATTERN = rf".*\.{JOINED}"
@@ -36,6 +37,11 @@ _HARMLESS = {
     "runtime_config", "target_modules", "target_parameters", "task_type",
     "use_dora", "use_rslora",
 }  # fmt: skip
+# What to do about tensors that are none of ours, by a part of their names.
+_REMEDIES = {
+    ".experts.": "; experts need names of their own",
+    EMBEDDING: "; save adapters of an embedding with save_embedding_layers=False",
+}
 # Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Fields that are numbers: whether a value is possible, and what is.
@@ -62,7 +68,8 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
             "\n  ".join([told, *problems, "train such adapters, or merge these into their base model with peft"])
         )
     layers = sorted(modules_of_layer)
-    modules = modules_of_layer[layers[0]]
+    modules = set(modules_of_layer[layers[0]] if layers else ())
+    modules |= {EMBEDDING} if _adapts_embedding(shapes) else set()
     limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
     return LoRASettings(
         rank=config["r"],
@@ -70,9 +77,13 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
-        target_modules=tuple(module for module in HUGGING_FACE_TARGETS if module in modules),
+        target_modules=tuple(module for module in (*HUGGING_FACE_TARGETS, EMBEDDING) if module in modules),
         layers=tuple(layer + 1 for layer in layers) if limited or layers != list(range(len(layers))) else None,
     )
+
+
+def _adapts_embedding(shapes: Shapes) -> bool:
+    return any(map(_EMBEDDING.fullmatch, shapes))
 
 
 def is_our_adapter(folder: Path) -> bool:
@@ -114,9 +125,9 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
             value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # of no tensor in the file
         if value and key not in _HARMLESS:
             yield f"{key} must not be set, got {value}"
-    if others := [name for name in shapes if not _TENSOR.fullmatch(name)]:
+    if others := [name for name in shapes if not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name))]:
         text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
-        yield f"{text}; experts need names of their own" if ".experts." in others[0] else text
+        yield text + next((remedy for part, remedy in _REMEDIES.items() if part in others[0]), "")
     yield from _wrong_shapes(config.get("r"), shapes)
     dora, magnitudes = bool(config.get("use_dora")), any(name.endswith(MAGNITUDE) for name in shapes)
     if adapted and dora != magnitudes:
@@ -124,18 +135,21 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
     if dora and any("expert" in name for name in shapes):
         yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
-    if not adapted:
+    if _adapts_embedding(shapes):
+        if config.get("layers_to_transform") is not None or isinstance(targets, str):
+            yield f"layers_to_transform must not be set, and target_modules a list, beside adapters of {EMBEDDING}"
+    elif not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
-    elif len(set(map(frozenset, adapted))) != 1:
+    if len(set(map(frozenset, adapted))) > 1:
         yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"
 
 
 def _wrong_shapes(rank: object, shapes: Shapes) -> Iterator[str]:
     """The first tensor whose rank is not that of the configuration."""
     for name, shape in shapes.items():
-        if not _TENSOR.fullmatch(name) or name.endswith(MAGNITUDE):
+        if name.endswith(MAGNITUDE) or not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name)):
             continue
-        along = 0 if ".lora_A." in name else 1
+        along = 0 if ".lora_A." in name or name.endswith(EMBEDDING_A) else 1
         if len(shape) != 2 or shape[along] != rank:
             yield f"tensors must have the rank of the configuration, r = {rank}, got shape {list(shape)} of {name}"
             return

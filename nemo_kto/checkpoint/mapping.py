@@ -66,7 +66,7 @@ def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> lis
 
 def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Sequence[int]) -> Shapes:
     return {
-        name.format(**place): shape
+        name.format(**place): shape[::-1] if mapping.transposed else shape
         for mapping in mappings
         for place in architecture.instances(mapping, layers)
         for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)

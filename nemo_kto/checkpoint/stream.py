@@ -33,17 +33,19 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     Raises:
         UserError: a value is no finite number.
     """
-    wanted: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
+    wanted: dict[Path, list[tuple[str, Piece, bool]]] = defaultdict(list)
     for weight in weights:
         rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
             if name in files:
-                wanted[files[name]].append((name, piece))
+                wanted[files[name]].append((name, piece, weight.mapping.transposed))
     for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for name, piece in wanted[file]:
-                piece.place.copy_(handle.get_slice(name)[piece.where])
+            for name, piece, transposed in wanted[file]:
+                where = (slice(None), *piece.where) if transposed else piece.where
+                values = handle.get_slice(name)[where]
+                piece.place.copy_(values.T if transposed else values)
                 if not math.isfinite(float(piece.place.sum())):
                     raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
 
@@ -136,7 +138,7 @@ def _hf_weights(
     parts = [] if dimension is None else segments(mapping, architecture)
     for source, (name, shape) in enumerate(zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)):
         if dimension is None or len(parts) == 1:
-            yield name.format(**place), whole.cpu()
+            yield name.format(**place), whole.cpu().T if mapping.transposed else whole.cpu()
             continue
         values = torch.empty(shape, dtype=whole.dtype)
         position = 0
@@ -144,4 +146,4 @@ def _hf_weights(
             if part.source == source:
                 values.narrow(dimension, part.start, part.length).copy_(whole.narrow(dimension, position, part.length))
             position += part.length
-        yield name.format(**place), values
+        yield name.format(**place), values.T if mapping.transposed else values

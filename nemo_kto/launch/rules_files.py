@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
@@ -19,12 +19,13 @@ from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_f
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.launch.choices import adapter_settings
 from nemo_kto.launch.rules_experts import divisor_below, expert_rules
 from nemo_kto.launch.rules_pipeline import pipeline_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
-from nemo_kto.models.lora_mappings import adaptable, hf_module
+from nemo_kto.models.lora_mappings import adaptable, embedding_problem, hf_module
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
 from nemo_kto.models.rope import longest_sequence
 
@@ -54,6 +55,7 @@ def broken_files(cfg: RunConfig) -> Errors:
     yield from _adapter(cfg, config)
     if family is not None and cfg.model.peft.peft_scheme != "none" and cfg.model.peft.restore_from_path is None:
         yield from _targets(cfg, family)
+        yield from _embedding(cfg, config)
     if os.path.isfile(folder / CONFIG):
         yield from _raised(_MODEL, lambda: check_tokenizer(folder, vocab_size=config.get("vocab_size")))
         yield from _rows(cfg, folder)
@@ -157,6 +159,17 @@ def _targets(cfg: RunConfig, family: Family) -> Errors:
     if cfg.model.peft.lora_tuning.dora and chosen & of_experts:
         text = "must be false with adapters on experts, which have none in peft either, got true"
         yield ConfigError(_DORA, f"{text}; adapt the attention only", (_MODEL, _SCHEME, _TARGETS))
+
+
+def _embedding(cfg: RunConfig, config: Mapping[str, object]) -> Errors:
+    """An embedding that cannot be adapted. Whether it is tied by default only a loaded model shows."""
+    targets = cfg.model.peft.lora_tuning.target_modules
+    if not set(targets) <= set(TARGET_MODULES):
+        return  # said elsewhere
+    settings, tied = adapter_settings(cfg.model.peft), bool(config.get("tie_word_embeddings"))
+    if settings is not None and (problem := embedding_problem(settings, tied=tied)):
+        got = f"{problem}, got {', '.join(targets)}"
+        yield ConfigError(_TARGETS, got, (_MODEL, _SCHEME, _SELECTION, _DORA))
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:

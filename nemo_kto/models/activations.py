@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.capped_attention import BLOCK
-from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
 # which is fused here and keeps little, so that to recompute it would only be slower.
@@ -97,7 +97,10 @@ class Activations:
         return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
 
     def embedding(self) -> int:
-        """Of the first stage, bytes a token: its row of the table, and whether that is here."""
+        """Of the first stage, bytes a token: its row of the table, and whether that is here; of an adapter both again, and
+        what it has looked up."""
+        if self.adapters is not None and EMBEDDING in self.adapters.modules:
+            return 2 * (8 + 1) + self.adapters.rank * self.element_bytes
         return 8 + 1
 
     def head(self) -> float:

@@ -26,13 +26,17 @@ class RowEmbedding(VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
-        rows_bs = input_ - self.vocab_start_index
+        hidden_bsh: Tensor = _Rows.apply(self.weight, *self.rows_here(input_))  # type: ignore[no-untyped-call]
+        return self.over_ranks(hidden_bsh * self.scale if self.scale != 1.0 else hidden_bsh)
+
+    def rows_here(self, tokens_bs: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each token on this rank, [b, s], and whether it is here; the first row for the others."""
+        rows_bs = tokens_bs - self.vocab_start_index
         is_here_bs = (rows_bs >= 0) & (rows_bs < self.num_embeddings_per_partition)
-        hidden_bsh: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
-            self.weight, torch.where(is_here_bs, rows_bs, 0), is_here_bs
-        )
-        if self.scale != 1.0:
-            hidden_bsh = hidden_bsh * self.scale
+        return torch.where(is_here_bs, rows_bs, 0), is_here_bs
+
+    def over_ranks(self, hidden_bsh: Tensor) -> Tensor:
+        """What the ranks have looked up, [b, s, h] with zeros for what is on others, as :meth:`forward` gives it."""
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)

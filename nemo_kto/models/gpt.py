@@ -34,6 +34,7 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.lora_b",
     "self_attention.linear_qkv.lora_magnitude",
     "self_attention.linear_proj.lora_a",
+    "embedding.word_embeddings.lora_b",
 )
 
 

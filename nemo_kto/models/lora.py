@@ -31,10 +31,18 @@ from torch import Tensor, nn
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import ParamMapping
+from nemo_kto.models.families import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora_layers import ADAPTED_CLASSES, Adapter, adapt_linear
-from nemo_kto.models.lora_mappings import LORA_A, LORA_B, LORA_MAGNITUDE, adapted_mappings, adapter_mappings, hf_module
+from nemo_kto.models.lora_mappings import (
+    LORA_A,
+    LORA_B,
+    LORA_MAGNITUDE,
+    adapted_mappings,
+    adapter_mappings,
+    embedding_problem,
+    hf_module,
+)
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.segments import held, pieces, source_shapes, split_dimension
 from nemo_kto.parallel import state
@@ -58,8 +66,8 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     """Freeze a chunk of the model and give its linear layers adapters; before it is wrapped for data parallelism.
 
     A starts as PEFT's does (uniform within 1 / sqrt(in): He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), drawn for each
-    layer of the Hugging Face model by itself, so that it is the same at every layout; B starts at zero, and with DoRA
-    magnitudes at the norms of the rows.
+    layer of the Hugging Face model by itself, so that it is the same at every layout (of an embedding from a normal
+    distribution); B starts at zero, and with DoRA magnitudes at the norms of the rows.
 
     Args:
         chunk: built by ``models.gpt.build_gpt``; where experts are adapted, with each of them by itself.
@@ -68,8 +76,10 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
         seed: of the values of A.
 
     Raises:
-        UserError: a layer's number is larger than the number of layers.
+        UserError: a layer's number is larger than the number of layers, or the embedding cannot be adapted.
     """
+    if problem := embedding_problem(settings, tied=architecture.tied):
+        raise UserError(f"adapters {problem}")
     if settings.layers is not None and max(settings.layers) > architecture.num_layers:
         raise UserError(
             f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers; got {list(settings.layers)}"
@@ -186,6 +196,10 @@ def _linears(
     chunk: HiddenStateGPT, mapping: ParamMapping, settings: LoRASettings, architecture: Architecture
 ) -> Iterator[tuple[Any, dict[str, int]]]:
     """The linear layers of a chunk whose weight a mapping describes, with the number of the layer, and of the expert."""
+    if mapping.split is Split.VOCABULARY:
+        if chunk.pre_process:
+            yield chunk.embedding.word_embeddings, {}
+        return
     path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").removesuffix(".weight")
     for layer in chunk.decoder.layers:
         if settings.layers is not None and layer.layer_number not in settings.layers:
@@ -231,7 +245,11 @@ def _draw_a(
         if hf_module(name) in settings.modules:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            whole = torch.empty(settings.rank, width).uniform_(-1, 1, generator=generator) / math.sqrt(width)
+            whole = torch.empty(settings.rank, width)
+            if mapping.split is Split.VOCABULARY:
+                whole.normal_(generator=generator)
+            else:
+                whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(width))
             piece.place.copy_(whole[piece.where])
 
 

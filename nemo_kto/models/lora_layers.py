@@ -32,6 +32,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from nemo_kto.models.dora import Change, RowNorms, row_norms
+from nemo_kto.models.embedding import RowEmbedding
 from nemo_kto.models.lora_mappings import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.parallel import device
 
@@ -257,10 +258,41 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
         return self.sharded(state, prefix, sharded_offsets, metadata)
 
 
+class LoRAEmbedding(Adapter, RowEmbedding):
+    """A frozen embedding with an adapter, W + s B A: of B, [vocabulary, rank], each rank has the rows that it has of W."""
+
+    is_column = True
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
+        output: Tensor = super().forward(input_)
+        if not self._adds():
+            return output
+        rows_bs, is_here_bs = self.rows_here(input_)
+        hidden_bsr = F.embedding(rows_bs, self.lora_b).masked_fill(~is_here_bs.unsqueeze(-1), 0.0)
+        return output + self.over_ranks(hidden_bsr) @ self.lora_a * (self.adapter_scale * self.scale)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
+    ) -> ShardedStateDict:
+        """As megatron-core's, which knows of the weight only, with the adapter."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        whole = make_sharded_tensors_for_checkpoint(
+            {LORA_A: self.lora_a},
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.adapter_group,
+            dp_cp_group=metadata["dp_cp_group"] if metadata else None,
+        )
+        return self.sharded({**state, **whole}, prefix, sharded_offsets, metadata)
+
+
 # A class of layers, and that of the same layers with adapters.
 ADAPTED_CLASSES: dict[type, type[Adapter]] = {
     ColumnParallelLinear: LoRAColumnParallelLinear,
     RowParallelLinear: LoRARowParallelLinear,
+    RowEmbedding: LoRAEmbedding,
 }
 
 
@@ -298,6 +330,8 @@ def adapt_linear(
     # Transformer Engine's own attribute may be None
     linear.adapter_group = linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
     linear.adapter_is_expert = getattr(linear, "is_expert", False)
+    if isinstance(linear, RowEmbedding):
+        linear.sequence_parallel = linear.reduce_scatter_embeddings
     # without values it only carries adapters to the weights of another model
     if linear.adapter_is_expert and linear.adapter_group.size() > 1 and not linear.weight.is_meta:
         raise ValueError(

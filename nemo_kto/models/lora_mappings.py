@@ -6,16 +6,21 @@ from dataclasses import replace
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import Family, ParamMapping, Split
-from nemo_kto.models.lora_settings import OTHER_NAMES, LoRASettings
+from nemo_kto.models.lora_settings import EMBEDDING, OTHER_NAMES, LoRASettings
 from nemo_kto.models.segments import split_dimension
 
 LORA_A, LORA_B, LORA_MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 MAGNITUDE = "lora_magnitude_vector"  # in PEFT's files
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
 def adaptable(family: Family) -> list[ParamMapping]:
-    """The parameters that can be adapted: matrices of layers, those of experts too, but no router."""
-    return [mapping for mapping in family.mappings if ".linear_" in mapping.mcore_name]
+    """The parameters that can be adapted: matrices of layers, those of experts too, but no router; and the embedding."""
+    return [
+        mapping
+        for mapping in family.mappings
+        if ".linear_" in mapping.mcore_name or mapping.mcore_name.startswith("embedding.")
+    ]
 
 
 def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
@@ -27,6 +32,17 @@ def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list
     ]
 
 
+def embedding_problem(settings: LoRASettings, *, tied: bool) -> str | None:
+    """Why the embedding, which may be ``tied`` to the output layer, cannot be adapted; None where it can, or shall not."""
+    if EMBEDDING not in settings.modules:
+        return None
+    if tied:
+        return f"must leave out {EMBEDDING} where it is the output layer too, which peft would not adapt with it"
+    if settings.layers is not None:
+        return f"must leave out {EMBEDDING} where only some layers are adapted: it lies in none"
+    return f"must leave out {EMBEDDING} with DoRA" if settings.dora else None
+
+
 def adapts_experts(architecture: Architecture, settings: LoRASettings | None) -> bool:
     """Whether an expert has adapters."""
     if settings is None or not any(mapping.of_expert for mapping in adapted_mappings(architecture, settings)):
@@ -36,24 +52,31 @@ def adapts_experts(architecture: Architecture, settings: LoRASettings | None) ->
 
 
 def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[ParamMapping, ...]:
-    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, with DoRA also of its magnitudes, in PEFT's names."""
+    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, with DoRA also of its magnitudes, in PEFT's names.
+
+    To PEFT an embedding is W^T, so that its A is our B transposed, and its B our A.
+    """
     is_column, rank = split_dimension(mapping) == 0, settings.rank
     inner = "base_model.model.{}.{}"
     prefix = mapping.mcore_name.removesuffix("weight")
     shapes = {name.removesuffix(".weight"): shape for name, shape in mapping.hf_names.items()}
     split_of_rows = mapping.split if is_column else Split.REPLICATED
+    of_embedding = mapping.split is Split.VOCABULARY
+    name_of_a, name_of_b = (EMBEDDING_B, EMBEDDING_A) if of_embedding else ("lora_A.weight", "lora_B.weight")
     matrices = (
         replace(
             mapping,
             mcore_name=prefix + LORA_A,
-            hf_names={inner.format(name, "lora_A.weight"): (rank, shape[1]) for name, shape in shapes.items()},
+            hf_names={inner.format(name, name_of_a): (rank, shape[1]) for name, shape in shapes.items()},
             split=Split.STACKED if is_column else mapping.split,
+            transposed=of_embedding,
         ),
         replace(
             mapping,
             mcore_name=prefix + LORA_B,
-            hf_names={inner.format(name, "lora_B.weight"): (shape[0], rank) for name, shape in shapes.items()},
+            hf_names={inner.format(name, name_of_b): (shape[0], rank) for name, shape in shapes.items()},
             split=split_of_rows,
+            transposed=of_embedding,
         ),
     )
     if not settings.dora:
@@ -73,9 +96,10 @@ def hf_module(name: str) -> str:
     One of :data:`~nemo_kto.models.lora_settings.HUGGING_FACE_TARGETS`, whatever the family calls it; or of others, or empty
     where the name is not that of a matrix.
     """
-    if not name.endswith((".weight", f".{MAGNITUDE}")):
+    ends = [f".{end}" for end in (MAGNITUDE, EMBEDDING_A, EMBEDDING_B)]
+    if not name.endswith((".weight", *ends)):
         return ""
-    for suffix in (".weight", ".lora_A", ".lora_B", f".{MAGNITUDE}"):
+    for suffix in (".weight", ".lora_A", ".lora_B", *ends):
         name = name.removesuffix(suffix)
     module = name.split(".")[-1]
     return OTHER_NAMES.get(module, module)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 # Names of linear layers in Hugging Face's models, which PEFT uses, and NeMo's names for groups of them.
 HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EMBEDDING = "embed_tokens"
 # What Mixtral calls the projections of its experts.
 OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
@@ -18,7 +19,7 @@ NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "mlp": ("gate_proj", "up_proj", "down_proj"),
     "all": HUGGING_FACE_TARGETS,
 }
-TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS)
+TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS, EMBEDDING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,6 @@ class LoRASettings:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The adapted linear layers by their Hugging Face names, in the order of :data:`HUGGING_FACE_TARGETS`."""
+        """What is adapted by its Hugging Face names, in the order of :data:`HUGGING_FACE_TARGETS`, the embedding last."""
         wanted = {module for name in self.target_modules for module in NEMO_TARGETS.get(name, (name,))}
-        return tuple(module for module in HUGGING_FACE_TARGETS if module in wanted)
+        return tuple(module for module in (*HUGGING_FACE_TARGETS, EMBEDDING) if module in wanted)

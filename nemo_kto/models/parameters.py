@@ -73,7 +73,7 @@ def rank_parameters(
             held.append(RankParameter(name=name, shape=shape, trained=adapters is None))
         elif is_last and architecture.tied:  # the last stage has a copy of the embedding
             held.append(RankParameter(name="output_layer.weight", shape=shape, trained=adapters is None))
-    return held if adapters is None else [*held, *_adapters(architecture, adapters, layers, experts)]
+    return held if adapters is None else [*held, *_adapters(architecture, adapters, layers, experts, is_first=is_first)]
 
 
 def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
@@ -86,12 +86,13 @@ def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, 
 
 
 def _adapters(
-    architecture: Architecture, settings: LoRASettings, layers: Sequence[int], experts: int
+    architecture: Architecture, settings: LoRASettings, layers: Sequence[int], experts: int, *, is_first: bool
 ) -> Iterator[RankParameter]:
     for mapping in adapted_mappings(architecture, settings):
         for part in adapter_mappings(mapping, settings):
             for place in architecture.instances(part, layers):
                 selected = settings.layers is None or place["layer"] + 1 in settings.layers
+                selected &= is_first or "layer" in place
                 if selected and place.get("expert", -1) < experts:
                     name = part.mcore_name.format(**place)
                     yield RankParameter(name=name, shape=rank_shape(part, architecture), trained=True)

@@ -24,6 +24,7 @@ from tests.parity import hf_models
 ALL = LoRASettings(rank=3, alpha=6, target_modules=("all",))
 ONE_RANK = Layout()
 DORA = replace(ALL, dora=True)
+EMBEDDING = replace(ALL, target_modules=("embed_tokens",))
 LAST_LAYER = LoRASettings(rank=3, alpha=6, target_modules=("q_proj", "v_proj", "mlp"), layers=(4,))
 
 
@@ -31,7 +32,13 @@ LAST_LAYER = LoRASettings(rank=3, alpha=6, target_modules=("q_proj", "v_proj", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
     hf_models.write_model("llama-odd-heads", root / "llama")
+    hf_models.write_model("mistral", root / "untied")
     return root / "llama"
+
+
+def model_of(folder: Path, settings: LoRASettings) -> Path:
+    """An embedding is adapted where it is not the output layer too."""
+    return folder.with_name("untied") if settings is EMBEDDING else folder
 
 
 CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
@@ -40,6 +47,7 @@ CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
     "dp2_replicated_optimizer": (2, Layout(), False, ALL),
     # the first stage, which writes what all ranks have in common, has nothing to train
     "pp2_last_layer": (2, Layout(pipeline=2), True, LAST_LAYER),
+    "pp2_embedding": (2, Layout(pipeline=2), True, EMBEDDING),
     "tp2_pp2_last_layer_replicated_optimizer": (4, Layout(tensor=2, pipeline=2), False, LAST_LAYER),
 }
 
@@ -50,6 +58,7 @@ CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
 )
 def test_goes_on_to_the_last_bit(case: str, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     world_size, layout, distributed, settings = CASES[case]
+    folder = model_of(folder, settings)
     whole = ranks.run(world_size, lora_jobs.train_and_save, layout, folder, settings, tmp_path / "whole", 4, distributed)
     for steps in (2, 4):
         parts = ranks.run(
@@ -67,8 +76,8 @@ def stopped(
     request: pytest.FixtureRequest, ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LoRASettings, Path, list[float], dict[str, torch.Tensor]]:
     """A run on one rank as it was after two steps, the norms of all four, and the adapters it ended with."""
-    settings = {"all": ALL, "last_layer": LAST_LAYER, "dora": DORA}[request.param]
-    root = tmp_path_factory.mktemp("stopped")
+    settings = {"all": ALL, "last_layer": LAST_LAYER, "dora": DORA, "embedding": EMBEDDING}[request.param]
+    root, folder = tmp_path_factory.mktemp("stopped"), model_of(folder, settings)
     (norms,) = ranks.run(1, lora_jobs.train_and_save, Layout(), folder, settings, root / "whole", 4)
     ranks.run(1, lora_jobs.train_and_save, Layout(), folder, settings, root / "run", 2)
     return settings, root / "run", norms, adapters(root / "whole" / "adapter-4")
@@ -87,7 +96,7 @@ OTHERS = {
     ("stopped", "other"),
     [
         pytest.param(settings, other, id=f"{settings}-{other}", marks=[pytest.mark.full] * ((settings, other) != QUICK))
-        for settings in ("all", "last_layer", "dora")
+        for settings in ("all", "last_layer", "dora", "embedding")
         for other in OTHERS
     ],
     indirect=["stopped"],
@@ -95,6 +104,7 @@ OTHERS = {
 )
 def test_goes_on_at_another_layout(other: str, stopped: Any, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     settings, run, norms, expected = stopped
+    folder = model_of(folder, settings)
     shutil.copytree(run, tmp_path / "run")
     world_size, layout = OTHERS[other]
     for result in ranks.run(world_size, lora_jobs.train_and_save, layout, folder, settings, tmp_path / "run", 4):

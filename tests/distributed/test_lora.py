@@ -25,6 +25,7 @@ SETTINGS = {
     ),
     "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
+    "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
     "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
     "llama-all-biases-linear-rope, dora": LoRASettings(
         rank=2, alpha=2, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"), layers=(1, 4), dora=True
@@ -90,7 +91,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     found = {}
     for name, settings in SETTINGS.items():
         hf_models.write_model(name.removesuffix(", dora"), root / name)
-        peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter")
+        peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter", save_embedding_layers=False)
         found[name] = (root / name, root / f"{name}-adapter", settings)
     return found
 
@@ -238,7 +239,7 @@ def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
         "",
         "RuntimeError: the adapters are already merged into the weights",
         "RuntimeError: adapters must be disabled before they are merged into the weights, not after",
-        "TypeError: a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, and not be adapted yet, got "
-        "LoRAColumnParallelLinear",
+        "TypeError: a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, RowEmbedding, and not be "
+        "adapted yet, got LoRAColumnParallelLinear",
         "UserError: layers to adapt must be from 1 to 4, the number of layers; got [4, 5]",
     ]

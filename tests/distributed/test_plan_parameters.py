@@ -82,6 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("qwen2", 2, PipelineSplit(stages=2, chunks=2), replace(ADAPTERS, dora=True)),
         ("qwen2", 1, PipelineSplit(stages=2, last=1), None),
         ("qwen3", 4, PipelineSplit(), ADAPTERS),
+        ("llama", 2, PipelineSplit(stages=2), replace(ADAPTERS, target_modules=("embed_tokens",), layers=None)),
         pytest.param("qwen2", 1, PipelineSplit(stages=4), None, marks=pytest.mark.full),
         pytest.param("qwen3", 2, PipelineSplit(), None, marks=pytest.mark.full),
         pytest.param("llama", 4, PipelineSplit(), None, marks=pytest.mark.full),

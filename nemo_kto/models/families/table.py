@@ -67,6 +67,7 @@ class ParamMapping:
         split: how the first comes from the second.
         required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
         layers: which layers have it.
+        transposed: the file has the weight the other way round than these shapes say.
     """
 
     mcore_name: str
@@ -74,6 +75,7 @@ class ParamMapping:
     split: Split
     required_flag: str = ""
     layers: Layers = Layers.ALL
+    transposed: bool = False
 
     @property
     def of_expert(self) -> bool:

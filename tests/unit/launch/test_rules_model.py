@@ -26,7 +26,7 @@ SCHEDULE = "model.optim.sched"
 LORA = "model.peft.peft_scheme=lora"
 MODULES = (
     "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
-    "up_proj or down_proj"
+    "up_proj, down_proj or embed_tokens"
 )
 
 # Overrides and what is said, of every algorithm.

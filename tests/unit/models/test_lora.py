@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import FAMILIES, Experts, Layers, Split
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_layers import adapt_linear
-from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, adapts_experts
+from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, adapts_experts, embedding_problem
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
@@ -165,9 +166,39 @@ def test_rows_of_a_row_parallel_layer() -> None:
     assert torch.equal(values, torch.tensor([[1.0] * 4 + [0.0] * 4] * 3))
 
 
+def test_an_embedding_is_the_other_way_round_to_peft() -> None:
+    embedding = LoRASettings(rank=3, alpha=6, target_modules=("embed_tokens", "o_proj"))
+    assert embedding.modules == ("o_proj", "embed_tokens")
+    mapping_a, mapping_b = adapter_mappings(adapted_mappings(ARCHITECTURE, embedding)[0], embedding)
+    prefix = "base_model.model.model.embed_tokens."
+    assert [*mapping_a.hf_names] == [prefix + "lora_embedding_B"]
+    assert [*mapping_b.hf_names] == [prefix + "lora_embedding_A"]
+    assert source_shapes(mapping_a, ARCHITECTURE) == [(3, ARCHITECTURE.hidden_size)]
+    assert source_shapes(mapping_b, ARCHITECTURE) == [(ARCHITECTURE.vocab_size, 3)]
+    assert (mapping_a.split, mapping_b.split) == (Split.STACKED, Split.VOCABULARY)
+    assert mapping_a.transposed
+    assert mapping_b.transposed
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied", "problem"),
+    [
+        ({}, False, None),
+        ({"target_modules": ("all",)}, True, None),
+        ({}, True, "must leave out embed_tokens where it is the output layer too, which peft would not adapt with it"),
+        ({"layers": (1,)}, False, "must leave out embed_tokens where only some layers are adapted: it lies in none"),
+        ({"dora": True}, False, "must leave out embed_tokens with DoRA"),
+    ],
+)
+def test_an_embedding_that_cannot_be_adapted(changes: dict[str, Any], tied: bool, problem: str | None) -> None:
+    values = {"rank": 1, "alpha": 1, "target_modules": ("embed_tokens",), **changes}
+    assert embedding_problem(LoRASettings(**values), tied=tied) == problem
+
+
 def test_only_megatron_layers_are_adapted() -> None:
     with pytest.raises(TypeError) as error:
         adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
     assert str(error.value) == (
-        "a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, and not be adapted yet, got Linear"
+        "a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, RowEmbedding, and not be adapted yet, "
+        "got Linear"
     )
