@@ -40,7 +40,7 @@ _HARMLESS = {
 # What to do about tensors that are none of ours, by a part of their names.
 _REMEDIES = {
     ".experts.": "; experts need names of their own",
-    EMBEDDING: "; save adapters of an embedding with save_embedding_layers=False",
+    f"{EMBEDDING}.base_layer": "; save adapters of an embedding with save_embedding_layers=False",
 }
 # Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")

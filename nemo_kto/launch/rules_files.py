@@ -26,7 +26,7 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.config_file import CONFIG, read_config_file
 from nemo_kto.models.families import Family
 from nemo_kto.models.lora_mappings import adaptable, embedding_problem, hf_module
-from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
+from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
 from nemo_kto.models.rope import longest_sequence
 
 Errors = Iterator[ConfigError]
@@ -164,8 +164,8 @@ def _targets(cfg: RunConfig, family: Family) -> Errors:
 def _embedding(cfg: RunConfig, config: Mapping[str, object]) -> Errors:
     """An embedding that cannot be adapted. Whether it is tied by default only a loaded model shows."""
     targets = cfg.model.peft.lora_tuning.target_modules
-    if not set(targets) <= set(TARGET_MODULES):
-        return  # said elsewhere
+    if EMBEDDING not in targets:
+        return
     settings, tied = adapter_settings(cfg.model.peft), bool(config.get("tie_word_embeddings"))
     if settings is not None and (problem := embedding_problem(settings, tied=tied)):
         got = f"{problem}, got {', '.join(targets)}"

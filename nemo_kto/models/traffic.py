@@ -174,8 +174,7 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     """
     architecture, experts = training.architecture, training.architecture.experts
     assert experts is not None, "only a mixture shares out experts"
-    held = [layer for chunk in training.split.layers(architecture.num_layers)[stage] for layer in chunk]
-    layers = sum(architecture.sparse_layers[layer] for layer in held)
+    layers = sum(_sparse_layers(training, stage))
     again = 1 if training.recompute == "full" or "mlp" in training.recomputed else 0
     forwards = 1 + step.forward_only + again
     choices = experts.per_token * step.tokens / training.replicas / training.tensor_parallel
@@ -189,11 +188,14 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 def _mlps(training: Training, stage: int) -> int:
     """Layers of a stage with an MLP that the tensor-parallel ranks share; experts have their own."""
-    architecture, experts = training.architecture, training.architecture.experts
-    layers = [layer for chunk in training.split.layers(architecture.num_layers)[stage] for layer in chunk]
-    if experts is not None and experts.shared_ffn_hidden_size:
-        return len(layers)
-    return sum(not architecture.sparse_layers[layer] for layer in layers)
+    experts, sparse = training.architecture.experts, _sparse_layers(training, stage)
+    return len(sparse) if experts is not None and experts.shared_ffn_hidden_size else sparse.count(False)
+
+
+def _sparse_layers(training: Training, stage: int) -> list[bool]:
+    """Whether each layer of a stage has experts."""
+    held = training.split.layers(training.architecture.num_layers)[stage]
+    return [training.architecture.sparse_layers[layer] for chunk in held for layer in chunk]
 
 
 def _shares_embedding(training: Training, stage: int) -> bool:

@@ -344,3 +344,18 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
             "another folder"
         ]
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
+
+
+def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders: Any, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["mistral"], dtype=torch.float32), config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_adapter_settings(tmp_path)
+    assert str(error.value).splitlines()[1:-1] == [
+        f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as "
+        "base_model.model.model.embed_tokens.base_layer.weight; save adapters of an embedding with "
+        "save_embedding_layers=False"
+    ]
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert read_adapter_settings(tmp_path).modules == ("q_proj", "embed_tokens")

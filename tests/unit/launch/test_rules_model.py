@@ -405,6 +405,37 @@ def test_every_target_that_is_offered_is_taken(said: Said) -> None:
     assert said(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_selection": "[1]"}, "where only some layers are adapted: it lies in none"),
+        ({"dora": "true"}, "with DoRA"),
+    ],
+)
+def test_an_embedding_is_adapted_whole_and_alike(said: Said, changes: dict[str, str], why: str) -> None:
+    given = [LORA, *(f"{TUNING}.{key}={value}" for key, value in changes.items())]
+    targets = f"{TUNING}.target_modules"
+    assert said(*given, f"{targets}=[embed_tokens,o_proj]") == [
+        f"{targets} must leave out embed_tokens {why}, got embed_tokens, o_proj"
+    ]
+    assert said(*given, f"{targets}=[o_proj]") == []
+
+
+def test_an_embedding_that_is_the_output_layer_too_is_not_adapted(said: Said, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert said(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [
+        f"{TUNING}.target_modules must leave out embed_tokens where it is the output layer too, which peft would not adapt "
+        "with it, got embed_tokens"
+    ]
+
+
+def test_a_layer_that_cannot_be_is_told_of_and_no_more(said: Said) -> None:
+    """Rules that look at the adapters are not asked about values that are wrong by themselves."""
+    (told,) = said(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
+    assert told.startswith(f"{TUNING}.layer_selection")
+
+
 def test_names_are_those_of_the_modules_that_use_them() -> None:
     assert set(get_args(ScheduleConfig.model_fields["name"].annotation)) == set(SCHEDULES)
     assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired", "bco"}
