@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
 import gc
 import importlib.util
 import logging
@@ -27,12 +28,23 @@ from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, w
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def _part(text: str) -> tuple[int, int]:
+    """What ``--matrix`` asks for: a part, and how many parts there are; of no parts none is run."""
+    if text in (named := {"quick": (0, 0), "full": (0, 1)}):
+        return named[text]
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise argparse.ArgumentTypeError(f"must be quick, full or N/M with N from 0 to M - 1, got {text!r}")
+    return int(number), int(parts)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix",
         default="quick",
-        choices=("quick", "full", "0", "1", "2"),
-        help="which of the combinations marked full to run: none (quick), all (full), or one third of them (its number)",
+        type=_part,
+        metavar="quick|full|N/M",
+        help="which of the combinations marked full to run: none (quick), all (full), or the Nth of M equal parts, from 0",
     )
 
 
@@ -54,12 +66,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the combinations that --matrix does not ask for; a third is chosen by the tests' names."""
-    matrix = config.getoption("--matrix")
-    if matrix == "full":
-        return
+    """Leave out the combinations that --matrix does not ask for; the names of the tests decide their parts."""
+    number, parts = config.getoption("--matrix")
     left_out = [
-        item for item in items if item.get_closest_marker("full") and str(zlib.crc32(item.nodeid.encode()) % 3) != matrix
+        item
+        for item in items
+        if item.get_closest_marker("full") and not (parts and zlib.crc32(item.nodeid.encode()) % parts == number)
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]

@@ -1,12 +1,15 @@
-"""--matrix: each combination that is marked full is in one third and no other, and what is not marked is in all."""
+"""--matrix: each combination that is marked full is in one of M parts and no other, and what is not marked is in all."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import REPOSITORY
+import pytest
+
+from tests.conftest import REPOSITORY, _part
 
 CASES = """
 import pytest
@@ -24,7 +27,7 @@ def test_not_marked(): ...
 CODE = """
 import sys, pytest
 folder = sys.argv[1]
-for matrix in ("quick", "full", "0", "1", "2"):
+for matrix in ("quick", "full", "0/3", "1/3", "2/3"):
     print(f"== {matrix}", flush=True)
     pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", f"--matrix={matrix}", "--rootdir", folder, folder])
 """
@@ -45,7 +48,15 @@ def test_what_each_part_of_the_matrix_holds(tmp_path: Path) -> None:
     quick, full = parts["quick"], parts["full"]
     assert quick == {"test_one_of_two[0]", "test_not_marked"}
     assert len(full) == 33
-    thirds = [parts[number] - quick for number in "012"]
-    assert all(parts[number] >= quick for number in "012")
-    assert sum(map(len, thirds)) == len(set.union(*thirds)) == 31
-    assert all(thirds), "no third is empty"
+    thirds = [parts[f"{number}/3"] for number in range(3)]
+    assert all(third >= quick for third in thirds)
+    added = [third - quick for third in thirds]
+    assert sum(map(len, added)) == len(set.union(*added)) == 31
+    assert all(added), "no third is empty"
+
+
+@pytest.mark.parametrize("wrong", ["3/3", "1", "a/b", "-1/3", "0/0", "all"])
+def test_a_part_that_does_not_exist(wrong: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        _part(wrong)
+    assert str(error.value) == f"must be quick, full or N/M with N from 0 to M - 1, got {wrong!r}"
