@@ -32,8 +32,11 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 # An installation prints nothing for minutes, and an environment takes seconds to create: this shows that they still run.
 STILL_RUNS := (while sleep 3 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
 NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUNS)
-# The tests for the newest supported versions: those that use megatron-core, at a sample of the layouts.
-TESTS312 := tests/distributed $(wildcard tests/integration/test_resume*.py) -k 'not (tp4 or dp4 or micro_batch or recompute or hangs or waits or rendezvous or run_lock)'
+# What the newest megatron-core and torch could change: models, gradients, steps, checkpoints, messages; at a sample of layouts.
+DISTRIBUTED312 := {layouts,experts,pipeline_stages,gradients,logprobs,context,load_balance,main_grad,fp8,offload}
+DISTRIBUTED312 += {lora*,dora,checkpoint*,elastic,export,moments,overlap,traffic,plan_activations,engine_names,no_waiting}
+TESTS312 := $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
+	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
 .PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos test-slurm gpu image-test audit lint bench wheel clean
 
