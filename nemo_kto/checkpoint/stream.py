@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemo_kto.checkpoint.mapping import Weight
+from nemo_kto.checkpoint.mxfp4 import dequantize
+from nemo_kto.checkpoint.safetensors_files import BLOCKS, SCALES
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
@@ -28,6 +30,8 @@ _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
     """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
 
+    What is there in MXFP4 is dequantized.
+
     Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
 
@@ -39,15 +43,29 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
         rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
-            if name in files:
-                wanted[files[name]].append((name, weight, piece))
+            if (found := name if name in files else name + BLOCKS) in files:
+                wanted[files[found]].append((name, weight, piece))
     for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
             for name, weight, piece in wanted[file]:
-                values = handle.get_slice(name)[_where(weight, piece)]
-                piece.place.copy_(values.T if weight.mapping.transposed else values)
+                if name in files:
+                    values = handle.get_slice(name)[_where(weight, piece)]
+                    piece.place.copy_(values.T if weight.mapping.transposed else values)
+                else:
+                    piece.place.copy_(_dequantized(name, weight, piece, files))
                 if not math.isfinite(float(piece.place.sum())):
                     raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
+
+
+def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
+    """A piece of a matrix that the files have in MXFP4, whose blocks and scales may lie in different ones."""
+    rows, *columns = piece.where
+    packed = []
+    for part in (name + BLOCKS, name + SCALES):
+        with safe_open(files[part], framework="pt") as handle:
+            packed.append(handle.get_slice(part)[weight.place["expert"], rows])
+    of_rows, where = dequantize(*packed), (slice(None), *columns)
+    return of_rows[where]
 
 
 def _where(weight: Weight, piece: Piece) -> tuple[int | slice, ...]:

@@ -163,7 +163,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {got!r}; {_REMEDY}")
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unknown")
-        raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
+        if method != "mxfp4" or not family.mxfp4:
+            told = f"the weights must not be quantized, got quant_method {method!r}"
+            raise ValueError(f"{told}; start from the unquantized model")
     check_rope_type(config)
     name, activation = family.activation
     if (got := config.get(name, activation)) != activation:

@@ -246,12 +246,22 @@ MIXTURES = {
         tie_word_embeddings=True,
     ),
 }
+# as published but for its weights (tests/parity/test_mxfp4.py): sizes of blocks of 32 values
+QUANTIZED = {
+    "gpt-oss-mxfp4": lambda: GptOssConfig(
+        **{**_SIZES, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.15},
+        rope_parameters=_rope(1e5),
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+}
 
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
     """Write a model of those above with random weights, biases and norms included, in several files, with a tokenizer."""
     set_seed(len(name))
-    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES)[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES | QUANTIZED)[name](), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
             if parameter.dim() == 1 or name.endswith("_bias"):

@@ -163,6 +163,7 @@ GPT_OSS = Family(
     defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     windows=window_by_layer_type,
     own_head_dim=True,
+    mxfp4=True,
     experts=_experts_everywhere,
 )
 # Mistral with experts in every layer.

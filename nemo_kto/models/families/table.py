@@ -144,6 +144,7 @@ class Family:
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
         local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
+        mxfp4: its files may have the matrices of experts in MXFP4, which are dequantized when they are read.
         experts: the mixture of experts that a configuration describes; None for a family without.
     """
 
@@ -159,4 +160,5 @@ class Family:
     partial_rotary: bool = False
     local_rope: bool = False
     own_head_dim: bool = False
+    mxfp4: bool = False
     experts: Callable[[PretrainedConfig], Experts] | None = None
