@@ -40,6 +40,7 @@ _EXPERTS: dict[str, Any] = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "olmo2": {"tie_word_embeddings": False},
@@ -72,7 +73,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, llama, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3, qwen3_moe.
+        family: one of gemma2, gemma3_text, gpt_oss, llama, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3, qwen3_moe.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.
@@ -98,8 +99,8 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
     model = transformers.AutoModelForCausalLM.from_config(config)
     # Norm weights and biases start at one and nought, where a lost or exchanged one would go unnoticed.
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

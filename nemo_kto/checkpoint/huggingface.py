@@ -15,6 +15,7 @@ from nemo_kto.checkpoint.companions import copy_companions
 from nemo_kto.checkpoint.folders import write_together
 from nemo_kto.checkpoint.mapping import differences, rank_weights, wanted_weights
 from nemo_kto.checkpoint.model_state import dtype_name
+from nemo_kto.checkpoint.mxfp4 import dequantized_shapes
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, ShardWriter, find_weights, is_our_model
 from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
@@ -49,7 +50,7 @@ def check_weights(architecture: Architecture, folder: str | Path) -> None:
     ignored = {
         name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
     }
-    shapes = {name: shape for name, (_, shape) in found.items()}
+    shapes = dequantized_shapes({name: shape for name, (_, shape) in found.items()})
     if problems := differences(wanted_weights(architecture), shapes, ignored):
         told = (
             f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
@@ -87,6 +88,7 @@ def export(
         config = _config(source)
         config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
         config["torch_dtype"] = dtype_name(chunks)
+        config.pop("quantization_config", None)  # what was read of it was dequantized
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source, folder)
 

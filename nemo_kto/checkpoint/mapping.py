@@ -66,11 +66,16 @@ def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> lis
 
 def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Sequence[int]) -> Shapes:
     return {
-        name.format(**place): shape[::-1] if mapping.transposed else shape
+        name.format(**place): _shape_in_file(mapping, shape, architecture)
         for mapping in mappings
         for place in architecture.instances(mapping, layers)
         for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
     }
+
+
+def _shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
+    of_one = shape[::-1] if mapping.transposed else shape
+    return (architecture.sizes["experts"], *of_one) if mapping.joins_experts else of_one
 
 
 def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:

@@ -18,6 +18,8 @@ INDEX = "model.safetensors.index.json"
 WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
 _REMEDY = "download or write it again"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+BLOCKS, SCALES = "_blocks", "_scales"  # what the names of weights in MXFP4 end in (checkpoint/mxfp4.py), whose type is
+_PACKED = "U8"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 Shapes = dict[str, tuple[int, ...]]
@@ -73,10 +75,12 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
                 pass
             case _:
                 raise _Broken(f"its header does not say what {name} is")
-        if dtype not in _FLOATS:
+        is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
+        if dtype not in _FLOATS and not is_packed:
             floats = either([*_FLOATS])
             raise _Broken(f"{name} is {dtype} and not {floats}, perhaps quantized; start from the unquantized model")
-        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * _FLOATS[dtype]:
+        size = 1 if is_packed else _FLOATS[dtype]
+        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
             raise _Broken(f"its header contradicts itself about {name}")
         shapes[name], end = tuple(shape), max(end, last)
     if end != data_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemo_kto.checkpoint.mapping import Weight
+from nemo_kto.checkpoint.mxfp4 import dequantize
+from nemo_kto.checkpoint.safetensors_files import BLOCKS, SCALES
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
@@ -27,27 +30,48 @@ _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
     """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
 
+    What is there in MXFP4 is dequantized.
+
     Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
     model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
 
     Raises:
         UserError: a value is no finite number.
     """
-    wanted: dict[Path, list[tuple[str, Piece, bool]]] = defaultdict(list)
+    wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
     for weight in weights:
         rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
-            if name in files:
-                wanted[files[name]].append((name, piece, weight.mapping.transposed))
+            if (found := name if name in files else name + BLOCKS) in files:
+                wanted[files[found]].append((name, weight, piece))
     for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for name, piece, transposed in wanted[file]:
-                where = (slice(None), *piece.where) if transposed else piece.where
-                values = handle.get_slice(name)[where]
-                piece.place.copy_(values.T if transposed else values)
+            for name, weight, piece in wanted[file]:
+                if name in files:
+                    values = handle.get_slice(name)[_where(weight, piece)]
+                    piece.place.copy_(values.T if weight.mapping.transposed else values)
+                else:
+                    piece.place.copy_(_dequantized(name, weight, piece, files))
                 if not math.isfinite(float(piece.place.sum())):
                     raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
+
+
+def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
+    """A piece of a matrix that the files have in MXFP4, whose blocks and scales may lie in different ones."""
+    rows, *columns = piece.where
+    packed = []
+    for part in (name + BLOCKS, name + SCALES):
+        with safe_open(files[part], framework="pt") as handle:
+            packed.append(handle.get_slice(part)[weight.place["expert"], rows])
+    of_rows, where = dequantize(*packed), (slice(None), *columns)
+    return of_rows[where]
+
+
+def _where(weight: Weight, piece: Piece) -> tuple[int | slice, ...]:
+    """Where a piece of a weight lies in its tensor of the file."""
+    where = (*piece.where, slice(None))[1::-1] if weight.mapping.transposed else piece.where
+    return (weight.place["expert"], *where) if weight.mapping.joins_experts else where
 
 
 def sends_weights() -> bool:
@@ -67,10 +91,11 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     stages = dist.get_process_group_ranks(pipeline)
     leads = dist.get_rank() == dist.get_process_group_ranks(_stage_group())[0]
     first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+    files = _FileWeights(architecture=architecture)
     for weight in weights:
         for place, whole in () if weight.copied else _whole_values(weight, architecture, leads=leads):
             if first_stage:
-                yield from _hf_weights(weight.mapping, place, whole, architecture)
+                yield from files.of(weight.mapping, place, whole)
             else:
                 header: _Header = (weight.mapping, place, whole.shape, whole.dtype)
                 dist.send_object_list([header], dst=stages[0], group=pipeline)
@@ -82,7 +107,7 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
             mapping, place, shape, dtype = received
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=pipeline)
-            yield from _hf_weights(mapping, place, whole, architecture)
+            yield from files.of(mapping, place, whole)
 
 
 def _stage_group() -> dist.ProcessGroup:
@@ -130,20 +155,43 @@ def _gather_shards(weight: Weight) -> Tensor:
     return torch.cat(shards, dim=dimension) if shards else shard
 
 
-def _hf_weights(
-    mapping: ParamMapping, place: Mapping[str, int], whole: Tensor, architecture: Architecture
-) -> Iterator[tuple[str, Tensor]]:
-    """Take the weights of the file out of one of our parameters."""
-    dimension = split_dimension(mapping)
-    parts = [] if dimension is None else segments(mapping, architecture)
-    for source, (name, shape) in enumerate(zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)):
-        if dimension is None or len(parts) == 1:
-            yield name.format(**place), whole.cpu().T if mapping.transposed else whole.cpu()
-            continue
-        values = torch.empty(shape, dtype=whole.dtype)
-        position = 0
-        for part in parts:
-            if part.source == source:
-                values.narrow(dimension, part.start, part.length).copy_(whole.narrow(dimension, position, part.length))
-            position += part.length
-        yield name.format(**place), values.T if mapping.transposed else values
+@dataclass(kw_only=True, eq=False)
+class _FileWeights:
+    """Takes the weights of the file out of our parameters, and puts experts together that the file has in one tensor."""
+
+    architecture: Architecture
+    _joined: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False)  # and how many experts are missing
+
+    def of(self, mapping: ParamMapping, place: Mapping[str, int], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is complete with this parameter, by its name in the file."""
+        for hf_name, values in zip(mapping.hf_names, self._parts(mapping, whole), strict=True):
+            name, values = hf_name.format(**place), values.T if mapping.transposed else values
+            if not mapping.joins_experts:
+                yield name, values
+                continue
+            experts = self.architecture.sizes["experts"]
+            if name not in self._joined:
+                self._joined[name] = values.new_empty(experts, *values.shape), experts
+            joined, missing = self._joined.pop(name)
+            joined[place["expert"]] = values
+            if missing > 1:
+                self._joined[name] = joined, missing - 1
+            else:
+                yield name, joined
+
+    def _parts(self, mapping: ParamMapping, whole: Tensor) -> Iterator[Tensor]:
+        """The weights that a parameter holds, in the order of the mapping."""
+        dimension = split_dimension(mapping)
+        parts = [] if dimension is None else segments(mapping, self.architecture)
+        for source, shape in enumerate(source_shapes(mapping, self.architecture)):
+            if dimension is None or len(parts) == 1:
+                yield whole.cpu()
+                continue
+            values = torch.empty(shape, dtype=whole.dtype)
+            position = 0
+            for part in parts:
+                if part.source == source:
+                    place = values[(slice(None),) * dimension + (part.where,)]
+                    place.copy_(whole.narrow(dimension, position, part.length))
+                position += part.length
+            yield values

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -58,3 +59,49 @@ class _Gated(torch.autograd.Function):
 
 def _activated(gate: Tensor, is_gelu: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+
+
+class ClampedSwiGLU(MegatronModule):
+    """gate sigmoid(alpha gate) (up + 1), with gate at most and up within the limit, as in gpt-oss (arXiv 2508.10925).
+
+    Args:
+        config: megatron-core's; not read.
+        alpha: factor in the sigmoid.
+        limit: gate becomes min(gate, limit), up becomes min(max(up, -limit), limit).
+    """
+
+    def __init__(self, config: TransformerConfig, *, alpha: float, limit: float) -> None:
+        super().__init__(config)
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """[..., 2 * f], the gate first, to [..., f]."""
+        activated: Tensor = _ClampedGated.apply(gate_and_up, self.alpha, self.limit)  # type: ignore[no-untyped-call]
+        return activated
+
+
+class _ClampedGated(torch.autograd.Function):
+    """With g and u clamped and s = sigmoid(alpha g): d g = s (1 + alpha g (1 - s)) (u + 1), d u = g s; 0 where clamped."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        both_grads = torch.empty_like(gate_and_up)
+        gate_grad, up_grad = both_grads.chunk(2, dim=-1)
+        clamped = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(clamped * alpha)
+        torch.mul(grads[0], clamped, out=up_grad).mul_(sigmoid).masked_fill_(up.abs() > limit, 0.0)
+        torch.mul(grads[0], up.clamp(-limit, limit).add_(1), out=gate_grad).mul_(sigmoid)
+        slope = clamped.mul_(alpha).mul_(1 - sigmoid).add_(1)
+        gate_grad.mul_(slope).masked_fill_(gate > limit, 0.0)
+        return both_grads, None, None

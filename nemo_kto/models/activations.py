@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.capped_attention import BLOCK
+from nemo_kto.models.block_attention import BLOCK
 from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
@@ -90,11 +90,10 @@ class Activations:
     def gradients_of_layer(self) -> float:
         """What exists at the same time while a layer goes backward, bytes a token: gradients of the activated gate times the
         up projection, of both projections, and the activated gate; or, if that is more, the scores of a block of queries, in
-        fp32, their gradients and two tensors besides, where scores are capped."""
+        fp32, their gradients and two tensors besides, where attention goes in blocks."""
         mlp = self.element_bytes * 4 * max(self._ffn() if self._dense() else 0, self._chosen_ffn(), self._shared_ffn())
         heads = self.architecture.padded_attention_heads / self.architecture.tensor_parallel
-        is_capped = self.architecture.attention_softcap is not None
-        return max(mlp, 4 * _FP32 * heads * BLOCK * is_capped)
+        return max(mlp, 4 * _FP32 * heads * BLOCK * self.architecture.attends_in_blocks)
 
     def embedding(self) -> int:
         """Of the first stage, bytes a token: its row of the table, and whether that is here; of an adapter both again, and
@@ -127,16 +126,18 @@ class Activations:
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
         # else the core attention keeps what it gets: queries, and two views
         rotates_before = core or (self.on_gpu and not architecture.not_in_engine)
+        # blocks leave the output to those who need it
+        output = query * (not architecture.attends_in_blocks or self._keeps_input("o_proj"))
         # the fused queries, keys and values that the values are a view of, and the output
-        saved: float = self.element_bytes * (query + 2 * key_value + query)
+        saved: float = self.element_bytes * (query + 2 * key_value + output)
         saved += self.element_bytes * (query + (key_value if rotates_before else 0))
         if self.context_parallel > 1 and core and not self.on_gpu:
             # queries, outputs, and the keys and values of all ranks; and the fused ones where a norm has views of them
-            saved = self.element_bytes * (2 * query + 2 * self.context_parallel * key_value)
+            saved = self.element_bytes * (query + output + 2 * self.context_parallel * key_value)
             saved += self.element_bytes * (query + 2 * key_value) * (architecture.qk_norm and self._few_passes())
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
-            joined = (self.packed or self.context_parallel > 1) and not self.on_gpu
+            joined = (self.packed or self.context_parallel > 1) and not self.on_gpu and not architecture.attends_in_blocks
             saved += self.element_bytes * query * (joined and self._keeps_input("o_proj"))
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
             saved += self.element_bytes * query + 2 * _FP32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.config_file import CONFIG, read_config_file
@@ -39,6 +39,8 @@ class Architecture:
         qkv_bias: query, key and value have a bias.
         output_bias: the attention's output projection has a bias.
         mlp_bias: gate, up and down projection have a bias.
+        expert_bias: those of experts have one, and so has the router.
+        sinks: each head has a learned score more in its softmax, which no value belongs to.
         qk_norm: queries and keys are normalised, each head by itself,
         all_heads_norm: or all heads of a token together.
         pre_norm: attention and MLP get a normalised input.
@@ -48,6 +50,9 @@ class Architecture:
         query_pre_attn_scalar: scores are divided by its square root; by that of the head size where it is None.
         attention_softcap: c for which the scores become c tanh(score / c), None for none.
         logit_softcap: the same for the logits.
+        swiglu_limit: the MLP's gate is at most, and the up projection within, this before they meet in
+            gate * sigmoid(swiglu_alpha * gate) * (up + 1); None for the activation's usual form.
+        swiglu_alpha: only beside the limit.
     """
 
     family: Family
@@ -68,6 +73,8 @@ class Architecture:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    expert_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     all_heads_norm: bool = False
     pre_norm: bool = True
@@ -78,6 +85,8 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
     experts: Experts | None = None
     expert_tensor_parallel: int = 1
 
@@ -90,8 +99,16 @@ class Architecture:
             "a rope for layers with a window": self.local_rope is not None,
             "an attention factor of some layers or channels": self.rope.factor_in_table,
             "a soft cap on the scores": self.attention_softcap is not None,
+            "sinks in the softmax": self.sinks,
+            "experts with biases": self.expert_bias,
+            "a clamped activation": self.swiglu_limit is not None,
         }
         return tuple(part for part, has in parts.items() if has)
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Its attention is that of models/block_attention.py."""
+        return self.attention_softcap is not None or self.sinks
 
     @property
     def activation(self) -> str:
@@ -167,8 +184,10 @@ class Architecture:
             "ffn": self.ffn_hidden_size,
             "gate_and_up": 2 * self.ffn_hidden_size,
             "head": self.head_dim,
+            "heads": self.num_attention_heads,
             "experts": 0 if self.experts is None else self.experts.number,
             "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
+            "expert_gate_and_up": 0 if self.experts is None else 2 * self.experts.ffn_hidden_size,
             "shared_ffn": 0 if self.experts is None else self.experts.shared_ffn_hidden_size,
         }
 
@@ -220,6 +239,10 @@ def _architecture(
         ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
         for ours, theirs in family.flags.items()
     }
+    numbers: dict[str, Any] = {
+        ours: getattr(config, theirs, family.defaults[theirs]) if theirs in family.defaults else getattr(config, theirs)
+        for ours, theirs in family.numbers.items()
+    }
     rotates = family.rotates(config)
     rope, local_rope = _ropes(config, family, all_alike=all(rotates) and not family.local_rope)
     return Architecture(
@@ -242,7 +265,7 @@ def _architecture(
         experts=experts,
         expert_tensor_parallel=expert_tensor_parallel,
         **flags,
-        **{ours: getattr(config, theirs) for ours, theirs in family.numbers.items()},
+        **numbers,
     )
 
 

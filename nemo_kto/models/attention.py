@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from nemo_kto.models.capped_attention import capped_attention
+from nemo_kto.models.block_attention import block_attention
 from nemo_kto.models.packed_sequences import PackedSequences
 from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.models.spans import causal_spans, in_row_order
+from nemo_kto.parallel import device
 from nemo_kto.parallel.context import gather_shares
 from nemo_kto.parallel.kernels import varlen_attention
 
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class TorchAttention(MegatronModule):
-    """softmax(scale * q k^T) v: causal, grouped heads, sliding window, or an arbitrary mask.
+    """softmax(scale * q k^T) v: causal, grouped heads, sliding window, or an arbitrary mask; soft caps and sinks.
 
     Args (those of megatron-core's core attention):
         config: the transformer's configuration; ``window_size`` = (tokens seen to the left, 0) limits the attention of the
@@ -49,6 +56,8 @@ class TorchAttention(MegatronModule):
         cp_comm_type: how context-parallel ranks talk in Transformer Engine; here each gathers the keys and values of all.
         pg_collection: process groups, of which the context-parallel one is used where ranks share a sequence.
         softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
+        sinks: each head has a score more in its softmax, which no value belongs to: the parameter ``softmax_offset``, as in
+            megatron-core's own attention, [heads of this rank].
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
         local_rotary: that of layers with a window, where it is another.
@@ -68,6 +77,7 @@ class TorchAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         rotary: RotaryTable | None = None,
         local_rotary: RotaryTable | None = None,
     ) -> None:
@@ -80,17 +90,31 @@ class TorchAttention(MegatronModule):
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
         self.context = None if config.context_parallel_size == 1 or pg_collection is None else pg_collection.cp
-        self.capped = softcap is not None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self._attention: Callable[..., Tensor] = F.scaled_dot_product_attention
-        if softcap is not None:
-            self._attention = functools.partial(capped_attention, cap=softcap)
+        self.softcap, self.in_blocks = softcap, softcap is not None or sinks
+        self.softmax_offset = _sinks(config) if sinks else None
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
             rotary = local_rotary or rotary
         self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The sinks, which the tensor-parallel ranks share out by heads; nothing where there are none."""
+        if self.softmax_offset is None:
+            return {}
+        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        return state
 
     def forward(
         self,
@@ -133,7 +157,7 @@ class TorchAttention(MegatronModule):
             return self._attend(query, key, value, None, masked)
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
-        in_one = self.context is None and not self.dropout and not self.capped
+        in_one = self.context is None and not self.dropout and not self.in_blocks
         if in_one and (kernel := varlen_attention(query.dtype)) is not None:
             return self._attend_row(kernel, query, key, value, packed_seq_params)
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
@@ -184,10 +208,11 @@ class TorchAttention(MegatronModule):
         if self.window is not None:  # what the first query does not see, no later one does
             beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
             key, value = key[beyond:], value[beyond:]
-        seen = self._seen(query.size(0), key.size(0), masked, query.device)
+        attention, window = self._attention(is_masked=masked is not None)
+        seen = self._seen(query.size(0), key.size(0), masked, window, query.device)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_generator(dropout):
-            context = self._attention(
+            context = attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
@@ -199,18 +224,27 @@ class TorchAttention(MegatronModule):
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
-    def _seen(self, queries: int, keys: int, masked: Tensor | None, device: torch.device) -> Tensor | None:
+    def _attention(self, *, is_masked: bool) -> tuple[Callable[..., Tensor], int | None]:
+        """The function that attends, and the window that its mask must say: blocks know of windows in the causal order."""
+        if not self.in_blocks:
+            return F.scaled_dot_product_attention, self.window
+        in_blocks = functools.partial(block_attention, cap=self.softcap, sinks_h=self.softmax_offset)
+        return (in_blocks, self.window) if is_masked else (functools.partial(in_blocks, window=self.window), None)
+
+    def _seen(
+        self, queries: int, keys: int, masked: Tensor | None, window: int | None, device: torch.device
+    ) -> Tensor | None:
         """True where a query (row) sees a key (column): the last query sees all keys, the one before one less.
 
         None for the plain causal order, and torch's description of it where there are more keys: fused kernels then need no
         tensor.
         """
         seen = None if masked is None else ~masked
-        if self.window is None or keys <= self.window:
+        if window is None or keys <= window:
             return seen if queries == keys else causal_lower_right(queries, keys)
         place = torch.arange(keys, device=device)
         distance = place[keys - queries :, None] - place[None, :]
-        near = (distance >= 0) & (distance < self.window)
+        near = (distance >= 0) & (distance < window)
         return near if seen is None else near & seen
 
     def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:
@@ -221,3 +255,11 @@ class TorchAttention(MegatronModule):
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
+
+
+def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
+    """Of this rank's heads."""
+    heads, here = config.num_attention_heads // config.tensor_model_parallel_size, device.current_device()
+    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=here))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks

@@ -24,9 +24,10 @@ _MAX_EXPERTS = 10_000
 _LACKING = {
     "deepseek_v2": "attention whose keys and values are compressed",
     "deepseek_v3": "attention whose keys and values are compressed",
-    "gpt_oss": "attention sinks, and experts with biases",
     "llama4_text": "chunked attention, and a softmax whose temperature grows with the position",
 }
+# Mixtures whose weights of a token's experts add up to 1, without a field that says so.
+_NORMALIZED = ("gpt_oss", "mixtral")
 _MAX_LAYERS = 10_000  # a thousand times too many would first be looked for in the files one after the other
 
 
@@ -67,6 +68,7 @@ _FIELDS = {
     "shared_expert_intermediate_size": _count(), "qkv_bias": _FLAG,
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
+    "swiglu_alpha": _POSITIVE, "swiglu_limit": _POSITIVE,
     "rms_norm_eps": _POSITIVE, "rope_theta": _POSITIVE, "rope_local_base_freq": _POSITIVE,
     "query_pre_attn_scalar": _POSITIVE, "attn_logit_softcapping": _POSITIVE, "final_logit_softcapping": _POSITIVE,
     "tie_word_embeddings": _FLAG, "attention_bias": _FLAG, "mlp_bias": _FLAG, "use_sliding_window": _FLAG,
@@ -161,7 +163,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {got!r}; {_REMEDY}")
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unknown")
-        raise ValueError(f"the weights must not be quantized, got quant_method {method!r}; start from the unquantized model")
+        if method != "mxfp4" or not family.mxfp4:
+            told = f"the weights must not be quantized, got quant_method {method!r}"
+            raise ValueError(f"{told}; start from the unquantized model")
     check_rope_type(config)
     name, activation = family.activation
     if (got := config.get(name, activation)) != activation:
@@ -192,7 +196,7 @@ def _check_experts(config: Mapping[str, Any]) -> None:
     number, chosen = number_of_experts(config), config.get("num_experts_per_tok")
     if number is not None and chosen is not None and chosen > number:
         raise ValueError(f"num_experts_per_tok must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
-    if chosen == 1 and config.get("norm_topk_prob", config.get("model_type") == "mixtral"):
+    if chosen == 1 and config.get("norm_topk_prob", config.get("model_type") in _NORMALIZED):
         raise ValueError(
             "num_experts_per_tok must be at least 2 where the weights of a token's experts are normalized, got 1, whose "
             "weight would be 1 whatever the router says; choose another model"

@@ -31,6 +31,7 @@ _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.linear_proj.weight",
+    "self_attention.core_attention.softmax_offset",
     "self_attention.linear_qkv.lora_b",
     "self_attention.linear_qkv.lora_magnitude",
     "self_attention.linear_proj.lora_a",

@@ -17,13 +17,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_kto.models.activation import GeGLU, SwiGLU
+from nemo_kto.models.activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.expert_bias import BiasedExpertOutput
 from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
 from nemo_kto.models.rotary import RotaryTable
-from nemo_kto.models.router import BalancedRouter
+from nemo_kto.models.router import BalancedRouter, BiasedRouter
 
 
 def block_spec(
@@ -63,10 +64,13 @@ def _layer_spec(
         _use_torch_modules(layer, architecture)
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
-        mixture.router = BalancedRouter
+        mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
         if not config.moe_grouped_gemm:  # the layers that can have adapters, whoever makes the others
             for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):
                 experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+        if architecture.expert_bias:
+            experts = _submodules(mixture.experts)
+            experts.linear_fc1, experts.linear_fc2 = _with_bias(ColumnParallelLinear), BiasedExpertOutput
         # the norm is a module of its own, whoever makes the layers
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = layer.submodules.self_attention
@@ -87,16 +91,24 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
         module=TorchAttention,
         params={
             "softcap": architecture.attention_softcap,
+            "sinks": architecture.sinks,
             "rotary": RotaryTable(rope=architecture.rope),
             "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
         },
     )
     mlp = _submodules(parts.mlp)
     for each in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
-        each.activation_func = SwiGLU if architecture.activation == "silu" else GeGLU
+        each.activation_func = _activation(architecture)
     if architecture.qk_norm:
         queries, keys = _qk_norms(architecture)
         parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys
+
+
+def _activation(architecture: Architecture) -> type | ModuleSpec:
+    if architecture.swiglu_limit is not None:
+        settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
+        return ModuleSpec(module=ClampedSwiGLU, params=settings)
+    return SwiGLU if architecture.activation == "silu" else GeGLU
 
 
 def _submodules(spec: Any) -> Any:

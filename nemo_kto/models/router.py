@@ -13,6 +13,7 @@ depend on which sequences share one. Padding is left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -68,6 +69,16 @@ class BalancedRouter(TopKRouter):
         noted = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
         self.balance = noted if self.balance is None else self.balance + noted
         return scale_n * (whole[0] * probs_nE).sum(dim=-1)
+
+
+class BiasedRouter(BalancedRouter):
+    """Adds a learned number to the logit of each expert, which megatron-core has only beside biases everywhere."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        bias: Any = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
+        bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, as the weight's
+        self.bias = bias
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,11 +18,21 @@ from nemo_kto.models.families import ParamMapping, Split
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """``length`` rows (or columns), from ``start`` of the mapping's weight number ``source``; zeros where that is None."""
+    """``length`` rows (or columns), from ``start`` of the mapping's weight number ``source``; zeros where that is None.
+
+    In the weight the next one is ``step`` further.
+    """
 
     source: int | None
     start: int
     length: int
+    step: int = 1
+
+    @property
+    def where(self) -> slice:
+        """The rows of the weight."""
+        stop = self.start + (self.length - 1) * self.step + 1
+        return slice(self.start, stop) if self.step == 1 else slice(self.start, stop, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,8 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
     if mapping.split is Split.HEADS:
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
+    if mapping.split is Split.HEAD_NUMBERS:
+        return _padded(sizes["heads"], architecture.padded_attention_heads)
     if mapping.split is Split.ROW_PARALLEL:
         width = source_shapes(mapping, architecture)[0][1]
         return _padded(width, width)
@@ -85,6 +97,11 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         # of the gate, or of gate and up projection in one tensor
         part = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2) // ranks
         return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
+    if mapping.split is Split.INTERLEAVED:
+        ranks = shards(mapping, architecture)
+        part = source_shapes(mapping, architecture)[0][0] // 2 // ranks
+        starts = (2 * rank * part + which for rank in range(ranks) for which in (0, 1))
+        return [Segment(source=0, start=start, length=part, step=2) for start in starts]
     if mapping.split is Split.QKV:
         return _query_key_value(architecture)
     if mapping.split is Split.STACKED:
@@ -99,7 +116,8 @@ def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[
     for part in parts:
         first, last = max(start, position), min(start + length, position + part.length)
         if first < last:
-            yield first - start, Segment(source=part.source, start=part.start + first - position, length=last - first)
+            begin = part.start + (first - position) * part.step
+            yield first - start, replace(part, start=begin, length=last - first)
         position += part.length
 
 
@@ -129,7 +147,7 @@ def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *,
         if part.source is None:
             place.zero_()
         else:
-            where = (slice(None),) * dimension + (slice(part.start, part.start + part.length),)
+            where = (slice(None),) * dimension + (part.where,)
             yield Piece(source=part.source, where=where, place=place)
 
 

@@ -113,7 +113,7 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         if shards:
             yield Sent(forwards * micro_batches, forwards * half * hidden)
     if shards and trained:
-        replicated = ("norm", "router", "gate_weight")
+        replicated = ("norm", "router", "gate_weight", "linear_proj.bias", "mlp.linear_fc2.bias")
         held = [each.numel for each in training.parameters(stage) if any(name in each.name for name in replicated)]
         yield Sent(1, 2 * half * sum(held) * _FP32)
 

@@ -23,7 +23,7 @@ def transformer_config(
     **settings: Any,
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
-    fuses_activation = compiles() and architecture.activation == "silu"
+    fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
     windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
     return TransformerConfig(
         num_layers=architecture.num_layers,

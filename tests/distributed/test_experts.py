@@ -49,6 +49,7 @@ BALANCE = "model.moe_aux_loss_coeff=0.02"
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
+    "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
     "kto_synced": ("kto", "qwen2_moe", ["model.reference.sync_interval=1"]),
@@ -58,6 +59,8 @@ QUICK = {
     ("kto", "packed_ep2"): 10,
     ("kto", "tp2_ep2_whole_experts"): 5,
     ("dpo", "pp2_ep2"): 5,
+    ("kto_sinks", "tp2_ep2"): 5,
+    ("kto_sinks", "packed_cp2_ep2"): 5,
     ("kto_lora", "ep2_overlap"): 5,
     ("kto_lora_experts", "tp2_ep2_whole_experts"): 5,
 }

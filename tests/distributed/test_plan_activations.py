@@ -103,6 +103,7 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
     }
     models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
+    models["gpt_oss"] = make_checkpoint(folder / "gpt_oss", "gpt_oss", **sizes, num_local_experts=8, num_experts_per_tok=3)
     experts = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320, "mlp_only_layers": []}
     models["qwen2_moe"] = make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts)
     return models
@@ -136,6 +137,11 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"packed": True}, "float32", None),
         pytest.param("llama", {"packed": True}, "float32", QUERIES, marks=pytest.mark.full),
         pytest.param("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL, marks=pytest.mark.full),
+        ("gpt_oss", {}, "float32", None),
+        pytest.param("gpt_oss", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"packed": True}, "float32", None, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"packed": True, "context": 2}, "float32", QUERIES, marks=pytest.mark.full),
         ("mixtral", {}, "float32", None),
         ("qwen2_moe", {}, "float32", None),
         pytest.param("qwen2_moe", {}, "bfloat16", QUERIES, marks=pytest.mark.full),

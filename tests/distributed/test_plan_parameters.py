@@ -63,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "gemma2": make_checkpoint(folder / "gemma2", "gemma2", **heads),
         "gemma3_text": make_checkpoint(folder / "gemma3_text", "gemma3_text", **heads),
+        "gpt_oss": make_checkpoint(folder / "gpt_oss", "gpt_oss", **heads, num_local_experts=8),
         "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
         "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
@@ -108,6 +109,7 @@ def test_a_rank_holds_what_was_planned(
 @pytest.mark.parametrize(
     ("family", "tensor", "stages", "expert", "adapters"),
     [
+        ("gpt_oss", 2, 2, 2, None),
         ("qwen2_moe", 2, 2, 2, ADAPTERS),
         pytest.param("qwen2_moe", 2, 2, 2, None, marks=pytest.mark.full),
         pytest.param("qwen3_moe", 2, 2, 2, None, marks=pytest.mark.full),
@@ -129,6 +131,8 @@ def test_a_rank_holds_some_of_the_experts(
     for stage, held in found:
         assert planned(models[family], tensor, split, stage, adapters, expert) == held
         names = [name for name in held if ".experts." in name]
-        weights = 2 * (8 // expert) * {1: 3, 2: 1 if stage == 0 else 2}[stages]
+        sparse = {1: 3, 2: 1 if stage == 0 else 2}[stages] if family != "gpt_oss" else 4 // stages
+        weights = 2 * (8 // expert) * sparse
         assert sum(name.endswith(".weight") for name in names) == weights
-        assert len(names) == weights + (0 if adapters is None else 2 * 2 * (8 // expert)), "one layer of each stage"
+        biases = weights if family == "gpt_oss" else 0
+        assert len(names) == weights + biases + (0 if adapters is None else 2 * 2 * (8 // expert)), "one layer of each stage"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.capped_attention import BLOCK, capped_attention
+from nemo_kto.models.block_attention import BLOCK, block_attention
 from nemo_kto.parallel import device, state
 from tests.parity import hf_jobs, hf_models
 
@@ -49,15 +50,17 @@ def test_logits_are_those_of_transformers_in_bf16(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
-def test_capped_attention_is_that_of_the_cpu(dtype: torch.dtype, close: float) -> None:
+@pytest.mark.parametrize("more", [{"cap": 2.0}, {"window": 50}], ids=["cap", "sinks and window"])
+def test_block_attention_is_that_of_the_cpu(more: dict[str, Any], dtype: torch.dtype, close: float) -> None:
     """Values and gradients, over more than one block of queries; fp32 products may be those of TF32."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, heads, BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
-    settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.125, "enable_gqa": True, "cap": 2.0}
+    parts += [torch.randn(8, generator=draw).to(dtype)] * ("window" in more)
+    settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
     found = []
     for place, kind in (("cpu", torch.float32), (device.current_device(), dtype)):
         here = [part.to(place, kind).requires_grad_() for part in parts]
-        values = capped_attention(*here, **settings)  # type: ignore[arg-type]
+        values = block_attention(*here[:3], **settings, sinks_h=here[3] if len(here) > 3 else None)
         found.append([values, *torch.autograd.grad(values.square().sum(), here)])
     for expected, other in zip(*found, strict=True):
         error = (other.float().cpu() - expected).norm() / expected.norm()

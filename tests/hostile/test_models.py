@@ -38,7 +38,7 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
 NAMES = (
-    *("Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
+    *("Gemma2", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"),
 )
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
@@ -78,10 +78,11 @@ AT_START: dict[str, tuple[Break, str]] = {
         "decoder-only model",
     ),
     "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), "encoder_decoder must be true or false, got 'no'"),
-    "a model with attention sinks": (
-        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss"),
-        "a gpt_oss model cannot be trained: this program lacks attention sinks, and experts with biases; choose another",
+    "a limit of zero": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=0.0),
+        "swiglu_limit must be a positive, finite number, got 0.0" + AGAIN,
     ),
+    "a limit that is null": (config(swiglu_limit=None), "swiglu_limit must be a positive, finite number, got None"),
     "a model with chunked attention": (
         config(architectures=["Llama4ForCausalLM"], model_type="llama4_text"),
         "a llama4_text model cannot be trained: this program lacks chunked attention, and a softmax whose temperature grows",

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -190,6 +191,30 @@ CONFIGS = {
 
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 MIXTURES = {
+    "gpt-oss": lambda: GptOssConfig(
+        **_SIZES,
+        rope_parameters=_rope(
+            1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, truncate=False
+        ),
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        # gates and up projections of these weights reach it
+        swiglu_limit=1.5,
+    ),
+    "gpt-oss-odd-heads-no-attention-bias": lambda: GptOssConfig(
+        **{**_SIZES, "num_attention_heads": 9, "num_key_value_heads": 3},
+        rope_parameters=_rope(1e5),
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        swiglu_alpha=1.1,
+        attention_bias=False,
+        tie_word_embeddings=True,
+    ),
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
     "mixtral-window": lambda: MixtralConfig(
         **_SIZES, rope_parameters=_rope(1e5), num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=7
@@ -221,15 +246,25 @@ MIXTURES = {
         tie_word_embeddings=True,
     ),
 }
+# as published but for its weights (tests/parity/test_mxfp4.py): sizes of blocks of 32 values
+QUANTIZED = {
+    "gpt-oss-mxfp4": lambda: GptOssConfig(
+        **{**_SIZES, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.15},
+        rope_parameters=_rope(1e5),
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+}
 
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
     """Write a model of those above with random weights, biases and norms included, in several files, with a tokenizer."""
     set_seed(len(name))
-    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES)[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES | QUANTIZED)[name](), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # transformers starts biases at zero and norms at one
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)

@@ -30,6 +30,7 @@ from nemo_kto.parallel.state import Layout
 from tests.parity import hf_jobs, hf_models
 
 SETTINGS = {
+    "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
@@ -154,6 +155,7 @@ def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> N
     assert not any(values.any() for tensor, values in first.items() if ".lora_B." in tensor)
     a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
     of_experts = {
+        "gpt-oss": 0,
         "mixtral": 4 * 4 * 3,
         "qwen2-moe": 3 * 8 * 3,
         "qwen3-moe": 2 * 8 * 3,

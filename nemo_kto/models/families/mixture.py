@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.models.families.dense import MISTRAL, QWEN2, QWEN3
+from nemo_kto.models.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from nemo_kto.models.families.table import (
     Experts,
     Family,
@@ -81,6 +81,39 @@ def _shared_mappings() -> tuple[ParamMapping, ...]:
     )
 
 
+def _joined_mappings() -> tuple[ParamMapping, ...]:
+    """The sinks, the router and the experts of a layer where all experts lie in one tensor, each with biases."""
+    block = "model.layers.{layer}.mlp."
+    # of one expert, as ours has it; in the file a matrix lies the other way round
+    gate_and_up, down = ("expert_gate_and_up", "hidden"), ("hidden", "expert_ffn")
+    parts: dict[str, tuple[str, tuple[str, ...], Split]] = {
+        _MCORE + "router.weight": ("router.weight", ("experts", "hidden"), Split.REPLICATED),
+        _MCORE + "router.bias": ("router.bias", ("experts",), Split.REPLICATED),
+        _EXPERT + "linear_fc1.weight": ("experts.gate_up_proj", gate_and_up, Split.INTERLEAVED),
+        _EXPERT + "linear_fc1.bias": ("experts.gate_up_proj_bias", gate_and_up[:1], Split.INTERLEAVED),
+        _EXPERT + "linear_fc2.weight": ("experts.down_proj", down, Split.ROW_PARALLEL),
+        _EXPERT + "linear_fc2.bias": ("experts.down_proj_bias", down[:1], Split.REPLICATED),
+    }
+    sinks = ParamMapping(
+        mcore_name="decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
+        hf_names={"model.layers.{layer}.self_attn.sinks": ("heads",)},
+        split=Split.HEAD_NUMBERS,
+    )
+    return (
+        sinks,
+        *(
+            ParamMapping(
+                mcore_name=ours,
+                hf_names={block + theirs: shape},
+                split=split,
+                layers=Layers.SPARSE,
+                transposed=ours.startswith(_EXPERT) and len(shape) == 2,
+            )
+            for ours, (theirs, shape, split) in parts.items()
+        ),
+    )
+
+
 def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
     """The weights of a dense family, whose MLPs are in some layers only, and those of the experts."""
     dense = (
@@ -90,7 +123,13 @@ def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[P
     return (*dense, *mappings)
 
 
-def _mixtral_experts(config: PretrainedConfig) -> Experts:
+def _without_mlp(family: Family) -> tuple[ParamMapping, ...]:
+    """The weights of a dense family but for its MLPs."""
+    return tuple(mapping for mapping in family.mappings if not mapping.mcore_name.startswith(_MCORE))
+
+
+def _experts_everywhere(config: PretrainedConfig) -> Experts:
+    """As wide as ``intermediate_size``, in every layer."""
     return Experts(
         number=config.num_local_experts,
         per_token=config.num_experts_per_tok,
@@ -114,13 +153,26 @@ def _qwen_experts(config: PretrainedConfig) -> Experts:
 
 
 _QWEN_EXPERTS = _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+# gpt-oss: sinks in the softmax of each head, biases everywhere, a clamped SwiGLU, and a window in every second layer.
+GPT_OSS = Family(
+    name="gpt_oss",
+    hf_architecture="GptOssForCausalLM",
+    mappings=_without_mlp(LLAMA) + _joined_mappings(),
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "sinks": True, "expert_bias": True},
+    numbers={"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+    defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    windows=window_by_layer_type,
+    own_head_dim=True,
+    mxfp4=True,
+    experts=_experts_everywhere,
+)
 # Mistral with experts in every layer.
 MIXTRAL = Family(
     name="mixtral",
     hf_architecture="MixtralForCausalLM",
     mappings=_with_experts(MISTRAL, _expert_mappings("block_sparse_moe", gate="w1", up="w3", down="w2")),
     windows=window_everywhere,
-    experts=_mixtral_experts,
+    experts=_experts_everywhere,
 )
 # Qwen 1.5 and 2 with narrow experts, and one that sees every token.
 QWEN2_MOE = Family(

@@ -50,7 +50,9 @@ class Split(Enum):
     VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
     QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
     HEADS = "columns are the query heads, padded with zero heads; cut by columns"
+    HEAD_NUMBERS = "a number for each query head, padded with zeros; cut by heads"
     GATED = "on each rank: its rows of the gate, then its rows of the up projection"
+    INTERLEAVED = "as gated; in the file each row of the gate stands before the row of the up projection it belongs to"
     ROW_PARALLEL = "the weight of a row-parallel layer: cut along its input, by columns"
     STACKED = "one weight under the other; every rank holds all of it"
 
@@ -64,6 +66,7 @@ class ParamMapping:
             ``{expert}`` for that of the expert in its layer.
         hf_names: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
             One name where the split has several weights: they lie one under the other in one tensor of the file.
+            No ``{expert}`` in the name of an expert's weight: it is of this shape in a tensor of all experts.
         split: how the first comes from the second.
         required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
         layers: which layers have it.
@@ -81,6 +84,11 @@ class ParamMapping:
     def of_expert(self) -> bool:
         """True for a parameter of an expert, which is cut over the expert-tensor-parallel ranks."""
         return "{expert}" in self.mcore_name
+
+    @property
+    def joins_experts(self) -> bool:
+        """True where the file has the experts of a layer in one tensor, one after the other along its first dimension."""
+        return self.of_expert and not any("{expert}" in name for name in self.hf_names)
 
 
 def no_window(config: PretrainedConfig) -> Windows:
@@ -129,12 +137,14 @@ class Family:
         flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> the configuration's attribute that decides it,
             or the constant it is.
         numbers: number of ``Architecture`` -> the configuration's attribute that it is.
+        defaults: values of those attributes that the configurations of older transformers lack.
         activation: the configuration's attribute that names the MLP's activation, and what it must name.
         windows: tokens each layer sees, itself included; None for all.
         rotates: whether each layer has rotary embeddings.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
         local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
+        mxfp4: its files may have the matrices of experts in MXFP4, which are dequantized when they are read.
         experts: the mixture of experts that a configuration describes; None for a family without.
     """
 
@@ -143,10 +153,12 @@ class Family:
     mappings: tuple[ParamMapping, ...]
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, float] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     windows: Callable[[PretrainedConfig], Windows] = no_window
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     partial_rotary: bool = False
     local_rope: bool = False
     own_head_dim: bool = False
+    mxfp4: bool = False
     experts: Callable[[PretrainedConfig], Experts] | None = None

@@ -12,6 +12,7 @@ from tests.unit.launch.conftest import Said
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
 FAMILIES = {
+    "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),
     "llama": ("LlamaForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", EXPERTS),
@@ -58,6 +59,15 @@ BROKEN = [
         [
             f"{DORA} must be false with adapters on experts, which have none in peft either, got true; adapt the attention "
             "only"
+        ],
+    ),
+    (
+        "gpt_oss",
+        [LORA, f"{TARGETS}=[q_proj,mlp_fc1,down_proj]"],
+        1,
+        [
+            f"{TARGETS} must be layers that gpt_oss has by themselves, got mlp_fc1, down_proj, of which it fuses some; use "
+            "of q_proj, k_proj, v_proj, o_proj, or model.peft.peft_scheme=none"
         ],
     ),
     ("mixtral", [f"{KEY}=4"], 4, [f"{KEY} must divide the 6 experts of MODEL, got 4; use 3"]),
@@ -174,6 +184,7 @@ def test_a_rule_that_is_broken(
     ("family", "overrides", "ranks"),
     [
         ("mixtral", [f"{KEY}=2", "model.moe_aux_loss_coeff=0.01"], 2),
+        ("gpt_oss", [LORA, f"{TARGETS}=[attention]", f"{DORA}=true", f"{KEY}=2"], 2),
         ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
         ("mixtral", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
@@ -195,6 +206,7 @@ def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: st
     ("family", "changes", "text"),
     [
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most the number of experts, 6, got 7"),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2 where the weights of a token's"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2 where the weights of a token's"),
         ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok must be at least 2 where"),
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of integers from 0, got [-1]"),

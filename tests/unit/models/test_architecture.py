@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import BartConfig, PretrainedConfig, T5Config
+from transformers import AutoConfig, BartConfig, GptOssConfig, PretrainedConfig, T5Config
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
@@ -25,6 +27,7 @@ BASE: dict[str, Any] = {
 MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
@@ -78,11 +81,15 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
 def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
-        for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM")
+        for name in (
+            *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
+            *("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
+        )
     }
     assert found == {
         "Gemma2ForCausalLM": ("norms after attention and MLP", "a soft cap on the scores"),
         "Gemma3ForCausalLM": ("norms after attention and MLP", "a rope for layers with a window"),
+        "GptOssForCausalLM": ("sinks in the softmax", "experts with biases", "a clamped activation"),
         "LlamaForCausalLM": (),
         "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
         "Qwen3ForCausalLM": (),
@@ -107,6 +114,30 @@ def test_numbers_of_gemma2(tmp_path: Path) -> None:
     assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
     assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
     assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
+
+
+def test_numbers_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of the published files, and with a transformers whose configuration lacks two of them."""
+    scaling = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    given = {**of("GptOssForCausalLM"), "num_local_experts": 32, "head_dim": 8, "rope_scaling": scaling}
+    read = read_architecture(folder(tmp_path, **given, swiglu_limit=7.5), tensor_parallel=2)
+    assert (read.swiglu_alpha, read.swiglu_limit, read.sinks, read.expert_bias) == (1.702, 7.5, True, True)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.windows) == (True, True, False, (128, None, 128))
+    assert read.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8**0.5)
+    assert read.experts is not None
+    assert (read.experts.number, read.experts.per_token, read.experts.normalized) == (32, 4, True)
+
+    def older(*arguments: Any, **settings: Any) -> SimpleNamespace:
+        config = GptOssConfig.from_pretrained(*arguments, **settings).to_dict()
+        known = {name: value for name, value in config.items() if not name.startswith("swiglu")}
+        return SimpleNamespace(**known, to_dict=lambda: known)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", older)
+    read = read_architecture(tmp_path, tensor_parallel=2)
+    assert (read.swiglu_alpha, read.swiglu_limit) == (1.702, 7.0)
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -249,9 +280,9 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
-            "Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, "
-            "Qwen3MoeForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
+            "MixtralForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
+            "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
         (

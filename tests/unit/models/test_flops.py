@@ -29,7 +29,7 @@ def test_by_hand() -> None:
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])
 def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,186 @@
+"""Attention in blocks of queries, for what torch's fused attention has no place for.
+
+Soft caps: a score becomes cap * tanh(score / cap), as in Gemma 2 (arXiv 2408.00118, section 2). Sinks: each head has one
+learned score more in its softmax, which no value belongs to, as in gpt-oss (arXiv 2508.10925).
+
+torch's flex_attention has no backward pass on the CPU. So scores are written out for a block of queries at a time, and again
+in the backward pass, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4): the scores of all queries
+never exist together, and a logarithm a query is kept of them.
+
+Shape suffixes: b batch, h heads, g key-value heads, q queries of a block, m the queries of all heads that share a key-value
+head, one head after the other, s keys, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+BLOCK = 128  # queries: as many rows of scores exist for each head
+
+
+def block_attention(
+    query_bhsd: Tensor,
+    key_bgsd: Tensor,
+    value_bgsd: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    enable_gqa: bool,
+    cap: float | None = None,
+    sinks_h: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(scores) v, scores = scale * q k^T, with the arguments of torch's scaled_dot_product_attention and these:
+
+    Args:
+        cap: the scores become cap * tanh(scores / cap); None where they stay as they are.
+        sinks_h: a score of each head that stands beside the others in the softmax and has no value; None for none.
+        window: keys that a query sees in the causal order, its own included; None for all before it.
+
+    A mask may be torch's description of the causal order, too (``torch.nn.attention.bias``), of which no tensor is made.
+
+    Returns:
+        [batch, heads, sequence, head size], whose memory is [sequence, batch, heads, head size].
+
+    Raises:
+        ValueError: dropout; neither a mask nor the causal order, or both; a window with a mask; unlike numbers of heads
+            without ``enable_gqa``.
+    """
+    if dropout_p:
+        raise ValueError(f"dropout_p must be 0 where attention is computed in blocks, got {dropout_p}")
+    offset = 0  # of the key that is a query's own
+    if isinstance(attn_mask, CausalBias):
+        is_lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        offset = key_bgsd.size(2) - query_bhsd.size(2) if is_lower_right else 0
+        attn_mask, is_causal = None, True
+    if is_causal == (attn_mask is not None):
+        where = "without a mask" if attn_mask is None else "with a mask"
+        raise ValueError(f"is_causal must be {attn_mask is None} {where}, got {is_causal}")
+    if window is not None and attn_mask is not None:
+        raise ValueError(f"window must be None with a mask, got {window}")
+    if not enable_gqa and query_bhsd.size(1) != key_bgsd.size(1):
+        raise ValueError(f"enable_gqa must be set for {query_bhsd.size(1)} heads and {key_bgsd.size(1)} key-value heads")
+    blocks = _Blocks(queries=query_bhsd.size(2), keys=key_bgsd.size(2), seen=attn_mask, offset=offset, window=window)
+    out: Tensor = _Attention.apply(query_bhsd, key_bgsd, value_bgsd, sinks_h, blocks, scale, cap)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """Blocks of queries and what they see.
+
+    Attributes:
+        queries, keys: their numbers.
+        seen: True where a query sees a key, [queries, keys] or what broadcasts to [b, h, queries, keys]; None for the
+            causal order.
+        offset: of the key that is a query's own, in the causal order.
+        window: keys that a query sees in the causal order, its own included; None for all before it.
+    """
+
+    queries: int
+    keys: int
+    seen: Tensor | None
+    offset: int
+    window: int | None
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """Each block of queries, and the keys among which all are that it may see."""
+        for start in range(0, self.queries, BLOCK):
+            stop = min(start + BLOCK, self.queries)
+            if self.seen is not None:
+                yield slice(start, stop), slice(0, self.keys)
+                continue
+            first = 0 if self.window is None else max(0, start + self.offset + 1 - self.window)
+            yield slice(start, stop), slice(first, min(stop + self.offset, self.keys))
+
+    def hidden(self, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """True where a query of the block does not see a key: [q, s], or what broadcasts to [b, h, q, s]."""
+        if self.seen is not None:
+            return ~self.seen[..., rows, keys]
+        own_key_q1 = torch.arange(rows.start + self.offset, rows.stop + self.offset, device=like.device)[:, None]
+        before_qs = own_key_q1 - torch.arange(keys.start, keys.stop, device=like.device)
+        return before_qs < 0 if self.window is None else (before_qs < 0) | (before_qs >= self.window)
+
+
+class _Attention(torch.autograd.Function):
+    """p = softmax of the scores z and the sink, in fp32, without the sink's part; d z = p (dp - sum(p dp)).
+
+    A cap of z has the slope 1 - (z / cap)^2. The sink's part is 1 - sum(p), its gradient -(1 - sum(p)) sum(p dp).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_bhsd: Tensor,
+        key_bgsd: Tensor,
+        value_bgsd: Tensor,
+        sinks_h: Tensor | None,
+        blocks: _Blocks,
+        scale: float,
+        cap: float | None,
+    ) -> Tensor:
+        batch, heads, length, size = query_bhsd.shape
+        out_bhsd = query_bhsd.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
+        log_sum_bhs = query_bhsd.new_empty(batch, heads, length, dtype=torch.float32)
+        for rows, keys in blocks:
+            score_bgms = _scores(_together(query_bhsd[:, :, rows], key_bgsd), key_bgsd[:, :, keys], scale, cap)
+            score_bhqs = _apart(score_bgms, heads).masked_fill_(blocks.hidden(rows, keys, out_bhsd), float("-inf"))
+            log_sum_bhq = score_bhqs.logsumexp(-1)
+            if sinks_h is not None:
+                log_sum_bhq = torch.logaddexp(log_sum_bhq, sinks_h.float()[:, None])
+            log_sum_bhs[:, :, rows] = log_sum_bhq
+            weight_bhqs = score_bhqs.sub_(log_sum_bhq.unsqueeze(-1)).exp_().to(value_bgsd.dtype)
+            out_bhsd[:, :, rows] = _apart(_together(weight_bhqs, key_bgsd) @ value_bgsd[:, :, keys], heads)
+        ctx.save_for_backward(query_bhsd, key_bgsd, value_bgsd, sinks_h, log_sum_bhs)
+        ctx.blocks, ctx.scale, ctx.cap = blocks, scale, cap
+        return out_bhsd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query_bhsd, key_bgsd, value_bgsd, sinks_h, log_sum_bhs = ctx.saved_tensors
+        heads, dtype, cap = query_bhsd.size(1), query_bhsd.dtype, ctx.cap
+        query_grad, pull_bhs = torch.empty_like(query_bhsd), torch.empty_like(log_sum_bhs)
+        key_grad, value_grad = (torch.zeros_like(each, dtype=torch.float32) for each in (key_bgsd, value_bgsd))
+        for rows, keys in ctx.blocks:
+            query_bgmd, out_grad_bgmd = (_together(each[:, :, rows], key_bgsd) for each in (query_bhsd, grads[0]))
+            score_bhqs = _apart(_scores(query_bgmd, key_bgsd[:, :, keys], ctx.scale, cap), heads)
+            slope_bhqs = None if cap is None else (score_bhqs / cap).square_().neg_().add_(1)
+            weight_bhqs = score_bhqs.sub_(log_sum_bhs[:, :, rows].unsqueeze(-1)).exp_()
+            weight_bhqs.masked_fill_(ctx.blocks.hidden(rows, keys, grads[0]), 0.0)
+            value_grad[:, :, keys] += _together(weight_bhqs.to(dtype), key_bgsd).mT @ out_grad_bgmd
+            score_grad_bhqs = _apart((out_grad_bgmd @ value_bgsd[:, :, keys].mT).float(), heads)
+            pull_bhs[:, :, rows] = pull_bhq = (weight_bhqs * score_grad_bhqs).sum(-1)
+            score_grad_bhqs.sub_(pull_bhq.unsqueeze(-1)).mul_(weight_bhqs).mul_(ctx.scale)
+            if slope_bhqs is not None:
+                score_grad_bhqs.mul_(slope_bhqs)
+            score_grad_bgms = _together(score_grad_bhqs.to(dtype), key_bgsd)
+            query_grad[:, :, rows] = _apart(score_grad_bgms @ key_bgsd[:, :, keys], heads)
+            key_grad[:, :, keys] += score_grad_bgms.mT @ query_bgmd
+        sinks_grad = None
+        if sinks_h is not None:
+            of_sink_bhs = torch.exp(sinks_h.float()[:, None] - log_sum_bhs)
+            sinks_grad = -(of_sink_bhs * pull_bhs).sum((0, 2)).to(sinks_h.dtype)
+        return query_grad, key_grad.to(dtype), value_grad.to(dtype), sinks_grad, None, None, None
+
+
+def _together(each_bhqx: Tensor, key_bgsd: Tensor) -> Tensor:
+    """[b, h, q, x] to [b, g, m, x]: one product for all heads of a key-value head, which is not repeated."""
+    return each_bhqx.unflatten(1, (key_bgsd.size(1), -1)).flatten(2, 3)
+
+
+def _apart(each_bgmx: Tensor, heads: int) -> Tensor:
+    """[b, g, m, x] to [b, h, q, x]."""
+    return each_bgmx.unflatten(2, (heads // each_bgmx.size(1), -1)).flatten(1, 2)
+
+
+def _scores(query_bgmd: Tensor, key_bgsd: Tensor, scale: float, cap: float | None) -> Tensor:
+    scores = (query_bgmd @ key_bgsd.mT).float()
+    return scores.mul_(scale) if cap is None else scores.mul_(scale / cap).tanh_().mul_(cap)
