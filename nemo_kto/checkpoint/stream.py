@@ -17,7 +17,7 @@ from nemo_kto.checkpoint.mapping import Weight
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
-from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
+from nemo_kto.models.segments import Piece, is_cut, pieces, place_in_file, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device, state
 
 # Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
@@ -33,19 +33,18 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     Raises:
         UserError: a value is no finite number.
     """
-    wanted: dict[Path, list[tuple[str, Piece, bool]]] = defaultdict(list)
+    wanted: dict[Path, list[tuple[str, Piece, Weight]]] = defaultdict(list)
     for weight in weights:
         rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
         for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
             name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
             if name in files:
-                wanted[files[name]].append((name, piece, weight.mapping.transposed))
+                wanted[files[name]].append((name, piece, weight))
     for file in sorted(wanted):
         with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for name, piece, transposed in wanted[file]:
-                where = (slice(None), *piece.where) if transposed else piece.where
-                values = handle.get_slice(name)[where]
-                piece.place.copy_(values.T if transposed else values)
+            for name, piece, weight in wanted[file]:
+                values = handle.get_slice(name)[place_in_file(weight.mapping, weight.place, piece.where)]
+                piece.place.copy_(values.T if weight.mapping.transposed else values)
                 if not math.isfinite(float(piece.place.sum())):
                     raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
 
@@ -61,8 +60,10 @@ def sends_weights() -> bool:
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
 
-    For the ranks where :func:`sends_weights`, all of which must use the iterator up.
+    For the ranks where :func:`sends_weights`, all of which must use the iterator up. Where the file has the experts of a
+    layer in one tensor, rank 0 holds them until all have come.
     """
+    joint = _JointExperts(architecture.sizes["experts"])
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(pipeline)
     leads = dist.get_rank() == dist.get_process_group_ranks(_stage_group())[0]
@@ -70,7 +71,7 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     for weight in weights:
         for place, whole in () if weight.copied else _whole_values(weight, architecture, leads=leads):
             if first_stage:
-                yield from _hf_weights(weight.mapping, place, whole, architecture)
+                yield from joint.add(weight.mapping, place, _hf_weights(weight.mapping, place, whole, architecture))
             else:
                 header: _Header = (weight.mapping, place, whole.shape, whole.dtype)
                 dist.send_object_list([header], dst=stages[0], group=pipeline)
@@ -82,7 +83,31 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
             mapping, place, shape, dtype = received
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=pipeline)
-            yield from _hf_weights(mapping, place, whole, architecture)
+            yield from joint.add(mapping, place, _hf_weights(mapping, place, whole, architecture))
+
+
+class _JointExperts:
+    """Puts the weights of single experts into the tensors of a file that has those of a layer in one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._tensors: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+
+    def add(
+        self, mapping: ParamMapping, place: Mapping[str, int], weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the file that are complete with these weights of a mapping."""
+        if not mapping.of_all_experts:
+            yield from weights
+            return
+        for name, values in weights:
+            if name not in self._tensors:
+                self._tensors[name], self._missing[name] = values.new_empty(self._number, *values.shape), self._number
+            self._tensors[name][place["expert"]] = values
+            self._missing[name] -= 1
+            if not self._missing[name]:
+                yield name, self._tensors.pop(name)
 
 
 def _stage_group() -> dist.ProcessGroup:

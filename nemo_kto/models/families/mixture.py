@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.models.families.dense import MISTRAL, QWEN2, QWEN3
+from nemo_kto.models.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from nemo_kto.models.families.table import (
     Experts,
     Family,
     Layers,
     ParamMapping,
     Split,
+    Temperature,
+    chunks_by_layer_type,
+    no_rope_layers,
     window_by_layer_type,
     window_everywhere,
 )
@@ -55,8 +58,37 @@ def _expert_mappings(block: str, *, gate: str, up: str, down: str) -> tuple[Para
     )
 
 
+def _joint_expert_mappings() -> tuple[ParamMapping, ...]:
+    """The router and the experts of a layer, which the file has in one tensor for all of them, input by output."""
+    block = "model.layers.{layer}.mlp."
+    return (
+        ParamMapping(
+            mcore_name=_MCORE + "router.weight",
+            hf_names={block + "router.weight": ("experts", "hidden")},
+            split=Split.REPLICATED,
+            layers=Layers.SPARSE,
+        ),
+        ParamMapping(
+            mcore_name=_EXPERT + "linear_fc1.weight",
+            hf_names={block + "experts.gate_up_proj": ("expert_gate_and_up", "hidden")},
+            split=Split.GATED,
+            layers=Layers.SPARSE,
+            transposed=True,
+            of_all_experts=True,
+        ),
+        ParamMapping(
+            mcore_name=_EXPERT + "linear_fc2.weight",
+            hf_names={block + "experts.down_proj": ("hidden", "expert_ffn")},
+            split=Split.ROW_PARALLEL,
+            layers=Layers.SPARSE,
+            transposed=True,
+            of_all_experts=True,
+        ),
+    )
+
+
 def _shared_mappings() -> tuple[ParamMapping, ...]:
-    """The expert of a layer that sees every token, and its gate."""
+    """The expert of a layer that sees every token."""
     block = "model.layers.{layer}.mlp."
     wide = ("shared_ffn", "hidden")
     return (
@@ -72,13 +104,15 @@ def _shared_mappings() -> tuple[ParamMapping, ...]:
             split=Split.ROW_PARALLEL,
             layers=Layers.SPARSE,
         ),
-        ParamMapping(
-            mcore_name=_MCORE + "shared_experts.gate_weight",
-            hf_names={block + "shared_expert_gate.weight": (1, "hidden")},
-            split=Split.REPLICATED,
-            layers=Layers.SPARSE,
-        ),
     )
+
+
+_SHARED_GATE = ParamMapping(
+    mcore_name=_MCORE + "shared_experts.gate_weight",
+    hf_names={"model.layers.{layer}.mlp.shared_expert_gate.weight": (1, "hidden")},
+    split=Split.REPLICATED,
+    layers=Layers.SPARSE,
+)
 
 
 def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
@@ -88,6 +122,14 @@ def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[P
         for mapping in family.mappings
     )
     return (*dense, *mappings)
+
+
+def _under(block: str, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
+    """The same weights in files that call an MLP ``block`` instead of ``mlp``."""
+    return tuple(
+        replace(mapping, hf_names={name.replace(".mlp.", f".{block}."): shape for name, shape in mapping.hf_names.items()})
+        for mapping in mappings
+    )
 
 
 def _mixtral_experts(config: PretrainedConfig) -> Experts:
@@ -113,7 +155,42 @@ def _qwen_experts(config: PretrainedConfig) -> Experts:
     )
 
 
+def _llama4_experts(config: PretrainedConfig) -> Experts:
+    """``moe_layers``, counted from 0, have experts; transformers makes them of ``interleave_moe_layer_step``."""
+    return Experts(
+        number=config.num_local_experts,
+        per_token=config.num_experts_per_tok,
+        ffn_hidden_size=config.intermediate_size,
+        normalized=False,
+        layers=tuple(layer in config.moe_layers for layer in range(config.num_hidden_layers)),
+        shared_ffn_hidden_size=config.intermediate_size,
+        shared_gate=False,
+        weighs_input=True,
+    )
+
+
+def _llama4_temperature(config: PretrainedConfig) -> Temperature | None:
+    tuned = config.attn_temperature_tuning
+    return Temperature(floor=config.floor_scale, scale=config.attn_scale) if tuned else None
+
+
 _QWEN_EXPERTS = _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+# Llama 4, its text models: chunks of attention in the layers with rope, and queries that grow in those without; one expert a
+# token, and one that sees every token.
+LLAMA4 = Family(
+    name="llama4_text",
+    hf_architecture="Llama4ForCausalLM",
+    mappings=_under("feed_forward", _with_experts(LLAMA, (*_joint_expert_mappings(), *_shared_mappings()))),
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
+    windows=chunks_by_layer_type,
+    chunked=True,
+    rotates=no_rope_layers,
+    interleaved_rotary=True,
+    temperature=_llama4_temperature,
+    own_head_dim=True,
+    dense_width="intermediate_size_mlp",
+    experts=_llama4_experts,
+)
 # Mistral with experts in every layer.
 MIXTRAL = Family(
     name="mixtral",
@@ -126,7 +203,7 @@ MIXTRAL = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
-    mappings=_with_experts(QWEN2, (*_QWEN_EXPERTS, *_shared_mappings())),
+    mappings=_with_experts(QWEN2, (*_QWEN_EXPERTS, *_shared_mappings(), _SHARED_GATE)),
     flags={"qkv_bias": "qkv_bias"},
     windows=window_by_layer_type,
     experts=_qwen_experts,
