@@ -37,11 +37,16 @@ _COMMON: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
 }  # fmt: skip
+_LLAMA4: dict[str, Any] = {
+    "intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 8, "moe_layers": [0, 2, 3],
+    "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 12, "floor_scale": 6, "attn_scale": 0.3,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
     "llama": {"tie_word_embeddings": False},
+    "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "olmo2": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
@@ -73,7 +78,8 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, gpt_oss, llama, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3, qwen3_moe.
+        family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3,
+            qwen3_moe.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

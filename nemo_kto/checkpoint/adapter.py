@@ -30,7 +30,7 @@ from nemo_kto.checkpoint.stream import gather_weights, read_weights
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.lora import magnitudes, take_magnitudes
-from nemo_kto.models.lora_mappings import adapted_mappings, hf_module
+from nemo_kto.models.lora_mappings import adapted_mappings, has_adaptable_experts, hf_module
 from nemo_kto.models.lora_settings import NEMO_TARGETS, LoRASettings
 
 
@@ -101,7 +101,7 @@ def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
 
 
 def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
-    mixture = {} if architecture.experts is None else _of_mixture(settings, architecture)
+    mixture = _of_mixture(settings, architecture) if has_adaptable_experts(architecture.family) else {}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,

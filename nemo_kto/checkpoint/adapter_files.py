@@ -21,7 +21,7 @@ from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, OTHER
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>\d+)\."
-    r"(?:self_attn|(?:mlp|block_sparse_moe)(?:\.experts\.\d+|\.shared_expert)?)"
+    r"(?:self_attn|(?:mlp|block_sparse_moe|feed_forward)(?:\.experts\.\d+|\.shared_expert)?)"
     rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.(?:lora_[AB]\.weight|{MAGNITUDE})"
 )
 _EMBEDDING = re.compile(rf"base_model\.model\.model\.{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
@@ -133,7 +133,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
     if adapted and dora != magnitudes:
         which = "with" if magnitudes else "without"
         yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
-    if dora and any("expert" in name for name in shapes):
+    if dora and any(".experts." in name for name in shapes):
         yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
     if _adapts_embedding(shapes):
         if config.get("layers_to_transform") is not None or isinstance(targets, str):

@@ -16,7 +16,7 @@ from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.segments import source_shapes
+from nemo_kto.models.segments import shape_in_file, source_shapes
 from nemo_kto.parallel.overlap import finish_gathers
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
@@ -66,16 +66,11 @@ def _adapter_mappings(architecture: Architecture, settings: LoRASettings) -> lis
 
 def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers: Sequence[int]) -> Shapes:
     return {
-        name.format(**place): _shape_in_file(mapping, shape, architecture)
+        name.format(**place): shape_in_file(mapping, shape, architecture)
         for mapping in mappings
         for place in architecture.instances(mapping, layers)
         for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True)
     }
-
-
-def _shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
-    of_one = shape[::-1] if mapping.transposed else shape
-    return (architecture.sizes["experts"], *of_one) if mapping.joins_experts else of_one
 
 
 def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:

@@ -20,7 +20,7 @@ from nemo_kto.checkpoint.safetensors_files import BLOCKS, SCALES
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping
-from nemo_kto.models.segments import Piece, is_cut, pieces, segments, source_shapes, split_dimension
+from nemo_kto.models.segments import Piece, is_cut, pieces, place_in_file, segments, source_shapes, split_dimension
 from nemo_kto.parallel import device, state
 
 # Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
@@ -49,7 +49,7 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
         with safe_open(file, framework="pt") as handle, torch.no_grad():
             for name, weight, piece in wanted[file]:
                 if name in files:
-                    values = handle.get_slice(name)[_where(weight, piece)]
+                    values = handle.get_slice(name)[place_in_file(weight.mapping, weight.place, piece.where)]
                     piece.place.copy_(values.T if weight.mapping.transposed else values)
                 else:
                     piece.place.copy_(_dequantized(name, weight, piece, files))
@@ -68,12 +68,6 @@ def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Pa
     return of_rows[where]
 
 
-def _where(weight: Weight, piece: Piece) -> tuple[int | slice, ...]:
-    """Where a piece of a weight lies in its tensor of the file."""
-    where = (*piece.where, slice(None))[1::-1] if weight.mapping.transposed else piece.where
-    return (weight.place["expert"], *where) if weight.mapping.joins_experts else where
-
-
 def sends_weights() -> bool:
     """Whether this rank takes part in :func:`gather_weights`: it is of the first copy of the layers or of the experts."""
     return (
@@ -85,7 +79,8 @@ def sends_weights() -> bool:
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
 
-    For the ranks where :func:`sends_weights`, all of which must use the iterator up.
+    For the ranks where :func:`sends_weights`, all of which must use the iterator up. Where the file has the experts of a
+    layer in one tensor, rank 0 holds them until all have come.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(pipeline)

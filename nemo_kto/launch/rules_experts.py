@@ -8,8 +8,9 @@ from typing import Any
 from nemo_kto.errors import ConfigError
 from nemo_kto.launch.choices import adapter_settings, pipeline_split
 from nemo_kto.launch.schema import RunConfig
-from nemo_kto.models.config_file import number_of_experts
+from nemo_kto.models.config_file import layers_with_experts, number_of_experts
 from nemo_kto.models.families import Family
+from nemo_kto.models.lora_mappings import has_adaptable_experts
 from nemo_kto.models.lora_settings import NEMO_TARGETS, LoRASettings
 
 _MODEL = "pretrained_checkpoint.restore_from_path"
@@ -50,7 +51,9 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
         return  # said where adapters are looked at
     if adapters is None:
         yield from _stages(cfg, config)
-    elif modules := [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]:
+        return
+    modules = [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
+    if modules and has_adaptable_experts(family):
         yield from _adapted(cfg, modules, shards)
         yield from _stages(cfg, config, adapters)
 
@@ -72,8 +75,7 @@ def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | 
     layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
     if layers is None or not split.fits(layers):
         return
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    trained = {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
+    trained = layers_with_experts(config, layers)
     if adapters is not None and adapters.layers is not None:
         trained &= {number - 1 for number in adapters.layers}
     held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]

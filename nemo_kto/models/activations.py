@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.block_attention import BLOCK
+from nemo_kto.models.lora_mappings import has_adaptable_experts
 from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
@@ -78,8 +79,9 @@ class Activations:
         fused: list[tuple[float, int]] = [(self._query() + 2 * self._key_value(), 3)] * self._adapts(
             "q_proj", "k_proj", "v_proj"
         )
-        sizes = self.architecture.sizes
-        experts = sizes["expert_ffn"] * sizes["experts"] / self.expert_parallel + self._shared_ffn()  # all of this rank
+        sizes, adaptable = self.architecture.sizes, has_adaptable_experts(self.architecture.family)
+        experts = adaptable * sizes["expert_ffn"] * sizes["experts"] / self.expert_parallel  # all of this rank
+        experts += self._shared_ffn()
         fused += [(2 * self._mean(self._ffn(), experts), 2)] * (
             self._adapts("gate_proj", "up_proj") and "mlp" not in recomputed
         )
@@ -139,6 +141,9 @@ class Activations:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # logarithms of the sums
             joined = (self.packed or self.context_parallel > 1) and not self.on_gpu and not architecture.attends_in_blocks
             saved += self.element_bytes * query * (joined and self._keeps_input("o_proj"))
+        if core and architecture.rotated_norm:  # what is normalised, in fp32, and the root mean square of each head
+            rotating = architecture.rotates.count(True) / architecture.num_layers
+            saved += rotating * _FP32 * (query + key_value + heads)
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
             saved += self.element_bytes * query + 2 * _FP32
         elif architecture.qk_norm:
@@ -177,16 +182,18 @@ class Activations:
 
     def _experts(self) -> float:
         """Of router and experts: the token and its copies, gate and up projections, their product without and with the
-        token's weight, and the router's numbers for each expert. Of a shared expert, gate and up projection, their product,
-        what it puts out, and its weight."""
+        token's weight (or the copies without and with it), and the router's numbers for each expert. Of a shared expert,
+        gate and up projection, their product, and with a gate what it puts out, and its weight."""
         if (experts := self.architecture.experts) is None:
             return 0.0
         hidden, keeps_product = self._hidden(), self._keeps_input("down_proj")
-        saved = (3 + keeps_product) * self._chosen_ffn() + hidden
-        saved += self._copies() * self.architecture.hidden_size * self._keeps_input("gate_proj", "up_proj")
+        trained = self.adapters is None or has_adaptable_experts(self.architecture.family)
+        saved = (2 + (not experts.weighs_input) + (trained and keeps_product)) * self._chosen_ffn() + hidden
+        copies = experts.weighs_input + (trained and self._keeps_input("gate_proj", "up_proj"))
+        saved += self._copies() * self.architecture.hidden_size * copies
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
         if shared := self._shared_ffn():
-            saved += (2 + keeps_product) * shared + hidden
+            saved += (2 + keeps_product) * shared + hidden * experts.shared_gate
         return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
 
     def _dense_mlp(self) -> float:
@@ -200,7 +207,8 @@ class Activations:
         if self.adapters is None:
             return 0.0
         hidden, width = self._hidden(), self.architecture.hidden_size
-        copies, shared = self._copies(), self._shared_ffn()
+        adaptable, shared = has_adaptable_experts(self.architecture.family), self._shared_ffn()
+        copies, chosen = adaptable * self._copies(), adaptable * self._chosen_ffn()
         inputs = {  # what its layer gets, and the parts that a layer holds
             ("q_proj", "k_proj", "v_proj"): (hidden, 3),
             ("o_proj",): (self._query(), 1),
@@ -208,7 +216,7 @@ class Activations:
                 self._mean(hidden, copies * width + hidden * (shared > 0)),
                 2 * self._mean(1, copies + (shared > 0)),
             ),
-            ("down_proj",): (self._mean(self._ffn(), self._chosen_ffn() + shared), self._mean(1, copies + (shared > 0))),
+            ("down_proj",): (self._mean(self._ffn(), chosen + shared), self._mean(1, copies + (shared > 0))),
         }
         adapted = [sizes for names, sizes in inputs.items() if kept.issuperset(names) and self._adapts(*names)]
         each = self.element_bytes + (1 if self.on_gpu else self.element_bytes)
@@ -216,13 +224,14 @@ class Activations:
         changed = self.element_bytes * sum(values for _, values in self._changed_outputs(kept))
         return dropped + changed + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
 
-    def _changed_outputs(self, kept: frozenset[str]) -> list[tuple[int, float]]:
-        """Of DoRA, which experts cannot have: rows of adapted layers, on a rank, and values of their outputs for a token."""
+    def _changed_outputs(self, kept: frozenset[str]) -> list[tuple[float, float]]:
+        """Of DoRA, which only shared experts can have: rows of adapted layers, on a rank, and values of their outputs for
+        a token."""
         if self.adapters is None or not self.adapters.dora:
             return []
         fused, hidden = self._query() + 2 * self._key_value(), (self.architecture.hidden_size, self._hidden())
-        gated = 2 * self.architecture.ffn_hidden_size // self.architecture.tensor_parallel
-        outputs: dict[tuple[str, ...], tuple[int, float]] = {
+        gated = 2 * self._mean(self._ffn(), self._shared_ffn())
+        outputs: dict[tuple[str, ...], tuple[float, float]] = {
             ("q_proj", "k_proj", "v_proj"): (fused, fused),
             ("o_proj",): hidden,
             ("gate_proj", "up_proj"): (gated, gated),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.config_file import CONFIG, read_config_file
-from nemo_kto.models.families import Experts, Family, Layers, ParamMapping
+from nemo_kto.models.families import Experts, Family, Layers, ParamMapping, Temperature
 from nemo_kto.models.families.table import Windows
 from nemo_kto.models.rope import Rope, layer_rope, read_rope
 
@@ -30,11 +30,15 @@ class Architecture:
         tensor_parallel: ranks that share every layer.
         expert_tensor_parallel: ranks that share every expert.
         vocab_size: rows of the embedding in the Hugging Face folder.
-        ffn_hidden_size: width of the gate and of the up projection.
+        ffn_hidden_size: width of the gate and of the up projection, in layers without experts.
         local_rope: rope of the layers with a window; None where it is that of the others.
         experts: what is in the place of the MLP in some layers or all; None for a dense model.
         windows: tokens each layer sees, itself included; None for all.
+        chunked: a window is the chunk of the sequence that a token lies in, and does not slide.
         rotates: whether each layer has rotary embeddings.
+        interleaved_rotary: neighbouring channels are rotated together.
+        rotated_norm: queries and keys are normalised after their rotation, without weights, where they have one.
+        temperature: how queries grow in layers without a rotation; None where they do not.
         tied: the output layer's weight is the embedding.
         qkv_bias: query, key and value have a bias.
         output_bias: the attention's output projection has a bias.
@@ -70,6 +74,10 @@ class Architecture:
     windows: Windows
     rotates: tuple[bool, ...]
     tied: bool
+    chunked: bool = False
+    interleaved_rotary: bool = False
+    rotated_norm: bool = False
+    temperature: Temperature | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -102,6 +110,10 @@ class Architecture:
             "sinks in the softmax": self.sinks,
             "experts with biases": self.expert_bias,
             "a clamped activation": self.swiglu_limit is not None,
+            "attention in chunks": self.chunked and any(self.windows),
+            "a rotation of neighbouring channels": self.interleaved_rotary,
+            "norms after the rotation": self.rotated_norm,
+            "queries that grow with the position": self.temperature is not None,
         }
         return tuple(part for part, has in parts.items() if has)
 
@@ -230,8 +242,9 @@ def _architecture(
     config: PretrainedConfig, family: Family, *, tensor_parallel: int, expert_tensor_parallel: int
 ) -> Architecture:
     heads, experts = config.num_attention_heads, None if family.experts is None else family.experts(config)
+    width: int = getattr(config, family.dense_width)
     if experts is None or not all(experts.layers):
-        _check_width("intermediate_size", config.intermediate_size, "tensor-parallel", tensor_parallel)
+        _check_width(family.dense_width, width, "tensor-parallel", tensor_parallel)
     if experts is not None:
         _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
         _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", tensor_parallel)
@@ -244,7 +257,9 @@ def _architecture(
         for ours, theirs in family.numbers.items()
     }
     rotates = family.rotates(config)
-    rope, local_rope = _ropes(config, family, all_alike=all(rotates) and not family.local_rope)
+    # a norm after the rotation would take the factor out again
+    all_alike = all(rotates) and not family.local_rope and not flags.get("rotated_norm")
+    rope, local_rope = _ropes(config, family, all_alike=all_alike)
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -253,14 +268,17 @@ def _architecture(
         num_attention_heads=heads,
         num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_hidden_size=config.intermediate_size,
+        ffn_hidden_size=width,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
         rope=rope,
         local_rope=local_rope,
         windows=family.windows(config),
+        chunked=family.chunked,
         rotates=rotates,
+        interleaved_rotary=family.interleaved_rotary,
+        temperature=family.temperature(config),
         tied=bool(config.tie_word_embeddings),
         experts=experts,
         expert_tensor_parallel=expert_tensor_parallel,

@@ -31,9 +31,11 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.models.block_attention import block_attention
+from nemo_kto.models.norm import unit_norm
 from nemo_kto.models.packed_sequences import PackedSequences
 from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.models.spans import causal_spans, in_row_order
+from nemo_kto.models.temperature import TemperatureTable
 from nemo_kto.parallel import device
 from nemo_kto.parallel.context import gather_shares
 from nemo_kto.parallel.kernels import varlen_attention
@@ -58,9 +60,12 @@ class TorchAttention(MegatronModule):
         softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
         sinks: each head has a score more in its softmax, which no value belongs to: the parameter ``softmax_offset``, as in
             megatron-core's own attention, [heads of this rank].
+        chunked: the window of a token is the chunk of its sequence that it lies in, and does not slide.
         rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
             come rotated.
         local_rotary: that of layers with a window, where it is another.
+        rotated_norm: what has been rotated is normalised, each head by its root mean square.
+        temperature: what queries of layers without a rotation are multiplied by; None for nothing.
 
     Raises:
         ValueError: the configuration asks for something that this attention would silently leave out.
@@ -78,8 +83,11 @@ class TorchAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        chunked: bool = False,
         rotary: RotaryTable | None = None,
         local_rotary: RotaryTable | None = None,
+        rotated_norm: bool = False,
+        temperature: TemperatureTable | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.apply_query_key_layer_scaling:
@@ -95,10 +103,14 @@ class TorchAttention(MegatronModule):
         self.softcap, self.in_blocks = softcap, softcap is not None or sinks
         self.softmax_offset = _sinks(config) if sinks else None
         self.window: int | None = None
+        self.chunk: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-            self.window = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+            tokens = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+            self.window, self.chunk = (None, tokens) if chunked else (tokens, None)
             rotary = local_rotary or rotary
         self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
+        self.norm_epsilon = config.layernorm_epsilon if rotated_norm else None
+        self.temperature = temperature
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -158,6 +170,7 @@ class TorchAttention(MegatronModule):
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
         in_one = self.context is None and not self.dropout and not self.in_blocks
+        in_one &= self.chunk is None or max(packed_seq_params.lengths) <= self.chunk
         if in_one and (kernel := varlen_attention(query.dtype)) is not None:
             return self._attend_row(kernel, query, key, value, packed_seq_params)
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
@@ -167,8 +180,7 @@ class TorchAttention(MegatronModule):
         self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, row: PackedSequences
     ) -> Tensor:
         """In one kernel; [tokens, heads, head size] in, [tokens, heads * head size] out."""
-        if self.rotary is not None:
-            query, key = (self.rotary.rotate(heads.unsqueeze(1), row.lengths).squeeze(1) for heads in (query, key))
+        query, key = (each.squeeze(1) for each in self._placed(query.unsqueeze(1), key.unsqueeze(1), row.lengths))
         context: Tensor = kernel(
             query,
             key,
@@ -191,17 +203,28 @@ class TorchAttention(MegatronModule):
         if size > 1 and masked is not None:
             raise ValueError("attention_mask must be None where context-parallel ranks share a sequence, got a mask")
         whole = lengths or (query.size(0) * size,)
-        if self.rotary is not None:
-            row = None if lengths is None and size == 1 else whole
-            query, key = (self.rotary.rotate(each, row, rank=rank, size=size) for each in (query, key))
+        query, key = self._placed(query, key, None if lengths is None and size == 1 else whole, rank=rank, size=size)
         if self.context is not None:
             gathered = gather_shares(torch.cat((key, value), dim=2), group=self.context)
             key, value = in_row_order(gathered, whole, size=size).chunk(2, dim=2)
         contexts = [
-            self._attend_span(query[span.queries], key[span.keys], value[span.keys], masked)
-            for span in causal_spans(whole, rank=rank, size=size)
+            self._attend_span(query[at], key[seen], value[seen], None if masked is None else masked[..., at, seen])
+            for at, seen in causal_spans(whole, rank=rank, size=size, window=self.chunk)
         ]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
+
+    def _placed(
+        self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, *, rank: int = 0, size: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [sequence, batch, heads, head size] with what the places of their tokens make of them; arguments
+        of :meth:`RotaryTable.rotate`."""
+        if self.rotary is not None:
+            query, key = (self.rotary.rotate(each, lengths, rank=rank, size=size) for each in (query, key))
+            if self.norm_epsilon is not None:
+                query, key = (unit_norm(each, self.norm_epsilon) for each in (query, key))
+        elif self.temperature is not None:
+            query = self.temperature.scale(query, lengths, rank=rank, size=size)
+        return query, key
 
     def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
         """One after the other: a kernel for rows of unlike length would compute with their padding."""

@@ -24,7 +24,6 @@ _MAX_EXPERTS = 10_000
 _LACKING = {
     "deepseek_v2": "attention whose keys and values are compressed",
     "deepseek_v3": "attention whose keys and values are compressed",
-    "llama4_text": "chunked attention, and a softmax whose temperature grows with the position",
 }
 # Mixtures whose weights of a token's experts add up to 1, without a field that says so.
 _NORMALIZED = ("gpt_oss", "mixtral")
@@ -66,6 +65,8 @@ _FIELDS = {
     "num_local_experts": _count(_MAX_EXPERTS), "num_experts": _count(_MAX_EXPERTS), "num_experts_per_tok": _count(),
     "moe_intermediate_size": _count(), "decoder_sparse_step": _count(), "mlp_only_layers": _INDICES, "norm_topk_prob": _FLAG,
     "shared_expert_intermediate_size": _count(), "qkv_bias": _FLAG,
+    "intermediate_size_mlp": _count(), "interleave_moe_layer_step": _count(), "moe_layers": _INDICES, "use_qk_norm": _FLAG,
+    "attention_chunk_size": _count(), "attn_temperature_tuning": _FLAG, "floor_scale": _count(), "attn_scale": _POSITIVE,
     "num_hidden_layers": _count(_MAX_LAYERS), "num_attention_heads": _count(), "num_key_value_heads": _count(),
     "original_max_position_embeddings": _count(), "head_dim": _count(), "sliding_window": _count(),
     "swiglu_alpha": _POSITIVE, "swiglu_limit": _POSITIVE,
@@ -89,7 +90,7 @@ _ROPE_FIELDS = {
 # Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
 _MAY_BE_NULL = {
     "architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window",
-    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
     *(name for name, form in _FIELDS.items() if form in (_MAPPING, _INDICES)),
 }  # fmt: skip
 
@@ -196,6 +197,11 @@ def _check_experts(config: Mapping[str, Any]) -> None:
     number, chosen = number_of_experts(config), config.get("num_experts_per_tok")
     if number is not None and chosen is not None and chosen > number:
         raise ValueError(f"num_experts_per_tok must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
+    if config.get("model_type") == "llama4_text" and (chosen or 1) > 1:
+        raise ValueError(
+            f"num_experts_per_tok must be 1 for llama4_text, got {chosen}: megatron-core multiplies what an expert gets by "
+            "its weight only where a token has one expert; choose another model"
+        )
     if chosen == 1 and config.get("norm_topk_prob", config.get("model_type") in _NORMALIZED):
         raise ValueError(
             "num_experts_per_tok must be at least 2 where the weights of a token's experts are normalized, got 1, whose "
@@ -207,6 +213,15 @@ def number_of_experts(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer, as a config.json says it; None for a dense model, or where it leaves that to the default."""
     number: int | None = config.get("num_local_experts", config.get("num_experts"))
     return number
+
+
+def layers_with_experts(config: Mapping[str, Any], layers: int) -> set[int]:
+    """Which of the layers of a mixture have experts, from 0, as a config.json says it."""
+    if (listed := config.get("moe_layers")) is not None:
+        return {layer for layer in listed if layer < layers}
+    step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))
+    dense = config.get("mlp_only_layers") or ()
+    return {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
 
 
 def _check_heads(config: Mapping[str, Any], family: Family) -> None:

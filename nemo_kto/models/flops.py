@@ -58,7 +58,7 @@ def _mlp(architecture: Architecture, *, sparse: bool) -> int:
     if not sparse or experts is None:
         return 3 * hidden * architecture.ffn_hidden_size
     shared = experts.shared_ffn_hidden_size
-    of_shared = 3 * hidden * shared + hidden if shared else 0  # with its gate
+    of_shared = 3 * hidden * shared + hidden * experts.shared_gate if shared else 0
     return hidden * experts.number + experts.per_token * 3 * hidden * experts.ffn_hidden_size + of_shared
 
 

@@ -25,6 +25,7 @@ from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
 from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.models.router import BalancedRouter, BiasedRouter
+from nemo_kto.models.temperature import TemperatureTable
 
 
 def block_spec(
@@ -86,13 +87,16 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
     if architecture.post_norm:
         layer.module = PostNormLayer
-    local_rope = architecture.local_rope
+    local_rope, temperature = architecture.local_rope, architecture.temperature
     parts.self_attention.submodules.core_attention = ModuleSpec(
         module=TorchAttention,
         params={
             "softcap": architecture.attention_softcap,
             "sinks": architecture.sinks,
-            "rotary": RotaryTable(rope=architecture.rope),
+            "chunked": architecture.chunked,
+            "rotary": RotaryTable(rope=architecture.rope, interleaved=architecture.interleaved_rotary),
+            "rotated_norm": architecture.rotated_norm,
+            "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
             "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
         },
     )

@@ -15,12 +15,20 @@ EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
 def adaptable(family: Family) -> list[ParamMapping]:
-    """The parameters that can be adapted: matrices of layers, those of experts too, but no router; and the embedding."""
+    """The parameters that can be adapted: matrices of layers, those of experts too, but no router; and the embedding.
+
+    Of experts that transformers has in one parameter under a name of its own, peft adapts none with these names.
+    """
     return [
         mapping
         for mapping in family.mappings
-        if ".linear_" in mapping.mcore_name or mapping.mcore_name.startswith("embedding.")
+        if (".linear_" in mapping.mcore_name and not mapping.joins_experts) or mapping.mcore_name.startswith("embedding.")
     ]
+
+
+def has_adaptable_experts(family: Family) -> bool:
+    """Whether the experts of a mixture can have adapters."""
+    return any(mapping.of_expert for mapping in adaptable(family))
 
 
 def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:

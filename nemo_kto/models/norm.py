@@ -57,6 +57,11 @@ class _FewPasses(torch.autograd.Function):
         return x_grad, weight_grad_H, None, None
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 and without a weight."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
 class TorchNorm:
     """Builds an RMS norm; called as megatron-core calls its own norm builder.
 

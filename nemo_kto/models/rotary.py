@@ -16,10 +16,15 @@ class RotaryTable:
     """Cosines and sines of all positions so far; one for all layers of a model.
 
     megatron-core computes them again in each layer, of queries and of keys.
+
+    Args:
+        rope: which rotation a position means.
+        interleaved: channels 0 and 1 of a head are a pair, 2 and 3, and so on; else channel c and channel c + half.
     """
 
-    def __init__(self, *, rope: Rope) -> None:
+    def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
         self._rope = rope
+        self._interleaved = interleaved
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
         self._of_row: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
 
@@ -37,7 +42,7 @@ class RotaryTable:
         else:
             cos_s11d, sin_s11c = self._row(lengths, heads_sbhd, rank=rank, size=size)
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
-        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c)  # type: ignore[no-untyped-call]
+        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c, self._interleaved)  # type: ignore[no-untyped-call]
         return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
     def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,26 +66,36 @@ class RotaryTable:
         position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
         factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
-        cos_s11d, sin_s11c = (angle_s11c.cos() * factor).repeat(1, 1, 1, 2), angle_s11c.sin() * factor
+        cos_s11c, sin_s11c = angle_s11c.cos() * factor, angle_s11c.sin() * factor
+        cos_s11d = cos_s11c.repeat_interleave(2, dim=-1) if self._interleaved else cos_s11c.repeat(1, 1, 1, 2)
         return cos_s11d.to(like.dtype), sin_s11c.to(like.dtype)
 
 
 class _Rotation(torch.autograd.Function):
-    """Channel c and channel c + half of the head are a pair. The gradient is rotated back."""
+    """Each pair of channels turns. The gradient is rotated back."""
 
     @staticmethod
-    def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor) -> Tensor:
+    def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos_s11d, sin_s11c)
-        return _rotated(heads_sbhd, cos_s11d, sin_s11c, direction=1)
+        ctx.interleaved = interleaved
+        return _rotated(heads_sbhd, cos_s11d, sin_s11c, interleaved=interleaved, direction=1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(grads[0], *ctx.saved_tensors, direction=-1), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotated(grads[0], *ctx.saved_tensors, interleaved=ctx.interleaved, direction=-1), None, None, None
 
 
-def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, direction: int) -> Tensor:
+def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, interleaved: bool, direction: int) -> Tensor:
     rotated_sbhd = heads_sbhd * cos_s11d
-    (low, high), (rotated_low, rotated_high) = heads_sbhd.chunk(2, dim=-1), rotated_sbhd.chunk(2, dim=-1)
+    (low, high), (rotated_low, rotated_high) = (_pairs(each, interleaved) for each in (heads_sbhd, rotated_sbhd))
     rotated_low.addcmul_(high, sin_s11c, value=-direction)
     rotated_high.addcmul_(low, sin_s11c, value=direction)
     return rotated_sbhd
+
+
+def _pairs(heads_sbhd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second channel of each pair, [.., half of the channels]."""
+    if interleaved:
+        return heads_sbhd[..., 0::2], heads_sbhd[..., 1::2]
+    low, high = heads_sbhd.chunk(2, dim=-1)
+    return low, high

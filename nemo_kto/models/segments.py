@@ -7,7 +7,7 @@ rows of this weight, so many of that, so many zeros. A rank holds an equal part 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -62,6 +62,23 @@ def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tup
     return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in mapping.hf_names.values()]
 
 
+def shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
+    """Shape of a tensor of the file: of one that holds a weight of this shape, or that of every expert."""
+    shape = shape[::-1] if mapping.transposed else shape
+    return (architecture.sizes["experts"], *shape) if mapping.joins_experts else shape
+
+
+def place_in_file(mapping: ParamMapping, place: Mapping[str, int], where: tuple[slice, ...]) -> tuple[slice | int, ...]:
+    """The slice ``where`` of a weight, as a slice of the tensor of the file that holds it.
+
+    Args:
+        place: number of the expert, where it belongs to one.
+    """
+    if mapping.transposed:  # a matrix
+        where = (*where, slice(None))[:2][::-1]
+    return (place["expert"], *where) if mapping.joins_experts else where
+
+
 def shards(mapping: ParamMapping, architecture: Architecture) -> int:
     """The number of ranks over which a parameter is cut, if it is."""
     return architecture.expert_tensor_parallel if mapping.of_expert else architecture.tensor_parallel
@@ -73,8 +90,9 @@ def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]
     if len(mapping.hf_names) > 1 or mapping.split not in (Split.QKV, Split.GATED):
         return parts
     # one tensor of the file holds all the weights, each below the one before
-    names = ("query", "key_value", "key_value") if mapping.split is Split.QKV else ("ffn", "ffn")
-    starts = [0, *itertools.accumulate(architecture.sizes[name] for name in names)]
+    sizes, rows = architecture.sizes, source_shapes(mapping, architecture)[0][0]
+    of_each = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
+    starts = [0, *itertools.accumulate(of_each)]
     return [
         part if part.source is None else Segment(source=0, start=starts[part.source] + part.start, length=part.length)
         for part in parts

@@ -10,7 +10,7 @@ Shape suffixes: t tokens of a row or of a rank's share of it, n its sequences.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
@@ -26,29 +26,44 @@ class Span(NamedTuple):
     keys: slice
 
 
-def causal_spans(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> list[Span]:
+def causal_spans(lengths: Sequence[int], *, rank: int = 0, size: int = 1, window: int | None = None) -> list[Span]:
     """Each sequence sees itself.
 
     Args:
         lengths: tokens of each sequence of a row, multiples of 2 * size where the size is above 1.
         rank, size: of the context-parallel group. Queries are those of this rank, keys those of the whole row.
+        window: each sequence falls into parts of so many tokens, which do not see each other; None where it does not.
 
     Examples:
         >>> causal_spans((3, 2))
         [Span(queries=slice(0, 3, None), keys=slice(0, 3, None)), Span(queries=slice(3, 5, None), keys=slice(3, 5, None))]
         >>> causal_spans((8,), rank=0, size=2)
         [Span(queries=slice(0, 2, None), keys=slice(0, 2, None)), Span(queries=slice(2, 4, None), keys=slice(0, 8, None))]
+        >>> causal_spans((5,), window=3)
+        [Span(queries=slice(0, 3, None), keys=slice(0, 3, None)), Span(queries=slice(3, 5, None), keys=slice(3, 5, None))]
     """
-    begins = (0, *accumulate(lengths))[:-1]
-    if size == 1:
-        return [Span(whole := slice(begin, begin + length), whole) for begin, length in zip(begins, lengths, strict=True)]
     spans, queries = list[Span](), 0
-    for begin, length in zip(begins, lengths, strict=True):
-        width = _chunk(length, size)
-        for chunk in _chunks_of(rank, size):
-            spans.append(Span(slice(queries, queries + width), slice(begin, begin + (chunk + 1) * width)))
-            queries += width
+    for begin, length in zip((0, *accumulate(lengths))[:-1], lengths, strict=True):
+        for first, last in _own_parts(length, rank, size):
+            for start, stop, seen in [(first, last, 0)] if window is None else _in_windows(first, last, window):
+                spans.append(Span(slice(queries, queries + stop - start), slice(begin + seen, begin + stop)))
+                queries += stop - start
     return spans
+
+
+def _own_parts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Where the tokens that a rank has of a sequence begin and end."""
+    if size == 1:
+        return [(0, length)]
+    width = _chunk(length, size)
+    return [(chunk * width, (chunk + 1) * width) for chunk in _chunks_of(rank, size)]
+
+
+def _in_windows(first: int, last: int, window: int) -> Iterator[tuple[int, int, int]]:
+    """The tokens of a sequence from ``first`` to before ``last``, those of each window: from where to where, and the first
+    token that they see."""
+    for begin in range(first // window * window, last, window):
+        yield max(first, begin), min(last, begin + window), begin
 
 
 def token_positions(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> Tensor:

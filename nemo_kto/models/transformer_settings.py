@@ -24,7 +24,8 @@ def transformer_config(
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
     fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
-    windows = [window for window in architecture.windows if window is not None]  # a family has one size of window
+    # a family has one size of window, or of chunk
+    windows = [window for window in architecture.windows if window is not None]
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -98,11 +99,14 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
         return settings
     mixed = {} if all(experts.layers) else {"moe_layer_freq": [int(sparse) for sparse in experts.layers]}
     width = experts.shared_ffn_hidden_size
-    shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True} if width else {}
+    gate = experts.shared_gate
+    shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": gate} if width else {}
+    weighs_input = {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True} if experts.weighs_input else {}
     return {
         **settings,
         **mixed,
         **shared,
+        **weighs_input,
         "num_moe_experts": experts.number,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.per_token,

@@ -15,15 +15,18 @@ from tests.distributed.ranks import RankPool
 HEADS, GROUPS, HEAD_DIM = 6, 2, 4
 
 
-def attention(*, context: int, window: tuple[int, int] | None) -> Any:
+def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) -> Any:
+    """With a window that slides; with ``chunked`` one that does not, and queries that grow in the place of a rotation."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from nemo_kto.models.attention import TorchAttention
+    from nemo_kto.models.families import Temperature
     from nemo_kto.models.rope import read_rope
     from nemo_kto.models.rotary import RotaryTable
+    from nemo_kto.models.temperature import TemperatureTable
 
     config = TransformerConfig(
         num_layers=1,
@@ -37,12 +40,14 @@ def attention(*, context: int, window: tuple[int, int] | None) -> Any:
     )
     groups = ProcessGroupCollection(cp=parallel_state.get_context_parallel_group())
     rope = read_rope({"rope_theta": 1e4, "hidden_size": HEAD_DIM, "num_attention_heads": 1})
-    return TorchAttention(
-        config, 1, AttnMaskType.causal, "self", pg_collection=groups, rotary=RotaryTable(rope=rope), cp_comm_type="p2p"
-    )
+    grows = TemperatureTable(temperature=Temperature(floor=3, scale=0.7))
+    places: dict[str, Any] = {"chunked": True, "temperature": grows} if chunked else {"rotary": RotaryTable(rope=rope)}
+    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups, cp_comm_type="p2p", **places)
 
 
-def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None) -> list[float]:
+def differences(
+    size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None, chunked: bool
+) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
     from nemo_kto.models.packed_sequences import PackedSequences
     from nemo_kto.models.spans import row_places
@@ -57,27 +62,29 @@ def differences(size: int, lengths: tuple[int, ...], packed: bool, window: tuple
     place_t = row_places(lengths, rank=rank, size=size)
     row = PackedSequences.of([lengths])[0] if packed else None
     whole = [each.clone().requires_grad_() for each in heads]
-    expected = attention(context=1, window=window)(*whole, None, packed_seq_params=row)
+    expected = attention(context=1, window=window, chunked=chunked)(*whole, None, packed_seq_params=row)
     own = [each[place_t].clone().requires_grad_() for each in heads]
-    found = attention(context=size, window=window)(*own, None, packed_seq_params=row)
+    found = attention(context=size, window=window, chunked=chunked)(*own, None, packed_seq_params=row)
     found_grads, expected_grads = torch.autograd.grad(found, own, grad[place_t]), torch.autograd.grad(expected, whole, grad)
     pairs = [(found, expected), *zip(found_grads, expected_grads, strict=True)]
     return [float((mine - other[place_t]).abs().max()) for mine, other in pairs]
 
 
 @pytest.mark.parametrize(
-    ("size", "lengths", "packed", "window"),
+    ("size", "lengths", "packed", "window", "chunked"),
     [
-        (2, (16,), False, None),
-        (2, (16,), False, (4, 0)),
-        (2, (4, 12, 8), True, None),
-        (4, (8, 24), True, (4, 0)),
+        (2, (16,), False, None, False),
+        (2, (16,), False, (4, 0), False),
+        (2, (4, 12, 8), True, None, False),
+        (4, (8, 24), True, (4, 0), False),
+        (2, (16,), False, (4, 0), True),
+        (2, (4, 12, 8), True, (4, 0), True),
     ],
 )
 def test_outputs_and_gradients_are_those_of_the_whole_row(
-    ranks: RankPool, size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None
+    ranks: RankPool, size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None, chunked: bool
 ) -> None:
-    for of_rank in ranks.run(size, differences, size, lengths, packed, window):
+    for of_rank in ranks.run(size, differences, size, lengths, packed, window, chunked):
         assert max(of_rank) < 2e-6
 
 

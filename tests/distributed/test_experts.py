@@ -53,9 +53,12 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
     "kto_synced": ("kto", "qwen2_moe", ["model.reference.sync_interval=1"]),
+    "llama4": ("kto", "llama4_text", [BALANCE]),  # sequences of several chunks of attention
+    "llama4_lora": ("dpo", "llama4_text", [*LORA, f"{TARGETS}=[all]", BALANCE]),
     "dpo_lora": ("dpo", "mixtral", [*LORA, f"{TARGETS}=[attention]"]),
 }
 QUICK = {
+    ("llama4", "packed_cp2_ep2"): 5,
     ("kto", "packed_ep2"): 10,
     ("kto", "tp2_ep2_whole_experts"): 5,
     ("dpo", "pp2_ep2"): 5,

@@ -106,6 +106,13 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models["gpt_oss"] = make_checkpoint(folder / "gpt_oss", "gpt_oss", **sizes, num_local_experts=8, num_experts_per_tok=3)
     experts = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320, "mlp_only_layers": []}
     models["qwen2_moe"] = make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts)
+    llama4 = {
+        "intermediate_size_mlp": 512,
+        "moe_layers": [0, 1, 2, 3],
+        "no_rope_layers": [1, 1, 1, 1],
+        "attention_chunk_size": 64,
+    }
+    models["llama4_text"] = make_checkpoint(folder / "llama4", "llama4_text", **{**sizes, **llama4, "head_dim": 32})
     return models
 
 
@@ -148,6 +155,10 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("qwen2_moe", {"tensor": 2, "sequence_parallel": True}, "float32", None, marks=pytest.mark.full),
         pytest.param("mixtral", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
         ("qwen2_moe", {}, "float32", ALL),
+        ("llama4_text", {}, "float32", None),
+        ("llama4_text", {}, "bfloat16", ALL),
+        pytest.param("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True), marks=pytest.mark.full),
+        pytest.param("llama4_text", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
         pytest.param("qwen2_moe", {}, "bfloat16", DROPPED, marks=pytest.mark.full),
         pytest.param("mixtral", {}, "float32", ALL, marks=pytest.mark.full),
         pytest.param("mixtral", {}, "bfloat16", DROPPED, marks=pytest.mark.full),

@@ -38,7 +38,7 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 AGAIN = "; download the model again, or write it with save_pretrained"
 NAMES = (
-    *("Gemma2", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
+    *("Gemma2", "Gemma3", "GptOss", "Llama", "Llama4", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"),
 )
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
@@ -83,9 +83,15 @@ AT_START: dict[str, tuple[Break, str]] = {
         "swiglu_limit must be a positive, finite number, got 0.0" + AGAIN,
     ),
     "a limit that is null": (config(swiglu_limit=None), "swiglu_limit must be a positive, finite number, got None"),
-    "a model with chunked attention": (
-        config(architectures=["Llama4ForCausalLM"], model_type="llama4_text"),
-        "a llama4_text model cannot be trained: this program lacks chunked attention, and a softmax whose temperature grows",
+    "a Llama 4 of several experts a token": (
+        config(architectures=["Llama4ForCausalLM"], model_type="llama4_text", num_experts_per_tok=2),
+        "num_experts_per_tok must be 1 for llama4_text, got 2: megatron-core multiplies what an expert gets by its "
+        "weight only where a token has one expert; choose another model",
+    ),
+    "a Llama 4 with its images": (
+        config(architectures=["Llama4ForConditionalGeneration"], model_type="llama4", vision_config={}),
+        "a model of images or sounds (llama4) cannot be trained, only text models; choose another, or save its language "
+        "model with save_pretrained as a model of its own",
     ),
     "a model of images": (
         config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),

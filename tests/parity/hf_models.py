@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -189,6 +190,10 @@ CONFIGS = {
     ),
 }
 
+_LLAMA4: dict[str, Any] = {
+    "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.4,
+    "attn_temperature_tuning": True, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
@@ -214,6 +219,33 @@ MIXTURES = {
         swiglu_alpha=1.1,
         attention_bias=False,
         tie_word_embeddings=True,
+    ),
+    # chunks shorter than the sequences, and queries that grow within them
+    "llama4": lambda: Llama4TextConfig(
+        **_SIZES,
+        **_LLAMA4,
+        rope_parameters=_LLAMA3,
+        intermediate_size_mlp=40,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1, 0],
+        layer_types=["full_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    ),
+    "llama4-bias-no-norm-odd-heads": lambda: Llama4TextConfig(
+        **{**_SIZES, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **_LLAMA4,
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        intermediate_size_mlp=24,
+        moe_layers=[0, 1, 3],
+        no_rope_layers=[1, 1, 1, 1],  # without a rotation the gradients of the keys' biases are zero
+        use_qk_norm=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "llama4-norms-everywhere": lambda: Llama4TextConfig(
+        **_SIZES,
+        **{**_LLAMA4, "attn_temperature_tuning": False},
+        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        no_rope_layers=[1, 1, 1, 1],
     ),
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
     "mixtral-window": lambda: MixtralConfig(

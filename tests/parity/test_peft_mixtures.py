@@ -31,6 +31,8 @@ from tests.parity import hf_jobs, hf_models
 
 SETTINGS = {
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
+    # dense MLPs and shared experts; the experts are a parameter of their own in transformers too, which peft leaves alone
+    "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
@@ -156,6 +158,7 @@ def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> N
     a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
     of_experts = {
         "gpt-oss": 0,
+        "llama4": 0,
         "mixtral": 4 * 4 * 3,
         "qwen2-moe": 3 * 8 * 3,
         "qwen3-moe": 2 * 8 * 3,
@@ -166,6 +169,32 @@ def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> N
     assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two experts alike"
     name_of_first = FIRST_VALUES.setdefault(name, a_of)
     assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
+
+
+def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
+    """On a rank."""
+    state.init_distributed(layout=layout, seed=3)
+    model, architecture = hf_jobs.build(folder, layout)
+    add_adapters(model, read_adapter_settings(adapter), architecture=architecture, seed=SEED)
+    load_weights([model], architecture, folder)
+    load_adapter([model], architecture, adapter)
+    return logits(model.eval(), architecture)
+
+
+def test_magnitudes_of_a_shared_expert_are_those_of_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """Of Llama 4, whose other experts have no adapters; what peft has written."""
+    config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            random = torch.rand(parameter.shape, generator=draw)
+            parameter.copy_(parameter * (0.5 + random) if parameter.dim() == 1 else (random - 0.5) * 0.4)
+    model.save_pretrained(tmp_path)
+    expected = transformers_logits(model)
+    assert np.abs(expected - hf_models.transformers_logits(folders["llama4"]).numpy()).max() > 1
+    for found in ranks.run(2, dora_logits, Layout(tensor=2, sequence_parallel=True), folders["llama4"], tmp_path):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5 * np.abs(expected).max())
 
 
 def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:

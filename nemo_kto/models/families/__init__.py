@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from nemo_kto.models.families.dense import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3
-from nemo_kto.models.families.mixture import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from nemo_kto.models.families.table import Experts, Family, Layers, ParamMapping, Split
+from nemo_kto.models.families.mixture import GPT_OSS, LLAMA4, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from nemo_kto.models.families.table import Experts, Family, Layers, ParamMapping, Split, Temperature
 
-__all__ = ["FAMILIES", "Experts", "Family", "Layers", "ParamMapping", "Split", "find_family"]
+__all__ = ["FAMILIES", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature", "find_family"]
 
-_TABLES = (GEMMA2, GEMMA3, GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3)
+_TABLES = (
+    *(GEMMA2, GEMMA3, GPT_OSS, LLAMA, LLAMA4, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3),
+    *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3),
+)
 FAMILIES = {family.hf_architecture: family for family in _TABLES}
 
 

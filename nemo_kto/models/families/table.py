@@ -32,7 +32,9 @@ class Experts:
         normalized: the weights of a token's experts add up to 1; else they are their shares of all experts.
         layers: whether each layer has experts; the others have one MLP.
         shared_ffn_hidden_size: width of the gate and up projection of a shared expert, which sees every token; 0 for none.
-            A gate of its own, the sigmoid of one number of each token, weighs what it adds.
+        shared_gate: a gate, the sigmoid of one number of each token, weighs what the shared expert adds.
+        weighs_input: a token's weight is the sigmoid of its expert's logit, not a softmax over experts, and multiplies what
+            the expert gets, not what it puts out. Of one expert a token only.
     """
 
     number: int
@@ -41,6 +43,22 @@ class Experts:
     normalized: bool
     layers: tuple[bool, ...]
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = True
+    weighs_input: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Queries of layers without rope grow with the position p, from 0, so that the softmax over many keys stays as sharp
+    (Nakanishi 2025, arXiv 2501.19399): they are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)).
+
+    Attributes:
+        floor: positions below it, counted from 1, change nothing.
+        scale: how fast they grow.
+    """
+
+    floor: int
+    scale: float
 
 
 class Split(Enum):
@@ -116,6 +134,20 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     return tuple(known[kind] for kind in config.layer_types)
 
 
+def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
+    """``layer_types`` says in which layers a token sees only its chunk of ``attention_chunk_size`` tokens.
+
+    Raises:
+        ValueError: a layer type other than full_attention and chunked_attention, or no size of a chunk.
+    """
+    known = {"full_attention": None, "chunked_attention": config.attention_chunk_size}
+    if unknown := sorted(set(config.layer_types) - set(known)):
+        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
+        raise ValueError("attention_chunk_size must be given where layer_types has chunked_attention, got null; add it")
+    return tuple(known[kind] for kind in config.layer_types)
+
+
 def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
     """Every layer has rotary embeddings."""
     return (True,) * config.num_hidden_layers
@@ -124,6 +156,11 @@ def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
 def no_rope_layers(config: PretrainedConfig) -> tuple[bool, ...]:
     """``no_rope_layers`` has, in spite of its name, a 1 for each layer that has rotary embeddings."""
     return tuple(bool(entry) for entry in config.no_rope_layers[: config.num_hidden_layers])
+
+
+def no_temperature(config: PretrainedConfig) -> Temperature | None:
+    """Queries stay as they are in every layer."""
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +177,15 @@ class Family:
         defaults: values of those attributes that the configurations of older transformers lack.
         activation: the configuration's attribute that names the MLP's activation, and what it must name.
         windows: tokens each layer sees, itself included; None for all.
+        chunked: a window does not slide: it is the chunk of the sequence that a token lies in.
         rotates: whether each layer has rotary embeddings.
+        interleaved_rotary: the channels of a head that are rotated together are neighbours, not half a head apart.
+        temperature: how queries of layers without rotary embeddings grow; None where they do not.
         partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
         local_rope: layers with a window have a rope of their own.
         own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
         mxfp4: its files may have the matrices of experts in MXFP4, which are dequantized when they are read.
+        dense_width: the configuration's attribute that is the width of an MLP, of layers without experts.
         experts: the mixture of experts that a configuration describes; None for a family without.
     """
 
@@ -156,9 +197,13 @@ class Family:
     defaults: Mapping[str, float] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     windows: Callable[[PretrainedConfig], Windows] = no_window
+    chunked: bool = False
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
+    interleaved_rotary: bool = False
+    temperature: Callable[[PretrainedConfig], Temperature | None] = no_temperature
     partial_rotary: bool = False
     local_rope: bool = False
     own_head_dim: bool = False
     mxfp4: bool = False
+    dense_width: str = "intermediate_size"
     experts: Callable[[PretrainedConfig], Experts] | None = None

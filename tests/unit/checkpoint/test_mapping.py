@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nemo_kto.checkpoint.mapping import wanted_weights
 from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import FAMILIES, ParamMapping
+from nemo_kto.models.families import FAMILIES, Experts, ParamMapping
 from nemo_kto.models.rope import Rope
-from nemo_kto.models.segments import Segment, cut, segments, split_dimension
+from nemo_kto.models.segments import Segment, cut, place_in_file, segments, split_dimension
 
 
 def architecture(
@@ -151,3 +151,18 @@ def test_wanted_weights_follow_the_flags() -> None:
             *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
         )
     }
+
+
+def test_experts_of_a_layer_in_one_tensor() -> None:
+    """Input by output in the file: of each expert the channels of the gate, then those of the up projection."""
+    experts = Experts(number=6, per_token=1, ffn_hidden_size=4, normalized=False, layers=(False, True))
+    model = replace(architecture("Llama4ForCausalLM"), experts=experts, expert_tensor_parallel=2)
+    wanted = {name: shape for name, shape in wanted_weights(model).items() if ".experts." in name}
+    block = "model.layers.1.feed_forward.experts."
+    assert wanted == {block + "gate_up_proj": (6, 8, 8), block + "down_proj": (6, 4, 8)}
+    mappings = {mapping.mcore_name.split(".")[-2]: mapping for mapping in model.family.mappings if mapping.of_expert}
+    gate_and_up, down = mappings["linear_fc1"], mappings["linear_fc2"]
+    assert segments(gate_and_up, model) == [Segment(source=0, start=start, length=2) for start in (0, 4, 2, 6)]
+    rows, place = slice(4, 6), {"layer": 1, "expert": 5}
+    assert place_in_file(gate_and_up, place, (rows,)) == (5, slice(None), rows)
+    assert place_in_file(down, place, (slice(None), rows)) == (5, rows, slice(None))

@@ -25,6 +25,14 @@ FAMILIES = {
         {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2},
     ),
 }
+FAMILIES["llama4_text"] = (
+    "Llama4ForCausalLM",
+    {"num_local_experts": 6, "intermediate_size": 12, "num_hidden_layers": 4, "interleave_moe_layer_step": 4},
+)
+FAMILIES["llama4_last_two"] = (
+    "Llama4ForCausalLM",
+    {**FAMILIES["llama4_text"][1], "model_type": "llama4_text", "moe_layers": [2, 3]},
+)
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
 LORA, TARGETS = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules"
@@ -162,6 +170,18 @@ BROKEN = [
             "use fewer stages"
         ],
     ),
+    *(
+        (
+            family,
+            ["model.pipeline_model_parallel_size=2"],
+            2,
+            [
+                "model.pipeline_model_parallel_size must leave layers with experts to every stage, got 2, with none on "
+                "stage 1; use fewer stages"
+            ],
+        )
+        for family in ("llama4_text", "llama4_last_two")
+    ),
     (
         "mixtral",
         ["model.moe_aux_loss_coeff=-1"],
@@ -189,6 +209,10 @@ def test_a_rule_that_is_broken(
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
         ("mixtral", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[mlp_fc2]"], 1),
+        # whose experts have no adapters
+        ("llama4_text", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
+        ("llama4_text", [LORA, f"{TARGETS}=[gate_proj]", f"{DORA}=true"], 1),
+        ("llama4_text", [LORA, f"{TARGETS}=[all]", "model.pipeline_model_parallel_size=2"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{DORA}=true"], 1),
         ("half_dense", [LORA, "model.pipeline_model_parallel_size=2"], 2),
         ("every_other", [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"], 2),

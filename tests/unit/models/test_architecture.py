@@ -11,7 +11,8 @@ from transformers import AutoConfig, BartConfig, GptOssConfig, PretrainedConfig,
 
 from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.families import FAMILIES
+from nemo_kto.models.config_file import layers_with_experts
+from nemo_kto.models.families import FAMILIES, Experts, Temperature
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -28,6 +29,7 @@ MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
@@ -140,6 +142,58 @@ def test_numbers_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (read.swiglu_alpha, read.swiglu_limit) == (1.702, 7.0)
 
 
+def test_llama4_as_published(tmp_path: Path) -> None:
+    """Every fourth layer sees everything and has no rope; the others see chunks of 8192 tokens."""
+    given = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 192}
+    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
+    assert (read.head_dim, read.ffn_hidden_size, read.qkv_bias, read.qk_norm) == (128, 192, False, False)
+    assert (read.windows, read.chunked) == ((8192, 8192, 8192, None), True)
+    assert (read.rotates, read.interleaved_rotary, read.rotated_norm) == ((True, True, True, False), True, True)
+    assert read.temperature == Temperature(floor=8192, scale=0.1)
+    assert read.experts == Experts(
+        number=16,
+        per_token=1,
+        ffn_hidden_size=96,
+        normalized=False,
+        layers=(True,) * 4,
+        shared_ffn_hidden_size=96,
+        shared_gate=False,
+        weighs_input=True,
+    )
+    assert read.not_in_engine == (
+        "attention in chunks",
+        "a rotation of neighbouring channels",
+        "norms after the rotation",
+        "queries that grow with the position",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({"interleave_moe_layer_step": 2}, (False, True, False)),
+        ({"interleave_moe_layer_step": 3}, (False, False, True)),
+        ({"moe_layers": [0, 2, 7], "interleave_moe_layer_step": 2}, (True, False, True)),
+        ({"moe_layers": None}, (True, True, True)),
+    ],
+)
+def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], sparse: tuple[bool, ...]) -> None:
+    given = {**BASE, **of("Llama4ForCausalLM"), **changes}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    assert read.sparse_layers == sparse
+    assert layers_with_experts(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as the launcher has it"
+
+
+def test_llama4_without_its_extras(tmp_path: Path) -> None:
+    """An attention factor is then a part of the scale, as with other families."""
+    changes = {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [1, 1, 1], "attention_bias": True}
+    given = {**changes, "layer_types": ["full_attention"] * 3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
+    assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
+    assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
+    assert read.not_in_engine == ("a rotation of neighbouring channels",)
+
+
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -190,6 +244,12 @@ def test_head_size_of_its_own(tmp_path: Path) -> None:
         ("Phi3ForCausalLM", {}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
+        ("Llama4ForCausalLM", {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1]}, (16, None, 16)),
+        (
+            "Llama4ForCausalLM",
+            {"attention_chunk_size": 16, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
+            (None, None, 16),
+        ),
         ("Qwen2MoeForCausalLM", {"sliding_window": 0, "use_sliding_window": False}, (None, None, None)),
         ("Qwen2MoeForCausalLM", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (9, None, None)),
     ],
@@ -229,6 +289,8 @@ LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_pos
         ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, False),
         ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]}, True),
         ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        # a norm after the rotation undoes the factor
+        ("Llama4ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, True),
         ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 4, "long_factor": [4.0] * 4}}, False),
         ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 3}, "partial_rotary_factor": 0.75}, True),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
@@ -280,8 +342,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
-            "MixtralForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
+            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, Llama4ForCausalLM, "
+            "MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
             "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
         ),
         ({"architectures": None}, "must be one of .* got ''"),
@@ -294,6 +356,18 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"intermediate_size": 97}, "intermediate_size must be divisible by the tensor-parallel size, got 97 and 2"),
         ({"mlp_bias": True}, "mlp_bias=true with attention_bias=false is not supported"),
+        (
+            {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types must be of full_attention, chunked_attention, got sliding_attention; choose another model",
+        ),
+        (
+            {**of("Llama4ForCausalLM"), "attention_chunk_size": None},
+            "attention_chunk_size must be given where layer_types has chunked_attention, got null; add it",
+        ),
+        (
+            {**of("Llama4ForCausalLM"), "attn_temperature_tuning": 4},
+            "attn_temperature_tuning must be true or false, got 4; download the model again",
+        ),
         (
             {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
             "got chunked_attention",

@@ -12,16 +12,26 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.attention import TorchAttention
+from nemo_kto.models.families import Temperature
 from nemo_kto.models.packed_sequences import PackedSequences
 from nemo_kto.models.rope import read_rope
 from nemo_kto.models.rotary import RotaryTable
+from nemo_kto.models.temperature import TemperatureTable
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
 
 
 def attention(
-    *, kind: AttnMaskType = AttnMaskType.causal, layer: int = 1, scale: float | None = None, **settings: Any
+    *,
+    kind: AttnMaskType = AttnMaskType.causal,
+    layer: int = 1,
+    scale: float | None = None,
+    chunked: bool = False,
+    rotary: RotaryTable | None = None,
+    rotated_norm: bool = False,
+    temperature: TemperatureTable | None = None,
+    **settings: Any,
 ) -> TorchAttention:
     config = TransformerConfig(
         num_layers=2,
@@ -39,6 +49,10 @@ def attention(
         cp_comm_type=None,
         softmax_scale=scale,
         pg_collection=None,
+        chunked=chunked,
+        rotary=rotary,
+        rotated_norm=rotated_norm,
+        temperature=temperature,
     )
 
 
@@ -104,6 +118,57 @@ def test_window_and_mask_together() -> None:
     masked = (other | ~CAUSAL)[None, None]
     found = attention(kind=AttnMaskType.arbitrary, window_size=(2, 0))(*heads(), masked)
     torch.testing.assert_close(found, reference(~masked & (distance < 3)))
+
+
+@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.arbitrary])
+def test_a_token_sees_its_chunk(kind: AttnMaskType) -> None:
+    """The last of three chunks is shorter; with a mask what it leaves of the chunk, here every second token and itself."""
+    chunk = torch.arange(S) // 4
+    seen = CAUSAL & (chunk[:, None] == chunk[None, :])
+    masked = None
+    if kind == AttnMaskType.arbitrary:
+        masked = (((torch.arange(S)[:, None] - torch.arange(S)[None, :]) % 2 != 0) | ~CAUSAL)[None, None]
+        seen = seen & ~masked
+    found = attention(kind=kind, chunked=True, window_size=(3, 0))(*heads(), masked)
+    torch.testing.assert_close(found, reference(seen))
+
+
+def test_chunks_of_some_layers() -> None:
+    found = attention(chunked=True, window_size=(3, 0), window_attn_skip_freq=[1, 0], layer=2)(*heads(), None)
+    torch.testing.assert_close(found, reference(CAUSAL))
+
+
+def test_chunks_begin_with_each_sequence_of_a_row() -> None:
+    query, key, value = (each[:, 0] for each in heads())
+    layer = attention(chunked=True, window_size=(3, 0))
+    found = layer(query, key, value, None, packed_seq_params=PackedSequences.of([(6, 4)])[0])
+    alone = [layer(*(each[part][:, None] for each in (query, key, value)), None)[:, 0] for part in (slice(6), slice(6, S))]
+    torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_what_is_rotated_is_then_normalised() -> None:
+    """In layers with a rotation: the sum of the squares of a head is its size, up to epsilon."""
+    query, key, value = heads()
+    rope = read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1})
+    settings: dict[str, Any] = {"rotated_norm": True, "layernorm_epsilon": 0.5, "no_rope_freq": [0, 1]}
+    found = attention(rotary=RotaryTable(rope=rope), **settings)(query, key, value, None)
+    table = RotaryTable(rope=rope)
+    normed = [each / (each.square().mean(-1, keepdim=True) + 0.5).sqrt() for each in map(table.rotate, (query, key))]
+    torch.testing.assert_close(found, attention()(*normed, value, None))
+    found = attention(rotary=table, layer=2, **settings)(query, key, value, None)
+    torch.testing.assert_close(found, reference(CAUSAL), msg="a layer without a rotation has no norm")
+
+
+def test_queries_grow_in_layers_without_a_rotation() -> None:
+    query, key, value = heads()
+    table = TemperatureTable(temperature=Temperature(floor=4, scale=0.5))
+    # positions 0 to 2 stay below the floor; from position 3 on it is reached once, from position 7 on twice
+    factor = torch.tensor([1.0] * 3 + [1 + 0.5 * math.log(2)] * 4 + [1 + 0.5 * math.log(3)] * 3)
+    expected = attention()(query * factor[:, None, None, None], key, value, None)
+    torch.testing.assert_close(attention(temperature=table)(query, key, value, None), expected)
+    rope = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    rotated = [attention(rotary=rope, temperature=each)(query, key, value, None) for each in (table, None)]
+    assert torch.equal(*rotated), "not in layers with one"
 
 
 @pytest.fixture

@@ -29,6 +29,15 @@ def test_by_hand() -> None:
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
+def test_llama4_by_hand(tmp_path: Path) -> None:
+    """Of transformers torch counts every expert for every token."""
+    flops = ForwardFlops.of_model(read_architecture(make_checkpoint(tmp_path, "llama4_text"), tensor_parallel=1))
+    mixture = 64 * 8 + 2 * 3 * 64 * 48  # the router, the chosen expert and the shared one, which has no gate
+    assert flops.per_token_mlp == 2 * (3 * mixture + 3 * 64 * 96)
+    assert flops.per_token == flops.per_token_mlp + 2 * 4 * 64 * 8 * (2 * 8 + 2 * 4)
+    assert flops.per_token_pair == 4 * 4 * 8 * 8
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])
 def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM

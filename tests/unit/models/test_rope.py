@@ -145,6 +145,24 @@ def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
         torch.testing.assert_close(found_grad, expected_grad, rtol=1e-6, atol=1e-6)
 
 
+def test_neighbouring_channels_are_rotated_as_complex_numbers() -> None:
+    """As transformers does for Llama 4; gradients too, and each sequence of a row from zero."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+    angle_sc = torch.outer(torch.arange(9.0), of_theta(1e4).inverse_frequencies())
+    turn_1sc = torch.polar(torch.ones_like(angle_sc), angle_sc)[None]
+    table = RotaryTable(rope=of_theta(1e4), interleaved=True)
+    wide, grad = torch.randn(9, 2, 3, 12, requires_grad=True), torch.randn(9, 2, 3, 8)
+    heads_sbhd = wide[..., 2:10]
+    expected = apply_rotary_emb(heads_sbhd.transpose(0, 1), heads_sbhd.transpose(0, 1), turn_1sc)[0].transpose(0, 1)
+    found = table.rotate(heads_sbhd)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    (expected_grad,), (found_grad,) = (torch.autograd.grad(out, wide, grad) for out in (expected, found))
+    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-6, atol=1e-6)
+    row = table.rotate(heads_sbhd, (5, 4))
+    torch.testing.assert_close(row, torch.cat([table.rotate(part) for part in heads_sbhd.split((5, 4))]))
+
+
 def test_rotated_heads_keep_their_dtype() -> None:
     table, heads_sbhd = RotaryTable(rope=of_theta(1e4)), torch.randn(4, 1, 2, 8)
     rotated = table.rotate(heads_sbhd)

@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 from nemo_kto.models.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
 
 
-def seen_by(lengths: tuple[int, ...], places_t: torch.Tensor) -> torch.Tensor:
-    """True where the token at a place of the row (row) sees a token of the row (column): its own sequence, up to itself."""
+def seen_by(lengths: tuple[int, ...], places_t: torch.Tensor, window: int | None) -> torch.Tensor:
+    """True where the token at a place of the row (row) sees a token of the row (column): its own sequence, up to itself, or
+    of that its own window."""
     number_t = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    causal = torch.ones(sum(lengths), sum(lengths), dtype=torch.bool).tril()
-    return (causal & (number_t[:, None] == number_t[None, :]))[places_t]
+    window_t = token_positions(lengths) // (window or sum(lengths))
+    seen = torch.ones(sum(lengths), sum(lengths), dtype=torch.bool).tril()
+    for same_t in (number_t, window_t):
+        seen &= same_t[:, None] == same_t[None, :]
+    return seen[places_t]
 
 
-def seen_in_spans(lengths: tuple[int, ...], *, rank: int, size: int) -> torch.Tensor:
+def seen_in_spans(lengths: tuple[int, ...], *, rank: int, size: int, window: int | None = None) -> torch.Tensor:
     """The same from the spans: the last query of a span sees all of its keys, the one before one less."""
     seen = torch.zeros(sum(lengths) // size, sum(lengths), dtype=torch.bool)
-    for span in causal_spans(lengths, rank=rank, size=size):
+    for span in causal_spans(lengths, rank=rank, size=size, window=window):
         queries, keys = (each.stop - each.start for each in span)
         seen[span.queries, span.keys] = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     return seen
@@ -38,8 +42,14 @@ def test_a_row_of_two_sequences_on_two_ranks() -> None:
     ]
 
 
-@given(size=st.integers(1, 4), chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_each_token_is_on_one_rank_and_sees_what_it_would_in_the_whole_row(size: int, chunks: list[int]) -> None:
+@given(
+    size=st.integers(1, 4),
+    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 9),
+)
+def test_each_token_is_on_one_rank_and_sees_what_it_would_in_the_whole_row(
+    size: int, chunks: list[int], window: int | None
+) -> None:
     lengths = tuple(2 * size * width for width in chunks)
     places = [row_places(lengths, rank=rank, size=size) for rank in range(size)]
     whole = token_positions(lengths)
@@ -47,7 +57,7 @@ def test_each_token_is_on_one_rank_and_sees_what_it_would_in_the_whole_row(size:
     assert torch.equal(in_row_order(torch.cat(places), lengths, size=size), torch.arange(sum(lengths)))
     for rank, places_t in enumerate(places):
         assert torch.equal(token_positions(lengths, rank=rank, size=size), whole[places_t])
-        assert torch.equal(seen_in_spans(lengths, rank=rank, size=size), seen_by(lengths, places_t))
+        assert torch.equal(seen_in_spans(lengths, rank=rank, size=size, window=window), seen_by(lengths, places_t, window))
 
 
 def test_ranks_have_equal_work() -> None:
