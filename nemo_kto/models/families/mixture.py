@@ -88,7 +88,7 @@ def _joined_mappings() -> tuple[ParamMapping, ...]:
     gate_and_up, down = ("expert_gate_and_up", "hidden"), ("hidden", "expert_ffn")
     parts: dict[str, tuple[str, tuple[str, ...], Split]] = {
         _MCORE + "router.weight": ("router.weight", ("experts", "hidden"), Split.REPLICATED),
-        _MCORE + "router.bias": ("router.bias", ("experts",), Split.REPLICATED),
+        _MCORE + "router.logit_bias": ("router.bias", ("experts",), Split.REPLICATED),
         _EXPERT + "linear_fc1.weight": ("experts.gate_up_proj", gate_and_up, Split.INTERLEAVED),
         _EXPERT + "linear_fc1.bias": ("experts.gate_up_proj_bias", gate_and_up[:1], Split.INTERLEAVED),
         _EXPERT + "linear_fc2.weight": ("experts.down_proj", down, Split.ROW_PARALLEL),
