@@ -72,13 +72,24 @@ class BalancedRouter(TopKRouter):
 
 
 class BiasedRouter(BalancedRouter):
-    """Adds a learned number to the logit of each expert, which megatron-core has only beside biases everywhere."""
+    """Adds a learned number to the logit of each expert.
+
+    megatron-core has one only beside biases everywhere, and lets Transformer Engine's product add it, in the type of the
+    model; logits are fp32 here.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        bias: Any = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
+        bias: Any = torch.nn.Parameter(
+            torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
+        )
         bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, as the weight's
-        self.bias = bias
+        self.logit_bias = bias
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [..., E] of hidden states [..., H]."""
+        logits: Tensor = super().gating(input) + self.logit_bias
+        return logits
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:

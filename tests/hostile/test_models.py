@@ -118,6 +118,10 @@ AT_START: dict[str, tuple[Break, str]] = {
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "the weights must not be quantized, got quant_method 'gptq'; start from the unquantized model",
     ),
+    "quantized as only another family may be": (
+        config(quantization_config={"quant_method": "mxfp4"}),
+        "the weights must not be quantized, got quant_method 'mxfp4'; start from the unquantized model",
+    ),
     "quantized by a list": (config(quantization_config=[4]), "quantization_config must be an object, got [4]"),
     "quantized by nothing": (config(quantization_config={}), "must not be quantized, got quant_method 'unknown'"),
     "another activation": (config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'; choose another model"),

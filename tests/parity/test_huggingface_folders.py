@@ -187,15 +187,27 @@ def test_padding_differs_between_layouts_in_a_distributed_checkpoint(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+NORMS, SINKS = "olmo2-tied-odd-heads-bias", "gpt-oss-odd-heads-no-attention-bias"
+
+
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(TP2, Layout()), pytest.param(Layout(pipeline=2), Layout(tensor=4), marks=pytest.mark.full)]
+    ("name", "saved", "loaded"),
+    [
+        (NORMS, TP2, Layout()),
+        pytest.param(NORMS, Layout(pipeline=2), Layout(tensor=4), marks=pytest.mark.full),
+        (SINKS, Layout(tensor=2, sequence_parallel=True), Layout(expert=2)),
+        pytest.param(SINKS, Layout(expert=2), Layout(tensor=4, sequence_parallel=True), marks=pytest.mark.full),
+    ],
 )
-def test_norms_over_all_heads_in_a_distributed_checkpoint(ranks: Any, tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+def test_norms_and_sinks_of_all_heads_in_a_distributed_checkpoint(
+    ranks: Any, tmp_path: Path, name: str, saved: Layout, loaded: Layout
+) -> None:
     model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
-    hf_models.write_model("olmo2-tied-odd-heads-bias", model)
+    hf_models.write_model(name, model)
     checkpoint.mkdir()
-    ranks.run(saved.model_ranks, hf_jobs.save_sharded, saved, model, checkpoint)
-    ranks.run(loaded.model_ranks, hf_jobs.load_sharded, loaded, model, checkpoint, tmp_path / "out")
+    saving, loading = (max(layout.model_ranks, layout.expert) for layout in (saved, loaded))
+    ranks.run(saving, hf_jobs.save_sharded, saved, model, checkpoint)
+    ranks.run(loading, hf_jobs.load_sharded, loaded, model, checkpoint, tmp_path / "out")
     before, after = weights(model), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -94,7 +94,7 @@ def _joined_mappings(split: Split, *, biases: bool = False) -> tuple[ParamMappin
     }
     if biases:
         parts |= {
-            _MCORE + "router.bias": ("router.bias", ("experts",), Split.REPLICATED),
+            _MCORE + "router.logit_bias": ("router.bias", ("experts",), Split.REPLICATED),
             _EXPERT + "linear_fc1.bias": ("experts.gate_up_proj_bias", gate_and_up[:1], split),
             _EXPERT + "linear_fc2.bias": ("experts.down_proj_bias", down[:1], Split.REPLICATED),
         }

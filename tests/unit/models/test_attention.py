@@ -31,6 +31,7 @@ def attention(
     rotary: RotaryTable | None = None,
     rotated_norm: bool = False,
     temperature: TemperatureTable | None = None,
+    sinks: bool = False,
     **settings: Any,
 ) -> TorchAttention:
     config = TransformerConfig(
@@ -53,6 +54,7 @@ def attention(
         rotary=rotary,
         rotated_norm=rotated_norm,
         temperature=temperature,
+        sinks=sinks,
     )
 
 
@@ -61,8 +63,8 @@ def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(S, B, number, D, generator=draw) for number in (HEADS, GROUPS, GROUPS))  # type: ignore[return-value]
 
 
-def reference(seen: torch.Tensor, scale: float = 1 / math.sqrt(D)) -> torch.Tensor:
-    """Attention written out: head h uses key-value head h // (HEADS / GROUPS)."""
+def reference(seen: torch.Tensor, scale: float = 1 / math.sqrt(D), sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention written out: head h uses key-value head h // (HEADS / GROUPS). A sink has no value."""
     query, key, value = heads()
     out = torch.zeros(S, B, HEADS, D)
     for batch in range(B):
@@ -70,7 +72,9 @@ def reference(seen: torch.Tensor, scale: float = 1 / math.sqrt(D)) -> torch.Tens
             group = head // (HEADS // GROUPS)
             scores = query[:, batch, head] @ key[:, batch, group].T * scale
             scores = scores.masked_fill(~seen.expand(B, 1, S, S)[batch, 0], float("-inf"))
-            out[:, batch, head] = scores.softmax(-1) @ value[:, batch, group]
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(S, 1)], dim=-1)
+            out[:, batch, head] = scores.softmax(-1)[:, :S] @ value[:, batch, group]
     return out.reshape(S, B, HEADS * D)
 
 
@@ -169,6 +173,40 @@ def test_queries_grow_in_layers_without_a_rotation() -> None:
     rope = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     rotated = [attention(rotary=rope, temperature=each)(query, key, value, None) for each in (table, None)]
     assert torch.equal(*rotated), "not in layers with one"
+
+
+SINKS = torch.linspace(-2.0, 3.0, HEADS)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_sinks(window: tuple[int, int] | None, is_masked: bool) -> None:
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    seen = CAUSAL if window is None else CAUSAL & (distance < 3)
+    kind = AttnMaskType.arbitrary if is_masked else AttnMaskType.causal
+    module = attention(kind=kind, window_size=window, sinks=True)
+    assert module.softmax_offset is not None
+    module.softmax_offset.data = SINKS
+    found = module(*heads(), (~CAUSAL)[None, None] if is_masked else None)
+    torch.testing.assert_close(found, reference(seen, sinks=SINKS))
+
+
+def test_sinks_of_a_row_of_sequences() -> None:
+    module = attention(sinks=True)
+    assert module.softmax_offset is not None
+    module.softmax_offset.data = SINKS
+    documents = torch.arange(S) // 5
+    seen = CAUSAL & (documents[:, None] == documents[None, :])
+    row = PackedSequences.of([(5, 5)])[0]
+    found = module(*(each[:, 0] for each in heads()), None, packed_seq_params=row)
+    torch.testing.assert_close(found, reference(seen, sinks=SINKS)[:, 0])
+
+
+def test_a_rank_has_the_sinks_of_its_heads() -> None:
+    """In the norm of the gradient they count on every rank."""
+    sinks: Any = attention(sinks=True, tensor_model_parallel_size=2).softmax_offset
+    assert (sinks.shape, sinks.tensor_model_parallel, sinks.partition_dim) == ((HEADS // 2,), True, 0)
+    assert attention().softmax_offset is None
 
 
 @pytest.fixture
