@@ -69,7 +69,8 @@ class Activations:
     def rotations(self) -> int:
         """Cosines, and sines of half a head, bytes for each position: a table of each rope, for all layers and passes."""
         tables = 1 if self.architecture.local_rope is None else 2
-        return tables * 3 * self.element_bytes * self.architecture.head_dim // 2
+        element_bytes = _FP32 if self.architecture.interleaved_rotary else self.element_bytes
+        return tables * 3 * element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self, recomputed: Collection[str] = ()) -> float:
         """Of one layer with adapters, bytes a micro-batch: each fused B, spread out over the parts it serves; of DoRA

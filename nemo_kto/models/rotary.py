@@ -19,7 +19,8 @@ class RotaryTable:
 
     Args:
         rope: which rotation a position means.
-        interleaved: channels 0 and 1 of a head are a pair, 2 and 3, and so on; else channel c and channel c + half.
+        interleaved: channels 0 and 1 of a head are a pair, 2 and 3, and so on, which turn in fp32; else channels c and
+            c + half of it.
     """
 
     def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
@@ -37,13 +38,16 @@ class RotaryTable:
             rank, size: of the context-parallel group, whose ranks share the sequences; their lengths are needed then. The
                 same in every call.
         """
+        dtype = heads_sbhd.dtype
+        if self._interleaved:
+            heads_sbhd = heads_sbhd.float()
         if lengths is None:
             cos_s11d, sin_s11c = self._from_zero(len(heads_sbhd), heads_sbhd)
         else:
             cos_s11d, sin_s11c = self._row(lengths, heads_sbhd, rank=rank, size=size)
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
         rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c, self._interleaved)  # type: ignore[no-untyped-call]
-        return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
+        return (torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated).to(dtype)
 
     def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines [positions, 1, 1, rotated channels], sines [.., half of them]."""

@@ -4,7 +4,8 @@ The loss of a layer and a sequence of T tokens, of which each sees K of E expert
 equations 4 to 6; for each sequence by itself: DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
 
     E * sum over experts e of f_e * P_e      f_e: the share of the T * K choices that fell on e
-                                             P_e: the mean over the tokens of the router's probability of e
+                                             P_e: the mean over the tokens of the router's probability of e,
+                                                  its softmax, also where a token's weight is a sigmoid
 
 It is 1 where all experts are chosen alike. Over the tokens of a micro-batch, as megatron-core has it by default, it would
 depend on which sequences share one. Padding is left out.
@@ -47,7 +48,7 @@ class BalancedRouter(TopKRouter):
             padding_mask: not a mask of padding, but whose tokens these are: True where a token counts for a sequence,
                 [s, b, n]. None for no loss.
         """
-        probs, chosen = super().routing(logits)
+        probs, chosen = super().routing(_chosen(logits, self.topk) if self.score_function == "sigmoid" else logits)
         # not when activations are dropped that are recomputed later
         if padding_mask is not None and self.training and torch.is_grad_enabled():
             owners_Tn = padding_mask.flatten(0, 1).float()
@@ -90,6 +91,13 @@ class BiasedRouter(BalancedRouter):
         """Logits [..., E] of hidden states [..., H]."""
         logits: Tensor = super().gating(input) + self.logit_bias
         return logits
+
+
+def _chosen(logits: Tensor, per_token: int) -> Tensor:
+    """The largest logits of each token, and -inf for the others. megatron-core compares sigmoids, which in fp32 are 1 for
+    all large logits."""
+    largest = logits.topk(per_token, dim=-1)
+    return torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:

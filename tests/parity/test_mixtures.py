@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.parallel.state import Layout
@@ -61,6 +63,17 @@ def test_exports_load_in_transformers(ranks: Any, folders: dict[str, Path], tmp_
         assert not report["missing_keys"]
         assert not report["unexpected_keys"]
         assert torch.equal(model.eval()(hf_models.tokens()).logits, hf_models.transformers_logits(folder)), name
+
+
+def test_llama4_chooses_by_logits_where_sigmoids_are_alike(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of a router so sure that in fp32 the sigmoid is 1 for several experts."""
+    shutil.copytree(folder := folders["llama4-norms-everywhere"], sure := tmp_path / "sure")
+    routers = {name: 40 * values for name, values in weights(folder).items() if name.endswith("router.weight")}
+    for file in sure.glob("*.safetensors"):
+        save_file({name: routers.get(name, values) for name, values in load_file(file).items()}, file, {"format": "pt"})
+    (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"sure": sure}, tmp_path / "out")
+    expected = hf_models.transformers_logits(sure)
+    np.testing.assert_allclose(result["sure"], expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.fixture(scope="module")

@@ -251,13 +251,17 @@ def test_sequences_of_a_row_are_evaluated_as_each_by_itself(window: tuple[int, i
         torch.testing.assert_close(found_grad, expected_grad.squeeze(1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), ((2, 0), False), ((3, 0), True), ((5, 0), True)])
 def test_the_kernel_for_rows_is_told_what_the_layer_does(
-    window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    window: tuple[int, int] | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a GPU has it. What it is asked for is written out here by torch's own description of its arguments."""
+    """Only a GPU has it. What it is asked for is written out here by torch's own description of its arguments. It is not
+    asked where a sequence has several chunks."""
+
+    calls: list[int] = []
 
     def described(query: Any, key: Any, value: Any, begin_n: Any, _: Any, longest: int, __: int, **options: Any) -> Any:
+        calls.append(longest)
         left, right = options.pop("window_size")
         assert (right, longest, options) == (0, 6, {"scale": 1 / math.sqrt(D), "enable_gqa": True})
         parts = []
@@ -271,13 +275,14 @@ def test_the_kernel_for_rows_is_told_what_the_layer_does(
             parts.append(part.transpose(0, 1))
         return torch.cat(parts)
 
-    layer = attention(window_size=window)
+    layer = attention(window_size=window, chunked=chunked)
     layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0] for each in heads()]
     expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     monkeypatch.setattr("nemo_kto.models.attention.varlen_attention", lambda dtype: described)
     found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert len(calls) == (window != (3, 0))
 
 
 def test_a_row_of_sequences_takes_no_mask() -> None:

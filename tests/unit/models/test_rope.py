@@ -159,6 +159,8 @@ def test_neighbouring_channels_are_rotated_as_complex_numbers() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     (expected_grad,), (found_grad,) = (torch.autograd.grad(out, wide, grad) for out in (expected, found))
     torch.testing.assert_close(found_grad, expected_grad, rtol=1e-6, atol=1e-6)
+    half = heads_sbhd.detach().bfloat16()
+    assert torch.equal(table.rotate(half), table.rotate(half.float()).bfloat16()), "in fp32, and rounded once"
     row = table.rotate(heads_sbhd, (5, 4))
     torch.testing.assert_close(row, torch.cat([table.rotate(part) for part in heads_sbhd.split((5, 4))]))
 

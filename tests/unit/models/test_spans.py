@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_kto.models.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
@@ -42,6 +42,7 @@ def test_a_row_of_two_sequences_on_two_ranks() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(1, 4),
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
