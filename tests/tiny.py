@@ -46,7 +46,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
-    "smollm3": {"tie_word_embeddings": True, "no_rope_layer_interval": 2},
+    "smollm3": {"tie_word_embeddings": True},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},
     "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},

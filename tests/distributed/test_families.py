@@ -18,15 +18,17 @@ from tests.distributed.jobs import assert_same, long, train, trajectory
 from tests.distributed.ranks import RankPool
 
 TP2_PP2 = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
+# Which of the four layers have a window: not the same ones of the second stage as of the first.
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
 # Family: what is changed in its tiny model, so that rows of 64 tokens are longer than the window.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 16},
-    "gemma3_text": {},
+    "gemma2": {"sliding_window": 16, **SLIDING},
+    "gemma3_text": SLIDING,
     "mistral": {"sliding_window": 16},
     "olmo2": {},
     "phi3": {"sliding_window": 16},
     "qwen3": {},
-    "smollm3": {},
+    "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
 }
 QUICK = "gemma3_text"
 
