@@ -135,16 +135,19 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from nemo_kto.data.examples import KTOExample
     from nemo_kto.data.shares import KTOCosts, SequenceCost, balanced_shares, every_nth
     from nemo_kto.models.architecture import read_architecture
-    from nemo_kto.models.flops import ForwardFlops
+    from nemo_kto.models.flops import ModelFlops, Passes
     from nemo_kto.models.spans import packed_rows
 
     tokenizer, flops = (
         AutoTokenizer.from_pretrained(model),
-        ForwardFlops.of_model(read_architecture(model, tensor_parallel=1)),
+        ModelFlops.of_model(read_architecture(model, tensor_parallel=1)),
     )
     prompts, answers = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("prompt", "completion"))
-    cost = SequenceCost(per_token=flops.per_token, per_pair=flops.per_token_pair)
-    costs = KTOCosts(cost=cost, seq_length=SEQ_LENGTH, passes=4, kl_passes=2)
+    cost, kl_cost = (
+        SequenceCost(per_token=operations.per_token, per_pair=operations.per_token_pair)
+        for operations in map(flops.of_passes, (Passes(forward=2, backward=1), Passes(forward=2)))
+    )
+    costs = KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=SEQ_LENGTH)
     examples = [
         KTOExample(prompt_ids=prompt, response_ids=answer[: SEQ_LENGTH - len(prompt)], desirable=True)
         for prompt, answer in zip(prompts, answers, strict=True)

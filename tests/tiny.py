@@ -49,8 +49,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "olmo2": {"tie_word_embeddings": False},
+    "phi3": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "smollm3": {"tie_word_embeddings": True},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},
     "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},
@@ -78,9 +80,9 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, qwen2, qwen2_moe, qwen3,
-            qwen3_moe.
-        seed: seed of the weights.
+            family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, phi3, qwen2,
+            qwen2_moe, qwen3, qwen3_moe, smollm3.
+            seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.
 

@@ -10,6 +10,7 @@ import torch
 
 from nemo_kto.checkpoint.reference_cache import ReferenceCache, sequence_keys
 from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.flops import Passes
 from nemo_kto.models.sequences import SequenceBatch
 
 _FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
@@ -20,7 +21,7 @@ class CachedReference:
     """Looks log-probs up in ``cache``; the model need not be the reference any more."""
 
     cache: ReferenceCache
-    forward_passes = 0
+    passes = Passes()
 
     def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
         """See :meth:`nemo_kto.models.reference.ReferencePolicy.logprobs`.

@@ -15,7 +15,7 @@ from nemo_kto.data.examples import DPOExample, KTOExample
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceCost:
-    """The work of a pass over one sequence, in any unit.
+    """The work of one or more passes over one sequence, in any unit.
 
     Attributes:
         per_token: of the linear layers.
@@ -40,24 +40,23 @@ class KTOCosts:
     """Of each example of a global batch.
 
     Attributes:
-        cost: of a pass over a sequence.
+        cost: of the passes over the sample.
+        kl_cost: of those over its KL example; None where none is made.
         seq_length: longest sequence; the responses of KL examples are cut to fit.
-        passes, kl_passes: over the sample, and over its KL example; 0 where none is made.
     """
 
     cost: SequenceCost
+    kl_cost: SequenceCost | None
     seq_length: int
-    passes: int
-    kl_passes: int
 
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
         """[N], in the order of the batch."""
-        costs_N = [self.passes * self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
-        if not self.kl_passes:
+        costs_N = [self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
+        if self.kl_cost is None:
             return costs_N
         for number, partner in enumerate(kl_partners_of(batch)):
             length = min(self.seq_length, len(batch[number].prompt_ids) + len(batch[partner].response_ids))
-            costs_N[number] += self.kl_passes * self.cost(length)
+            costs_N[number] += self.kl_cost(length)
         return costs_N
 
 
@@ -66,7 +65,7 @@ class DPOCosts:
     """Of each pair of a global batch: that of both answers.
 
     Attributes:
-        cost: of a pass over a sequence.
+        cost: of the passes over a sequence.
     """
 
     cost: SequenceCost

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from megatron.core.utils import unwrap_model
+
 from nemo_kto.algorithms.callbacks import (
     Callback,
     LoggerCallback,
@@ -44,7 +46,7 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_start, validation_titles
 from nemo_kto.launch.user_callbacks import find_callback
 from nemo_kto.models.engine import LogProbEngine
-from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
 from nemo_kto.parallel.precision import DTYPES
@@ -216,7 +218,7 @@ def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
         forward_micro_batch_size=cfg.loss.log_prob_forward_micro_batch_size,
         average_log_probs=cfg.loss.preference_average_log_probs or cfg.loss.record.average_log_probs,
         logprob_chunk_size=cfg.model.logprob_chunk_size,
-        forward_flops=ForwardFlops.of_model(policy.architecture),
+        flops=ModelFlops.of_model(policy.architecture, adapters=unwrap_model(policy.chunks[0]).adapters),
         moe_aux_loss_coeff=cfg.model.moe_aux_loss_coeff,
     )
 

@@ -122,7 +122,8 @@ def _hold(
 ) -> ReferenceSetup:
     """Hold the weights that the model has now."""
     if adapter and policy.start.adapters is None:
-        return ReferenceSetup(LiveReference(engine=engine, active=partial(disable_adapters, policy.chunks)))
+        without = partial(disable_adapters, policy.chunks)
+        return ReferenceSetup(LiveReference(engine=engine, active=without, disables_adapters=True))
     # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
     weights_of = [weight for chunk in policy.chunks for weight in chunk.parameters()]
     parameters = [weight for weight in weights_of if other is not None or weight.requires_grad]

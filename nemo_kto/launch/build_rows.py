@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.data.shares import SequenceCost, by_cost, every_nth
-from nemo_kto.launch.choices import choose_mode, pipeline_split
+from nemo_kto.launch.choices import adapter_settings, pipeline_split, reference_passes
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.flops import ForwardFlops, training_passes
+from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.parallel import device
 
@@ -86,14 +86,19 @@ def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]
     if not cfg.model.data.packing:
         return every_nth
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
-    flops = ForwardFlops.of_model(read_architecture(config_folder(source), tensor_parallel=1))
-    reference = int(choose_mode(cfg)[0] in ("swap", "adapter"))  # is evaluated at each step
-    policy = training_passes(frozen=cfg.model.peft.peft_scheme != "none") + cfg.loss.record.looks_ahead if training else 1
+    architecture = read_architecture(config_folder(source), tensor_parallel=1)
+    flops = ModelFlops.of_model(architecture, adapters=adapter_settings(cfg.model.peft))
+
+    def cost(passes: Passes) -> SequenceCost:
+        operations = flops.of_passes(passes)
+        return SequenceCost(per_token=operations.per_token, per_pair=operations.per_token_pair)
+
+    forward, disabled = reference_passes(cfg)
+    ahead = int(training and cfg.loss.record.looks_ahead)
     costs = cfg.recipe.costs(
-        cost=SequenceCost(per_token=flops.per_token, per_pair=flops.per_token_pair),
+        cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
+        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
         seq_length=cfg.model.data.seq_length,
-        passes=policy + reference,
-        kl_passes=(1 + reference) if cfg.loss.record.needs_z0 else 0,
     )
     return partial(by_cost, costs=costs)
 

@@ -52,3 +52,10 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
         return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
     return "cached", "it does not change: one pass over the data serves this run, its validations and later runs"
+
+
+def reference_passes(cfg: RunConfig) -> tuple[int, int]:
+    """Passes of a step in which the model itself is the reference: with other weights, and with its adapters disabled."""
+    mode, _ = choose_mode(cfg)
+    is_bare = mode == "adapter" and cfg.model.peft.restore_from_path is None  # else the adapters that it starts from
+    return int(mode in ("swap", "adapter") and not is_bare), int(is_bare)

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_rows import micro_batch_limits
-from nemo_kto.launch.choices import adapter_settings, choose_mode, pipeline_split
+from nemo_kto.launch.choices import adapter_settings, choose_mode, pipeline_split, reference_passes
 from nemo_kto.launch.rules import local_ranks, world_size
 from nemo_kto.launch.schema import GPTConfig, RunConfig
 from nemo_kto.models.activations import RECOMPUTED
@@ -130,10 +130,14 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         largest_file=_largest_file(cfg.pretrained_checkpoint.restore_from_path),
         on_gpu=machines.on_gpu,
     )
-    live = mode in ("swap", "adapter")
+    live, disabled = reference_passes(cfg)
     with_kl = cfg.loss.record.needs_z0  # the policy evaluates the KL examples, and so does a live reference
-    forward_only = live * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead
-    step = Step(rows=model.global_batch_size * answers, width=width, forward_only=forward_only)
+    step = Step(
+        rows=model.global_batch_size * answers,
+        width=width,
+        forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
+        disabled=disabled * (1 + with_kl),
+    )
     return Plan(cfg=cfg, machines=machines, training=training, step=step, stages=stages_memory(training))
 
 

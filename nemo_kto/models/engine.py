@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
-from nemo_kto.models.flops import ForwardFlops, training_passes
+from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora import constant_weights
 from nemo_kto.models.router import balance_sums, experts_span_copies, routers
@@ -73,7 +73,7 @@ class LogProbEngine:
             the same weights give the same log-probs to the last bit.
         average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
         logprob_chunk_size: tokens whose logits exist at the same time.
-        forward_flops: operations of one forward pass, to be counted.
+        flops: operations of one pass, to be counted.
         moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts, in the objective.
         forward_clock: runs during the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
             each other.
@@ -85,7 +85,7 @@ class LogProbEngine:
     forward_micro_batch_size: int | None
     average_log_probs: bool
     logprob_chunk_size: int
-    forward_flops: ForwardFlops
+    flops: ModelFlops
     moe_aux_loss_coeff: float = 0.0
     forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
 
@@ -179,29 +179,29 @@ class LogProbEngine:
         largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # needs no memory
         return not largest or bool(torch.stack(largest).isfinite().all())
 
-    @property
-    def training_passes(self) -> int:
-        """Forward and backward in units of a forward pass."""
-        return training_passes(frozen=unwrap_model(self.chunks[0]).adapters is not None)
-
-    def work_sums(self, sequences: SequenceBatch, *, passes: int) -> dict[str, Tensor]:
-        """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry) and ``flops`` of so many forward passes."""
-        padded = sequences.padded_tokens(self.limits)
+    def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
+        """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, empty ones too) and ``flops`` of so
+        many passes; collective where ranks share out experts."""
+        padded = sequences.padded_tokens(self.limits, agree=self._agree())
         return {
             "tokens": sequences.lengths_B.sum(),
             "padded_tokens": torch.tensor(padded),
-            "flops": passes * self.forward_flops.of(sequences),
+            "flops": self.flops.of_passes(passes).of(sequences),
         }
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
-        """The sequences within the limits.
+        """The sequences within the limits."""
+        check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
+        rank = parallel_state.get_context_parallel_rank()
+        return sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+
+    def _agree(self) -> Callable[[int], int]:
+        """From the number of micro-batches that this rank needs to how many it takes; collective.
 
         Data-parallel ranks that share out experts send each other tokens in every pass, so that they need as many passes: a
         rank with fewer micro-batches adds some without sequences.
         """
-        check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
-        agree = largest_over_data_parallel if experts_span_copies(self._config) else int
-        return sequences.micro_batches(limits, context_rank=parallel_state.get_context_parallel_rank(), agree=agree)
+        return largest_over_data_parallel if experts_span_copies(self._config) else int
 
     def _schedule(
         self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool

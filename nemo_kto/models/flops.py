@@ -1,24 +1,49 @@
-"""Floating-point operations of a forward pass, from the architecture: what a model FLOPs utilisation (MFU) counts."""
+"""Floating-point operations of forward and backward passes, from the architecture: what a model FLOPs utilisation counts.
+
+Those of the matrix products of the unpadded model (Narayanan et al. 2021, arXiv 2104.04473, appendix). A product of two
+matrices is made once forward and twice backward, for the gradient of each. A frozen weight has none, nor has an input to
+which no gradient comes back from an adapter. DoRA's norms of rows, which do not grow with the tokens, are not counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.backward import ATTENTION, MLP, SHARED_EXPERTS, Block, blocks_of
+from nemo_kto.models.families import Split
+from nemo_kto.models.lora_mappings import adapted_mappings, hf_module
+from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
+from nemo_kto.models.segments import source_shapes, split_dimension
 from nemo_kto.models.sequences import SequenceBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardFlops:
-    """Operations of the matrix products of the unpadded model (Narayanan et al. 2021, arXiv 2104.04473, appendix).
+class Passes(NamedTuple):
+    """How often a step goes through the model.
 
     Attributes:
-        per_token: linear layers; two operations a weight.
+        forward: with the adapters, if there are any.
+        disabled: the same without them.
+        backward: passes back.
+    """
+
+    forward: int = 0
+    disabled: int = 0
+    backward: int = 0
+
+
+class Flops(NamedTuple):
+    """Operations of a pass, or of several.
+
+    Attributes:
+        per_token: of linear layers.
         per_token_mlp: those of them that are in the MLPs.
-        per_token_pair: attention scores and values, for each token and each token that it may see.
-        per_response_token: the output layer, which only response tokens meet.
+        per_token_pair: of attention scores and values, for each token and each token that it may see.
+        per_response_token: of the output layer, which only response tokens meet.
     """
 
     per_token: int
@@ -26,42 +51,114 @@ class ForwardFlops:
     per_token_pair: int
     per_response_token: int
 
-    @classmethod
-    def of_model(cls, architecture: Architecture) -> ForwardFlops:
-        """For one layout-independent copy of the model."""
-        hidden, heads, groups = architecture.hidden_size, architecture.num_attention_heads, architecture.num_query_groups
-        attention = hidden * architecture.head_dim * (2 * heads + 2 * groups)  # query and output, key and value
-        mlps = sum(_mlp(architecture, sparse=sparse) for sparse in architecture.sparse_layers)
-        return cls(
-            per_token=2 * (architecture.num_layers * attention + mlps),
-            per_token_mlp=2 * mlps,
-            per_token_pair=4 * architecture.num_layers * heads * architecture.head_dim,
-            per_response_token=2 * hidden * architecture.vocab_size,
-        )
-
     def of_rows(self, rows: int, width: int) -> int:
-        """Of one forward pass over so many rows of ``width`` tokens, all but the first of them an answer."""
+        """Over so many rows of ``width`` tokens, all but the first of them an answer."""
         pairs = width * (width + 1) // 2
         return rows * (self.per_token * width + self.per_token_pair * pairs + self.per_response_token * (width - 1))
 
     def of(self, sequences: SequenceBatch) -> Tensor:
-        """Of one forward pass over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
+        """Over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
         lengths_B = sequences.lengths_B.double()
         pairs = (lengths_B * (lengths_B + 1) / 2).sum()
         responses = sequences.response_counts_B.sum()
         return self.per_token * lengths_B.sum() + self.per_token_pair * pairs + self.per_response_token * responses
 
 
-def _mlp(architecture: Architecture, *, sparse: bool) -> int:
-    """Weights that a token meets in a layer's MLP (gate, up, down), or in the router and the experts that see it."""
-    hidden, experts = architecture.hidden_size, architecture.experts
-    if not sparse or experts is None:
-        return 3 * hidden * architecture.ffn_hidden_size
-    shared = experts.shared_ffn_hidden_size
-    of_shared = 3 * hidden * shared + hidden * experts.shared_gate if shared else 0
-    return hidden * experts.number + experts.per_token * 3 * hidden * experts.ffn_hidden_size + of_shared
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """Operations of one pass.
+
+    Attributes:
+        forward: with the adapters, if there are any.
+        disabled: the same without them.
+        backward: back.
+    """
+
+    forward: Flops
+    disabled: Flops
+    backward: Flops
+
+    @classmethod
+    def of_model(cls, architecture: Architecture, *, adapters: LoRASettings | None = None) -> ModelFlops:
+        """For one layout-independent copy of the model, all of which is trained unless there are adapters."""
+        enters = adapters is not None and EMBEDDING in adapters.modules
+        blocks = [*blocks_of(architecture, range(architecture.num_layers), adapters=adapters, enters=enters)]
+        frozen = [product for block in blocks for product in _of_weights(architecture, block)]
+        added = [] if adapters is None else [*_of_adapters(architecture, blocks, adapters)]
+        trained = added if adapters is not None else frozen
+        back = [each.times(each.has_gradient) for each in [*frozen, *added]] + trained
+        heads = 4 * architecture.num_attention_heads * architecture.head_dim
+        attentions = [block for block in blocks if block.name == ATTENTION]
+        output = 2 * architecture.hidden_size * architecture.vocab_size
+        return cls(
+            forward=_sum([*frozen, *added], heads * len(attentions), output),
+            disabled=_sum(frozen, heads * len(attentions), output),
+            backward=_sum(
+                back,
+                2 * heads * sum(block.inside for block in attentions),
+                output * (1 if adapters is not None else 2),
+            ),
+        )
+
+    def of_passes(self, passes: Passes) -> Flops:
+        """Of so many of each."""
+        kinds = (self.forward, self.disabled, self.backward)
+        return Flops(*(sum(map(int.__mul__, passes, counts)) for counts in zip(*kinds, strict=True)))
 
 
-def training_passes(*, frozen: bool) -> int:
-    """Forward and backward in units of a forward pass; frozen weights get no gradient, which is a third of the work."""
-    return 2 if frozen else 3
+class _Product(NamedTuple):
+    """Operations of a matrix product for a token, where it is, and whether there is a gradient of what is multiplied."""
+
+    operations: int
+    is_mlp: bool
+    has_gradient: bool
+
+    def times(self, number: int) -> _Product:
+        """The same so many times."""
+        return self._replace(operations=number * self.operations)
+
+
+def _sum(products: list[_Product], per_token_pair: int, per_response_token: int) -> Flops:
+    return Flops(
+        per_token=sum(each.operations for each in products),
+        per_token_mlp=sum(each.operations for each in products if each.is_mlp),
+        per_token_pair=per_token_pair,
+        per_response_token=per_response_token,
+    )
+
+
+def _of_weights(architecture: Architecture, block: Block) -> Iterator[_Product]:
+    """Those of a block's first linear layers, and of its last one."""
+    first, last = _weights(architecture, block.name)
+    for count, has_gradient in ((first, block.enters), (last, block.inside)):
+        yield _Product(2 * count, block.name != ATTENTION, has_gradient)
+
+
+def _weights(architecture: Architecture, block: str) -> tuple[int, int]:
+    """Weights that a token meets: query, key and value, and output; gate and up, with router or gate, and down."""
+    hidden, head_dim, experts = architecture.hidden_size, architecture.head_dim, architecture.experts
+    if block == ATTENTION:
+        heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+        return hidden * head_dim * (heads + 2 * groups), hidden * head_dim * heads
+    if block == MLP or experts is None:
+        return 2 * hidden * architecture.ffn_hidden_size, hidden * architecture.ffn_hidden_size
+    if block == SHARED_EXPERTS:
+        return hidden * (2 * experts.shared_ffn_hidden_size + experts.shared_gate), hidden * experts.shared_ffn_hidden_size
+    chosen = experts.per_token * hidden * experts.ffn_hidden_size
+    return 2 * chosen + hidden * experts.number, chosen
+
+
+def _of_adapters(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
+    """A and B of each adapter, as PEFT has them: a pair for each weight of the Hugging Face model. Of an embedding's, one
+    matrix is looked up."""
+    for mapping in adapted_mappings(architecture, adapters):
+        if mapping.split is Split.VOCABULARY:
+            yield _Product(2 * adapters.rank * architecture.hidden_size, False, True)
+    adapted = [(block, mapping) for block in blocks for mapping in block.adapted]
+    for block, mapping in adapted:
+        times = architecture.experts.per_token if architecture.experts is not None and mapping.of_expert else 1
+        has_gradient = block.enters if split_dimension(mapping) == 0 else block.inside
+        for name, (rows, columns) in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
+            if hf_module(name) in adapters.modules:
+                yield _Product(2 * times * adapters.rank * columns, block.name != ATTENTION, has_gradient)
+                yield _Product(2 * times * adapters.rank * rows, block.name != ATTENTION, True)

@@ -7,13 +7,16 @@ for micro-batches that are full of answers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_kto.models.activations import RECOMPUTED, Activations
 from nemo_kto.models.architecture import Architecture
+from nemo_kto.models.backward import Block, blocks_of
+from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.hardware import CONTEXT
-from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
 from nemo_kto.models.parameters import RankParameter, rank_parameters
 from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
@@ -105,15 +108,41 @@ class Training:
         """The modules of a layer that are recomputed one by one; none where whole layers are, or nothing is."""
         return frozenset(self.recompute_modules if self.recompute == "selective" else ())
 
-    def parameters(self, stage: int) -> list[RankParameter]:
-        """What a rank of a pipeline stage holds."""
-        return rank_parameters(
-            self.architecture,
-            split=self.split,
-            expert_parallel=self.expert_parallel,
-            stage=stage,
-            adapters=self.adapters,
-        )
+    @functools.cached_property
+    def parameters(self) -> list[list[RankParameter]]:
+        """What a rank of each pipeline stage holds."""
+        return [
+            rank_parameters(
+                self.architecture,
+                split=self.split,
+                expert_parallel=self.expert_parallel,
+                stage=stage,
+                adapters=self.adapters,
+            )
+            for stage in range(self.split.stages)
+        ]
+
+    @functools.cached_property
+    def flops(self) -> ModelFlops:
+        """Of a pass through the whole model."""
+        return ModelFlops.of_model(self.architecture, adapters=self.adapters)
+
+    @functools.cached_property
+    def blocks(self) -> list[list[Block]]:
+        """Of the layers of each pipeline stage. Of what other stages send there is a gradient, and of an embedding that is
+        adapted, or asked for one because what follows is recomputed."""
+        adapted = self.adapters is not None and EMBEDDING in self.adapters.modules
+        asked = adapted or self.recompute is not None
+        return [
+            [
+                block
+                for number, layers in enumerate(chunks)
+                for block in blocks_of(
+                    self.architecture, layers, adapters=self.adapters, enters=asked or (stage, number) != (0, 0)
+                )
+            ]
+            for stage, chunks in enumerate(self.split.layers(self.architecture.num_layers))
+        ]
 
     def copies(self, parameter: RankParameter) -> int:
         """Ranks that hold the same values: data- and context-parallel ones; of an expert all of its stage with it."""
@@ -209,7 +238,7 @@ class RankMemory:
 
 def rank_memory(training: Training, *, stage: int) -> RankMemory:
     """Memory of a rank of a pipeline stage."""
-    parameters = training.parameters(stage)
+    parameters = training.parameters[stage]
     count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
     share = training.share(parameters)
     kept = share if training.distributed_optimizer else trained  # by the optimizer

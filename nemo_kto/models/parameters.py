@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.families import ParamMapping, Split
@@ -16,11 +17,18 @@ from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameter:
-    """A parameter of a rank; ``trained`` is False where adapters are trained instead."""
+    """A parameter of a rank.
+
+    Attributes:
+        name, shape: of the rank's part of it.
+        trained: False where adapters are trained instead.
+        is_replicated: every tensor-parallel rank holds all of it; of an expert it does not count.
+    """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
+    is_replicated: bool
 
     @property
     def numel(self) -> int:
@@ -63,16 +71,17 @@ def rank_parameters(
     experts = architecture.sizes["experts"] // expert_parallel
     held = []
     for mapping in architecture.family.mappings:
-        name, shape = mapping.mcore_name, rank_shape(mapping, architecture)
+        name = mapping.mcore_name
+        hold = _form(mapping, architecture, trained=adapters is None)
         places = [place for place in architecture.instances(mapping, layers) if place.get("expert", -1) < experts]
         if "{layer}" in name:
-            held += [RankParameter(name=name.format(**place), shape=shape, trained=adapters is None) for place in places]
+            held += [hold(name=name.format(**place)) for place in places]
         elif not places:
             continue
         elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
-            held.append(RankParameter(name=name, shape=shape, trained=adapters is None))
+            held.append(hold(name=name))
         elif is_last and architecture.tied:  # the last stage has a copy of the embedding
-            held.append(RankParameter(name="output_layer.weight", shape=shape, trained=adapters is None))
+            held.append(hold(name="output_layer.weight"))
     return held if adapters is None else [*held, *_adapters(architecture, adapters, layers, experts, is_first=is_first)]
 
 
@@ -90,9 +99,15 @@ def _adapters(
 ) -> Iterator[RankParameter]:
     for mapping in adapted_mappings(architecture, settings):
         for part in adapter_mappings(mapping, settings):
+            hold = _form(part, architecture, trained=True)
             for place in architecture.instances(part, layers):
                 selected = settings.layers is None or place["layer"] + 1 in settings.layers
                 selected &= is_first or "layer" in place
                 if selected and place.get("expert", -1) < experts:
-                    name = part.mcore_name.format(**place)
-                    yield RankParameter(name=name, shape=rank_shape(part, architecture), trained=True)
+                    yield hold(name=part.mcore_name.format(**place))
+
+
+def _form(mapping: ParamMapping, architecture: Architecture, *, trained: bool) -> Callable[..., RankParameter]:
+    """Makes one of those that a mapping describes, of its name."""
+    is_replicated = not is_cut(mapping) and not mapping.of_expert
+    return partial(RankParameter, shape=rank_shape(mapping, architecture), trained=trained, is_replicated=is_replicated)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.flops import Passes
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
 
@@ -22,19 +23,26 @@ class ReferencePolicy(Protocol):
     """Gives the log-prob of each response under the reference, part after part: fp32, on the CPU."""
 
     @property
-    def forward_passes(self) -> int: ...  # of the model, to evaluate one sequence
+    def passes(self) -> Passes: ...  # of the model, to evaluate one sequence
     def logprobs(self, *parts: SequenceBatch) -> Tensor: ...
 
 
 class LiveReference:
     """Evaluates the model itself, in a state in which it is the reference."""
 
-    forward_passes = 1
+    def __init__(
+        self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]], disables_adapters: bool = False
+    ) -> None:
+        """Say when the model is the reference.
 
-    def __init__(self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]]) -> None:
-        """Args: engine: runs the model; active: gives a context in which the model computes as the reference does."""
+        Args:
+            engine: runs the model.
+            active: gives a context in which the model computes as the reference does.
+            disables_adapters: which is without its adapters.
+        """
         self._engine = engine
         self._active = active
+        self.passes = Passes(disabled=1) if disables_adapters else Passes(forward=1)
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""

@@ -82,6 +82,10 @@ class MicroBatchLimits:
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return -(-lengths // chunks) * chunks
 
+    def whole_groups(self, micro_batches: int) -> int:
+        """How many the schedule gets where so many are needed."""
+        return -(-micro_batches // self.group) * self.group
+
     def fitting(self, longest: int, *, answers: int) -> int:
         """Prompts of a micro-batch with so many answers to each, whose longest sequence has so many tokens."""
         most = sys.maxsize if self.prompts is None else self.prompts
@@ -180,14 +184,14 @@ class SequenceBatch:
             agree: how many all ranks take, of how many this one needs; the last ones are then without sequences.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
-        count = agree(-(-len(whole) // limits.group) * limits.group)
-        whole += [self._empty_micro_batch(limits)] * (count - len(whole))
+        whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
         return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
-    def padded_tokens(self, limits: MicroBatchLimits) -> int:
-        """Tokens and padding that :meth:`micro_batches` of the same limits carry."""
+    def padded_tokens(self, limits: MicroBatchLimits, *, agree: Callable[[int], int] = int) -> int:
+        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
         rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
-        return sum(count * width for count, width in rows) + limits.width(1) * (-len(rows) % limits.group)
+        empty = agree(limits.whole_groups(len(rows))) - len(rows)
+        return sum(count * width for count, width in rows) + limits.width(1) * empty
 
     def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
         """The sequences of each micro-batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_kto.models.flops import ForwardFlops, training_passes
+from nemo_kto.models.flops import Flops, Passes
 from nemo_kto.models.hardware import GPUS_PER_MACHINE, LINK_EFFICIENCY, Hardware
 from nemo_kto.models.memory import Training
 from nemo_kto.models.traffic import Step, Traffic, step_traffic
@@ -33,8 +33,12 @@ class Speed:
 
 def step_flops(training: Training, step: Step) -> int:
     """Of all forward and backward passes, in all ranks; recomputation is not counted."""
-    forward = ForwardFlops.of_model(training.architecture).of_rows(step.rows, step.width)
-    return forward * (training_passes(frozen=training.adapters is not None) + step.forward_only)
+    return _operations(training, step).of_rows(step.rows, step.width)
+
+
+def _operations(training: Training, step: Step) -> Flops:
+    passes = Passes(forward=1 + step.forward_only - step.disabled, disabled=step.disabled, backward=1)
+    return training.flops.of_passes(passes)
 
 
 def _busiest(training: Training, step: Step) -> Traffic:
@@ -45,7 +49,7 @@ def _busiest(training: Training, step: Step) -> Traffic:
 
 def _again(training: Training, step: Step) -> int:
     """Operations of what is recomputed: of all layers, of the MLPs, or the attention's own products."""
-    forward = ForwardFlops.of_model(training.architecture)
+    forward = training.flops.forward
     pairs = step.rows * step.width * (step.width + 1) // 2
     if training.recompute == "full":
         return forward.per_token * step.tokens + forward.per_token_pair * pairs
@@ -55,8 +59,7 @@ def _again(training: Training, step: Step) -> int:
 
 def _slowest_stage(training: Training, step: Step) -> float:
     """The part of the work of a step that the stage with the most of it does: its layers, and the log-probs of the last."""
-    forward, passes = ForwardFlops.of_model(training.architecture), training_passes(frozen=training.adapters is not None)
-    of_logprobs = forward.per_response_token * step.rows * (step.width - 1) * (passes + step.forward_only)
+    of_logprobs = _operations(training, step).per_response_token * step.rows * (step.width - 1)
     whole = step_flops(training, step) + _again(training, step)
     sizes = training.split.stage_sizes(training.architecture.num_layers)
     of_layers = [(whole - of_logprobs) * size / sum(sizes) for size in sizes]

@@ -37,7 +37,7 @@ class DPORecipe(Recipe):
 
         return share, partial(dpo_custom_collate, **options)
 
-    def costs(self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int) -> DPOCosts:
+    def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> DPOCosts:
         from nemo_kto.data.shares import DPOCosts
 
         return DPOCosts(cost=cost)

@@ -48,10 +48,10 @@ class KTORecipe(Recipe):
 
         return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
 
-    def costs(self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int) -> KTOCosts:
+    def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> KTOCosts:
         from nemo_kto.data.shares import KTOCosts
 
-        return KTOCosts(cost=cost, seq_length=seq_length, passes=passes, kl_passes=kl_passes)
+        return KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=seq_length)
 
     def preview(
         self, show: Preview, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample], loss: Loss

@@ -102,7 +102,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def costs(
-        self, *, cost: SequenceCost, seq_length: int, passes: int, kl_passes: int
+        self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int
     ) -> Callable[[Sequence[Any]], list[float]]:
         """What gives the work of each example of a global batch; see ``data.shares.KTOCosts``."""
 

@@ -6,13 +6,16 @@ files bit for bit, nothing left behind.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import Crash, Ended, Job, assert_resumes, run
+from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
+from tests.noted_rows import noted_rows
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -48,6 +51,9 @@ FOUR_VICTIMS = {"rank3": ("rank3",), "all": ("launcher", "rank0", "rank1", "rank
 # The pass of the reference over the data, before the first step.
 CACHED = ("model.reference.mode=cached",)
 CACHED_POINTS = ("reference_write", "reference_publish", "reference_published")
+
+# A loss with a state of its own: the mean of all rewards so far.
+BCO = ("model.kto.preference_loss=bco", "model.reference.mode=swap", "model.optim.lr=5e-3")
 
 
 def of(phase: str, victims: tuple[str, ...]) -> Crash:
@@ -88,6 +94,30 @@ def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
     assert_resumes(job, tmp_path, whole(job))
+
+
+def test_a_mean_of_rewards_outlives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+    """At the same layout to the last bit; at another one, whose ranks hold the same rows, to 1e-5."""
+    same, other = (tmp_path / name for name in ("same", "other"))
+    same.mkdir()
+    job, crash = replace(job, overrides=BCO), of("optimizer", ("rank1",))
+    expected = metrics(whole(job) / "run")
+    assert_ended_as_told(run(job, same, crash=crash), crash, 2)
+    saved = [checkpoint.step for checkpoint in find_checkpoints(same / "run" / "checkpoints")]
+    assert saved, "it is to be resumed"
+    shutil.copytree(same, other, ignore=shutil.ignore_patterns("chaos_*", "rows"))
+    assert_resumes(job, same, whole(job))
+
+    ended = run(replace(job, overrides=(*BCO, "model.tensor_model_parallel_size=2")), other)
+    assert ended.status == 0, ended.output
+    ours = metrics(other / "run")
+    rows = noted_rows(whole(job) / "rows")
+    assert noted_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
+    assert ours != expected, "computed again, and rounded otherwise"
+    deltas = [line["train/delta"] for line in expected if "train/delta" in line]
+    assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a mean that began again must show"
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow

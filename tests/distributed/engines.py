@@ -36,7 +36,7 @@ def engine(
     from megatron.core.utils import get_model_config
 
     from nemo_kto.models.engine import LogProbEngine
-    from nemo_kto.models.flops import ForwardFlops
+    from nemo_kto.models.flops import ModelFlops
     from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 
     config = get_model_config(chunks[0])
@@ -61,7 +61,7 @@ def engine(
         forward_micro_batch_size=3,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,
-        forward_flops=ForwardFlops.of_model(architecture),
+        flops=ModelFlops.of_model(architecture),
     )
 
 

@@ -57,6 +57,7 @@ def build(
         architecture,
         params_dtype=dtype,
         split=split or split_of(layout),
+        expert_parallel=layout.expert,
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,

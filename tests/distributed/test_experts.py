@@ -153,13 +153,14 @@ def test_resumed(
     assert_same(ours[stop:], expected[stop:], steps=steps - stop)
 
 
-def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> list[float]:
-    """On a rank: log-probs of its sequences, of which another rank may have more."""
+def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tuple[list[float], int, int]:
+    """On a rank: log-probs of its sequences, of which another rank may have more; tokens that it counts, and carries."""
     import torch
     from megatron.core import parallel_state
 
     from nemo_kto.checkpoint.huggingface import load_weights
     from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.models.flops import Passes
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.optimizer import wrap_data_parallel
     from nemo_kto.parallel import state
@@ -171,18 +172,20 @@ def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> lis
     load_weights(chunks, architecture, model)
     first = sum(counts[: parallel_state.get_data_parallel_rank()])
     mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
-    runs = engine(chunks, architecture)
-    logps = runs.logprobs(make_sequences(1, mine))
+    runs, sequences = engine(chunks, architecture), make_sequences(1, mine)
+    logps = runs.logprobs(sequences)
     assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "nobody has any"
-    return logps.tolist()
+    carried = sum(each.tokens_bs.numel() for each in runs._micro_batches(sequences, runs.limits))
+    return logps.tolist(), int(runs.work_sums(sequences, passes=Passes(forward=1))["padded_tokens"]), carried
 
 
 def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
     folder = tiny_checkpoint("mixtral")
-    (expected,) = ranks.run(1, unevenly_shared, folder, [8], 1)
-    first, second = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
+    ((expected, _, _),) = ranks.run(1, unevenly_shared, folder, [8], 1)
+    (first, *of_first), (second, *of_second) = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
     assert second == []
     assert first == pytest.approx(expected, rel=1e-5)
+    assert of_first[0] == of_first[1] > of_second[0] == of_second[1] == 4, "four without sequences, of one token each"
 
 
 def test_an_export_is_that_of_the_checkpoint(

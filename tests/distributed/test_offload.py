@@ -7,7 +7,7 @@ those that it has brought to the host; all that follows is its own. The GPU's Ad
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.saved_runs import SavedRun
 
+ONE_COPY = state.Layout()
 # What is on the host before and after the checkpoint.
 CHANGES = {"kept": (0.5, 0.5), "all": (1.0, 1.0), "to_host": (0.0, 0.5), "from_host": (0.5, 0.0), "more": (0.5, 1.0)}
 
@@ -64,8 +65,8 @@ def _on_gpus() -> Iterator[None]:
 class Run(SavedRun):
     """A model in bf16, in training, and its checkpoints."""
 
-    def __init__(self, model: Path, folder: Path, fraction: float) -> None:
-        chunks, _ = lora_jobs.build(model, state.Layout(), None, dtype=torch.bfloat16)
+    def __init__(self, model: Path, folder: Path, fraction: float, layout: state.Layout = ONE_COPY) -> None:
+        chunks, _ = lora_jobs.build(model, layout, None, dtype=torch.bfloat16)
         optimizer = lora_jobs.optimizer_of(chunks, dtype=torch.bfloat16, offload_fraction=fraction)
         super().__init__(model, folder, chunks, optimizer)
 
@@ -73,34 +74,38 @@ class Run(SavedRun):
         return torch.cat([weight.float().flatten() for weight in self.weights()])
 
     @property
-    def inner(self) -> Any:
-        return self.optimizer.chained_optimizers[0].optimizer
+    def inner(self) -> list[Any]:
+        """The Adam of all layers but the experts, and theirs."""
+        return [part.optimizer for part in self.optimizer.chained_optimizers]
 
     def counts(self) -> list[float]:
         """What each Adam has counted."""
-        adams = getattr(self.inner, "sub_optimizers", [self.inner])
+        adams = [adam for inner in self.inner for adam in getattr(inner, "sub_optimizers", [inner])]
         fused = [group["step"] for adam in adams if isinstance(adam, fused_adam.FusedAdam) for group in adam.param_groups]
         of_torch = [kept["step"] for adam in adams if isinstance(adam, torch.optim.AdamW) for kept in adam.state.values()]
         return sorted({float(count) for count in [*fused, *of_torch]})
 
-    def on_host(self) -> float:
-        """The share of the main weights that lies there."""
-        pieces = [piece for group in self.inner.param_groups for piece in group["params"]]
-        there = self.inner.gpu_params_map_cpu_copy
-        return sum(piece.numel() for piece in pieces if piece in there) / sum(piece.numel() for piece in pieces)
+    def on_host(self) -> list[float]:
+        """The share of the main weights that lies there, of each Adam."""
+        shares = []
+        for inner in self.inner:
+            pieces = [piece for group in inner.param_groups for piece in group["params"]]
+            there = inner.gpu_params_map_cpu_copy
+            shares.append(sum(piece.numel() for piece in pieces if piece in there) / sum(piece.numel() for piece in pieces))
+        return shares
 
 
-def trained(model: Path, folder: Path, change: str) -> dict[str, Any]:
+def trained(model: Path, folder: Path, change: str, layout: state.Layout = ONE_COPY) -> dict[str, Any]:
     """Two steps, a checkpoint, and two steps more from there, beside a run of four whose optimizer is on the GPU."""
-    state.init_distributed(layout=state.Layout(), seed=3)
+    state.init_distributed(layout=layout, seed=3)
     before, after = CHANGES[change]
     with _on_gpus():
-        plain = Run(model, folder / "plain", 0.0)
+        plain = Run(model, folder / "plain", 0.0, layout)
         norms = plain.steps(4)
-        first = Run(model, folder / "first", before)
+        first = Run(model, folder / "first", before, layout)
         mine = first.steps(2)
         first.manager.save({"step": 2}, {})
-        second = Run(model, folder / "first", after)
+        second = Run(model, folder / "first", after, layout)
         second.load()
         mine += second.steps(2)
         again = second.counts()
@@ -109,8 +114,17 @@ def trained(model: Path, folder: Path, change: str) -> dict[str, Any]:
         "weights": float((second.flat_weights() - plain.flat_weights()).abs().max()),
         "norms": max(abs(one - other) / other for one, other in zip(mine, norms, strict=True)),
         "counts": again,
-        "on_host": second.on_host() if after else 0.0,
+        "on_host": second.on_host() if after else [0.0],
     }
+
+
+def assert_same_steps(of_rank: dict[str, Any], after: float) -> None:
+    """Those of an optimizer on the GPU, with such a part on the host in the end."""
+    assert of_rank["counts"] == [4.0]
+    for part in of_rank["on_host"]:
+        assert after <= part <= min(1.0, after + 0.3), "the part, and at most one weight more"
+    assert of_rank["norms"] < 1e-3
+    assert of_rank["weights"] < 2**-8, "one rounding of a weight of about 1 to bf16; each step moves it by about 0.01"
 
 
 @pytest.mark.parametrize(
@@ -120,11 +134,17 @@ def test_the_steps_are_those_of_an_optimizer_on_the_gpu(
     change: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     for of_rank in ranks.run(2, trained, tiny_llama, tmp_path, change):
-        after = CHANGES[change][1]
-        assert of_rank["counts"] == [4.0]
-        assert after <= of_rank["on_host"] <= min(1.0, after + 0.3), "the part, and at most one weight more"
-        assert of_rank["norms"] < 1e-3
-        assert of_rank["weights"] < 2**-8, "one rounding of a weight of about 1 to bf16; each step moves it by about 0.01"
+        assert_same_steps(of_rank, CHANGES[change][1])
+
+
+@pytest.mark.parametrize("change", ["kept", pytest.param("to_host", marks=pytest.mark.full)])
+def test_of_experts_a_part_is_on_the_host_too(
+    change: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """They have an optimizer of their own, over the ranks that hold the same ones."""
+    for of_rank in ranks.run(2, trained, tiny_checkpoint("mixtral"), tmp_path, change, state.Layout(expert=2)):
+        assert len(of_rank["on_host"]) == 2, "an Adam for the experts, and one for the rest"
+        assert_same_steps(of_rank, CHANGES[change][1])
 
 
 def saved_at_once(model: Path, folder: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,24 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
 WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
-LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.peft.lora_tuning.adapter_dim=4"]
-ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",))
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+DISABLED = "model.reference.mode=adapter"
+
+
+def adapters(*modules: str, dora: bool = False) -> tuple[LoRASettings, list[str]]:
+    """Of some layers of the model, and the keys that ask for them."""
+    keys = [*LORA, f"model.peft.lora_tuning.target_modules=[{','.join(modules)}]"]
+    settings = LoRASettings(rank=4, alpha=4, target_modules=modules, dora=dora)
+    return settings, [*keys, *(["model.peft.lora_tuning.dora=true"] if dora else [])]
+
+
+def last_layer(settings: LoRASettings, keys: list[str]) -> tuple[LoRASettings, list[str]]:
+    """Only in the last of the four layers."""
+    return replace(settings, layers=(4,)), [*keys, "model.peft.lora_tuning.layer_selection=[4]"]
+
+
+ALL, DORA, UNTIED = adapters("all"), adapters("all", dora=True), adapters("all", "embed_tokens")
+PROJECTIONS, MLPS, LAST = adapters("o_proj"), adapters("mlp"), last_layer(*adapters("attention_qkv"))
 EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
 # Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
@@ -45,7 +62,54 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         [SHARDS, EP2, "model.expert_tensor_parallel_size=1"],
     ),
     "tp2_ep2": (4, (2, 1, 1), {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2}, [SHARDS, EP2]),
-    "ep2_lora": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": ADAPTERS}, [EP2, *LORA]),
+    "ep2_lora": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": ALL[0]}, [EP2, *ALL[1]]),
+    "ep2_lora_of_experts": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": MLPS[0]}, [EP2, *MLPS[1]]),
+    "tp2_ep2_whole_experts_lora": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1, "adapters": ALL[0], "disabled": 2},
+        [SHARDS, EP2, "model.expert_tensor_parallel_size=1", *ALL[1], DISABLED],
+    ),
+    "tp2_ep2_lora_of_the_last_layer": (
+        4,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2, "adapters": LAST[0]},
+        [SHARDS, EP2, *LAST[1]],
+    ),
+    "tp2_lora": (2, (2, 1, 1), {"adapters": ALL[0], "disabled": 2}, [*ALL[1], DISABLED]),
+    "tp2_lora_of_projections": (2, (2, 1, 1), {"adapters": PROJECTIONS[0]}, PROJECTIONS[1]),
+    "sequence_parallel_lora": (2, (2, 1, 1), {"sequence_parallel": True, "adapters": ALL[0]}, [SHARDS, *ALL[1]]),
+    "sequence_parallel_lora_of_mlps": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "adapters": MLPS[0], "disabled": 2},
+        [SHARDS, *MLPS[1], DISABLED],
+    ),
+    "tp2_lora_of_the_last_layer": (2, (2, 1, 1), {"adapters": LAST[0]}, LAST[1]),
+    "tp2_dp2_lora_of_the_embedding": (4, (2, 1, 1), {"adapters": UNTIED[0], "tied": False}, UNTIED[1]),
+    "sequence_parallel_lora_of_the_embedding": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "adapters": UNTIED[0], "tied": False},
+        [SHARDS, *UNTIED[1]],
+    ),
+    "sequence_parallel_dora": (2, (2, 1, 1), {"sequence_parallel": True, "adapters": DORA[0]}, [SHARDS, *DORA[1]]),
+    "tp2_dora": (2, (2, 1, 1), {"adapters": DORA[0], "disabled": 2}, [*DORA[1], DISABLED]),
+    "tp2_pp2_lora": (4, (2, 2, 1), {"adapters": ALL[0]}, ALL[1]),
+    "pp2_dp2_lora_of_the_last_layer": (4, (1, 2, 1), {"adapters": LAST[0]}, LAST[1]),
+    "pp2_vp2_lora_of_projections": (
+        2,
+        (1, 2, 1),
+        {"chunks": 2, "adapters": PROJECTIONS[0]},
+        ["model.virtual_pipeline_model_parallel_size=2", *PROJECTIONS[1]],
+    ),
+    "cp2_dp2_lora_of_projections": (4, (1, 1, 2), {"adapters": PROJECTIONS[0]}, PROJECTIONS[1]),
+    "tp2_lora_recompute": (
+        2,
+        (2, 1, 1),
+        {"adapters": MLPS[0], "recompute": "selective", "recompute_modules": ("mlp",)},
+        ["model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]", *MLPS[1]],
+    ),
     "pp2_ep2_of_dp4": (8, (1, 2, 1), {"expert_parallel": 2}, [EP2]),
     "ep2_recompute": (
         2,
@@ -64,7 +128,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ],
     ),
 }
-QUICK = ("sequence_parallel", "pp2_dp2", "tp2_cp2", "tp2_ep2_whole_experts")
+QUICK = ("tp2_lora", "sequence_parallel", "pp2_dp2", "tp2_cp2", "tp2_ep2_whole_experts")
 # What the formula counts of each axis; the rest are sums of metrics and the like.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
@@ -87,15 +151,16 @@ PARTS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """With and without experts, all of which see every token: what a rank sends then does not hang on its router."""
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
-    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
     experts["shared_expert_intermediate_size"] = 96
     return {
-        False: make_checkpoint(folder / "llama", "llama", **sizes),
-        True: make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
+        "tied": make_checkpoint(folder / "tied", "llama", **sizes),
+        "untied": make_checkpoint(folder / "untied", "llama", **{**sizes, "tie_word_embeddings": False}),
+        "experts": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
     }
 
 
@@ -111,11 +176,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
 def test_ranks_send_what_the_formula_says(
-    name: str, ranks: RankPool, models: dict[bool, Path], rows: Path, tmp_path: Path
+    name: str, ranks: RankPool, models: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]
-    options, model = dict(options), models["expert_parallel" in options]
-    expert_tensor = options.pop("expert_tensor_parallel", 1)
+    options = dict(options)
+    dense = "tied" if options.pop("tied", True) else "untied"
+    model = models["experts" if "expert_parallel" in options else dense]
+    expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
     counter = f"trainer.callbacks=[{{_target_: tests.distributed.traffic.CountStep, folder: {tmp_path}}}]"
@@ -136,7 +203,8 @@ def test_ranks_send_what_the_formula_says(
         **options,
     )
     prompt = len(AutoTokenizer.from_pretrained(model)("a")["input_ids"])
-    step = Step(rows=ROWS, width=WIDTH, answer=WIDTH - prompt, forward_only=3)  # KL, and two of the swapped reference
+    # KL, and two of the reference, which is swapped or the model with its adapters disabled
+    step = Step(rows=ROWS, width=WIDTH, answer=WIDTH - prompt, forward_only=3, disabled=disabled)
     for rank in range(count):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wanted = step_traffic(training, step, stage=found["stage"])

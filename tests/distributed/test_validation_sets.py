@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,7 @@ SETTINGS = [
     f"{MONITOR}=train_loss",
 ]
 PACKED = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
+WORKERS = "model.data.num_workers=1"
 LAYOUTS = {"dp2": [], "dp2_packed": PACKED, "tp2": ["model.tensor_model_parallel_size=2"]}
 
 
@@ -41,11 +45,18 @@ def both(files: dict[str, Path]) -> str:
 
 
 def validations(
-    ranks: RankPool, model: Path, files: dict[str, Path], folder: Path, algorithm: str, *overrides: str, size: int = 1
+    ranks: RankPool,
+    model: Path,
+    files: dict[str, Path],
+    folder: Path,
+    algorithm: str,
+    *overrides: str,
+    size: int = 1,
+    job: Callable[..., None] = train,
 ) -> list[dict[str, float]]:
     """What each validation of a job logs."""
     given = [*(text.format(algorithm) for text in STEPS), *SETTINGS, *overrides]
-    ranks.run(size, train, model, files["train"], folder, size, given, algorithm)
+    ranks.run(size, job, model, files["train"], folder, size, given, algorithm)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [{name: value for name, value in line.items() if name.startswith("val/")} for line in logged]
     return [values for values in found if values]
@@ -71,6 +82,28 @@ def test_the_metrics_are_those_of_separate_runs_and_of_other_layouts(
         other = validations(ranks, tiny_llama, files, tmp_path / layout, algorithm, both(files), *overrides, size=2)
         for ours, theirs in zip(other, found, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), layout
+
+
+def train_with_forked_workers(*arguments: Any) -> None:
+    """On a rank: a job whose loaders start processes as they do outside of this pool, where new interpreters would start."""
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        train(*arguments)
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [("kto", 2), pytest.param("dpo", 1, marks=pytest.mark.full)])
+def test_processes_that_read_ahead_change_no_number(
+    algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Each set has processes of its own, kept from one validation to the next."""
+    files = files_of(tmp_path, algorithm)
+    alone = validations(ranks, tiny_llama, files, tmp_path / "alone", algorithm, both(files), size=size)
+    assert len(alone) == 2
+    given, job = [both(files), WORKERS], train_with_forked_workers
+    assert validations(ranks, tiny_llama, files, tmp_path / "workers", algorithm, *given, size=size, job=job) == alone
 
 
 def test_early_stopping_on_two_ranks_looks_at_the_set_that_is_named(

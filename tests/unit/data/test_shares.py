@@ -21,10 +21,12 @@ def test_a_kto_example_costs_its_sample_and_its_kl_example() -> None:
     """Prompts of 1, 2 and 3 tokens; each KL example has the answer of the next, cut to 7 tokens in all."""
     batch = [kto_example([1], 2), kto_example([1, 2], 4), kto_example([1, 2, 3], 6)]
     samples = [4 * (300 + 6), 4 * (600 + 21), 4 * (900 + 45)]
-    costs = KTOCosts(cost=COST, seq_length=7, passes=4, kl_passes=2)
+    of_sample = SequenceCost(per_token=4 * COST.per_token, per_pair=4 * COST.per_pair)
+    of_kl_example = SequenceCost(per_token=2 * COST.per_token, per_pair=2 * COST.per_pair)
+    costs = KTOCosts(cost=of_sample, kl_cost=of_kl_example, seq_length=7)
     kl = [2 * (500 + 15), 2 * (700 + 28), 2 * (500 + 15)]
     assert costs(batch) == [a + b for a, b in zip(samples, kl, strict=True)]
-    assert KTOCosts(cost=COST, seq_length=7, passes=4, kl_passes=0)(batch) == samples
+    assert KTOCosts(cost=of_sample, kl_cost=None, seq_length=7)(batch) == samples
 
 
 def test_a_pair_costs_both_answers() -> None:

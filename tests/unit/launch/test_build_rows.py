@@ -10,9 +10,12 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from nemo_kto.data.records import DataError
+from nemo_kto.data.shares import SequenceCost
 from nemo_kto.launch import build, build_reference, compose
 from nemo_kto.launch.build_rows import micro_batch_limits, shares_of, source_settings, too_few_rows
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.architecture import read_architecture
+from nemo_kto.models.flops import ModelFlops
 from nemo_kto.recipes import RECIPES
 from tests.tiny import make_tokenizer
 
@@ -80,9 +83,12 @@ def test_packed_shares_count_the_passes_of_the_loss(
     """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
     given = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", "model.data.packing=true", "model.reference.mode=swap"]
     cfg = config(*given, f"model.kto.preference_loss={loss}")
+    forward = ModelFlops.of_model(read_architecture(tiny_llama, tensor_parallel=1)).forward
     for is_training, passes in ((True, training), (False, validation)):
         costs = cast(Any, shares_of(cfg, training=is_training)).keywords["costs"]
-        assert (costs.passes, costs.kl_passes) == passes
+        for cost, count in zip((costs.cost, costs.kl_cost), passes, strict=True):
+            expected = SequenceCost(per_token=count * forward.per_token, per_pair=count * forward.per_token_pair)
+            assert cost == (expected if count else None)
 
 
 def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:

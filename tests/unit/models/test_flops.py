@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.models.flops import Flops, ModelFlops, Passes
+from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.sequences import SequenceBatch
 from tests.tiny import make_checkpoint
+
+LENGTH = 16
 
 
 def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
@@ -24,14 +28,29 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
     return SequenceBatch.of(zeros, labels, torch.tensor(lengths), None, None)
 
 
+def everything(flops: Flops) -> int:
+    """Where every token is an answer, and sees every other."""
+    return LENGTH * (flops.per_token + flops.per_response_token) + LENGTH**2 * flops.per_token_pair
+
+
+def counted(model: Any, *, trained: bool = True) -> tuple[int, int]:
+    """By torch, of a pass forward, and back."""
+    with FlopCounterMode(display=False) as forward:
+        logits = model(input_ids=torch.zeros(1, LENGTH, dtype=torch.int64)).logits
+    with FlopCounterMode(display=False) as backward:
+        if trained:
+            logits.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
 def test_by_hand() -> None:
-    flops = ForwardFlops(per_token=1000, per_token_mlp=600, per_token_pair=10, per_response_token=7)
+    flops = Flops(per_token=1000, per_token_mlp=600, per_token_pair=10, per_response_token=7)
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
 def test_llama4_by_hand(tmp_path: Path) -> None:
     """Of transformers torch counts every expert for every token."""
-    flops = ForwardFlops.of_model(read_architecture(make_checkpoint(tmp_path, "llama4_text"), tensor_parallel=1))
+    flops = ModelFlops.of_model(read_architecture(make_checkpoint(tmp_path, "llama4_text"), tensor_parallel=1)).forward
     mixture = 64 * 8 + 2 * 3 * 64 * 48  # the router, the chosen expert and the shared one, which has no gate
     assert flops.per_token_mlp == 2 * (3 * mixture + 3 * 64 * 96)
     assert flops.per_token == flops.per_token_mlp + 2 * 4 * 64 * 8 * (2 * 8 + 2 * 4)
@@ -44,8 +63,49 @@ def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str
 
     folder = make_checkpoint(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
-    flops, length = ForwardFlops.of_model(read_architecture(folder, tensor_parallel=2)), 16
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.zeros(1, length, dtype=torch.int64))
-    everything = length * (flops.per_token + flops.per_response_token) + length**2 * flops.per_token_pair
-    assert counter.get_total_flops() == everything
+    flops = ModelFlops.of_model(read_architecture(folder, tensor_parallel=2))
+    forward, backward = counted(model)
+    assert forward == everything(flops.forward) == everything(flops.disabled)
+    assert backward == everything(flops.backward) == 2 * forward
+
+
+ATTENTION, SHAPES = ("q_proj", "k_proj", "v_proj"), {"rank": 4, "alpha": 4}
+ADAPTERS = {
+    "attention": LoRASettings(**SHAPES, target_modules=ATTENTION),
+    "projections": LoRASettings(**SHAPES, target_modules=("o_proj",)),
+    "mlps": LoRASettings(**SHAPES, target_modules=("mlp",)),
+    "down": LoRASettings(**SHAPES, target_modules=("down_proj",)),
+    "all": LoRASettings(**SHAPES, target_modules=("all",)),
+    "embedding": LoRASettings(**SHAPES, target_modules=("all", "embed_tokens")),
+    "two_layers": LoRASettings(**SHAPES, target_modules=("all",), layers=(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_torch_counts_of_a_model_with_adapters(tiny_llama: Path, name: str) -> None:
+    """Frozen weights have no gradient, nor has what lies before the first adapter; adapters have all of theirs."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = ADAPTERS[name]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="eager")
+    layers = None if settings.layers is None else [layer - 1 for layer in settings.layers]
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=list(settings.modules), layers_to_transform=layers)
+    adapted = get_peft_model(model, config)
+    flops = ModelFlops.of_model(read_architecture(tiny_llama, tensor_parallel=1), adapters=settings)
+    forward, backward = counted(adapted)
+    assert forward == everything(flops.forward)
+    assert backward == everything(flops.backward)
+    with adapted.disable_adapter():
+        assert counted(adapted, trained=False)[0] == everything(flops.disabled)
+    total = flops.of_passes(Passes(forward=2, disabled=1, backward=1))
+    assert everything(total) == 2 * forward + everything(flops.disabled) + backward
+
+
+def test_each_chosen_expert_has_its_adapters(tmp_path: Path) -> None:
+    """Three of the experts, each with gate, up and down projection between 64 and 32, in three of four layers."""
+    architecture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
+    settings = LoRASettings(**SHAPES, target_modules=("mlp",))
+    flops = ModelFlops.of_model(architecture, adapters=settings)
+    dense = 3 * (64 + 128)
+    assert flops.forward.per_token - flops.disabled.per_token == 2 * 4 * (3 * 3 * 3 * (64 + 32) + dense)

@@ -11,7 +11,7 @@ import torch
 
 from nemo_kto.models.activations import Activations
 from nemo_kto.models.architecture import Architecture, read_architecture
-from nemo_kto.models.flops import ForwardFlops
+from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.hardware import GPUS, known_gpu
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.memory import RankMemory, Training, rank_memory, stages_memory
@@ -211,7 +211,7 @@ def test_what_an_update_takes(architecture: Architecture) -> None:
 
 
 def test_operations_of_full_rows(architecture: Architecture) -> None:
-    flops, labels = ForwardFlops.of_model(architecture), torch.ones(3, 16, dtype=torch.int64)
+    flops, labels = ModelFlops.of_model(architecture).forward, torch.ones(3, 16, dtype=torch.int64)
     batch = SequenceBatch.of(torch.zeros_like(labels), labels, torch.tensor([16] * 3), None, None)
     assert batch.response_counts_B.tolist() == [15] * 3
     assert flops.of_rows(3, 16) == flops.of(batch).item()
@@ -238,6 +238,24 @@ def test_what_a_rank_sends(architecture: Architecture) -> None:
             assert traffic.pipeline == (2 * sum(sends) * staged.micro_batches, sum(sends) * (hidden + shapes))
 
 
+def test_what_adapters_send(architecture: Architecture) -> None:
+    """Backward, the gradient of A x of three parts in each layer, and none of the input of the first one."""
+    step, settings = Step(rows=32, width=WIDTH, forward_only=1, disabled=1), LoRASettings(rank=4, alpha=4)
+    shared = training(replace(architecture, tensor_parallel=2), data_parallel=4, adapters=settings)
+    tokens, answers = 32 * WIDTH / 4, 32 * (WIDTH - 1) / 4
+    all_reduce, of_logprobs = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4, 2 * 3 * 4 * answers + HIDDEN * 4 * answers
+    of_adapters = LAYERS * 2 * (2 - 1) / 2 * tokens * 3 * 4 * 4
+    traffic, trained = step_traffic(shared, step, stage=0), rank_memory(shared, stage=0).trained
+    assert traffic.tensor.bytes == (LAYERS * 2 * 3 - 1 + 2) * all_reduce + of_logprobs + of_adapters
+    assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 - 1 + LAYERS + 2 + 2 * 2 + 1)
+    assert traffic.data == (2, 3 / 4 * 8 * trained)
+    last = LoRASettings(rank=4, alpha=4, layers=(LAYERS,))
+    staged = training(architecture, data_parallel=2, split=PipelineSplit(stages=2), adapters=last)
+    first, second = (step_traffic(staged, step, stage=stage).data for stage in (0, 1))
+    assert first == (0, 0), "nothing is trained there"
+    assert second == (2, 1 / 2 * 8 * rank_memory(staged, stage=1).trained)
+
+
 def test_ranks_that_share_sequences(architecture: Architecture) -> None:
     """Keys and values of four groups of heads go to the three others, in fp32: twice forward, and back as gradients."""
     step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
@@ -259,17 +277,21 @@ def test_ranks_that_share_sequences(architecture: Architecture) -> None:
 def test_seconds_of_a_step(architecture: Architecture) -> None:
     step, gpu = Step(rows=32, width=WIDTH, forward_only=1), GPUS["h100"]
     alone = step_speed(training(architecture, element_bytes=2, on_gpu=True), step, gpu)
-    forward = ForwardFlops.of_model(architecture).of_rows(32, WIDTH)
+    forward = ModelFlops.of_model(architecture).forward.of_rows(32, WIDTH)
     assert (alone.flops, alone.bubble) == (4 * forward, 0)
     assert alone.seconds == pytest.approx(4 * forward / (0.5 * 989e12))
-    adapted = step_speed(training(architecture, adapters=LoRASettings(rank=4, alpha=4)), step, gpu)
-    assert adapted.flops == 3 * forward
+    settings = LoRASettings(rank=4, alpha=4)
+    adapted, flops = training(architecture, adapters=settings), ModelFlops.of_model(architecture, adapters=settings)
+    for disabled in (0, 1):
+        passes = Passes(forward=2 - disabled, disabled=disabled, backward=1)
+        expected = flops.of_passes(passes).of_rows(32, WIDTH)
+        assert step_speed(adapted, replace(step, disabled=disabled), gpu).flops == expected
     assert step_speed(training(architecture, split=PipelineSplit(stages=4)), step, gpu).bubble == 3 / 11
 
 
 def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage(architecture: Architecture) -> None:
     step, gpu = Step(rows=32, width=WIDTH, forward_only=0), replace(GPUS["h100"], link=None)
-    forward = ForwardFlops.of_model(architecture)
+    forward = ModelFlops.of_model(architecture).forward
     head = 3 * 32 * (WIDTH - 1) * forward.per_response_token
     layers = 3 * forward.of_rows(32, WIDTH) - head
 

@@ -117,7 +117,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
-        passes = self.passes(forward_only=forward_only) + self.objective.loss.looks_ahead
+        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
         work = self.engine.work_sums(pairs.answers, passes=passes)
         return self.global_metrics(
             parts,

@@ -163,10 +163,10 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         """
         loss, valid_B = self.objective.loss, unpaired.samples.valid_B
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
-        passes = self.passes(forward_only=forward_only)
-        if loss.needs_delta and not forward_only:
+        looks_ahead = loss.needs_delta and not forward_only
+        if looks_ahead:
             sums |= self._reward_sums(unpaired)
-            passes += 1
+        passes = self.passes(forward_only=forward_only, looks_ahead=looks_ahead)
         work = self.engine.work_sums(unpaired.samples, passes=passes)
         if loss.needs_z0:
             kl_work, of_kl_examples = self._kl_sums(unpaired)

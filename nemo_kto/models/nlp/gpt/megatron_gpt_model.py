@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
 from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.flops import Passes
 from nemo_kto.models.reference import Phase, ReferencePolicy
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel.reduce import global_sums, ranks_where
@@ -61,10 +62,15 @@ class MegatronGPTModel:
         """Whether the loss needs reference log-probs."""
         return self.reference is not None
 
-    def passes(self, *, forward_only: bool) -> int:
-        """Forward passes that a step makes over a sequence, those of the reference and the backward included."""
-        reference = 0 if self.reference is None else self.reference.forward_passes
-        return reference + (1 if forward_only else self.engine.training_passes)
+    def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
+        """That a step makes over a sequence, those of the reference included.
+
+        Args:
+            forward_only: there is none back.
+            looks_ahead: what the loss is measured against takes another one forward.
+        """
+        forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
+        return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
 
     def state_dict(self) -> dict[str, Any]:
         """What the objective carries from step to step besides the weights, in plain numbers; {} for most losses."""
