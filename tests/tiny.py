@@ -80,9 +80,9 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-            family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, phi3, qwen2,
+        family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, phi3, qwen2,
             qwen2_moe, qwen3, qwen3_moe, smollm3.
-            seed: seed of the weights.
+        seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.
 
