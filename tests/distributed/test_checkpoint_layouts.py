@@ -37,4 +37,5 @@ def test_from_layout_to_layout(distributed: bool, model: Path, ranks: RankPool, 
         for norms in ranks.run(
             world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed
         ):
-            assert norms == pytest.approx(whole[step - 1 : step], rel=1e-5), layout
+            # of a single step to 1e-5, after several to 1e-4, as docs/numerics.md has it
+            assert norms == pytest.approx(whole[step - 1 : step], rel=1e-5 if step == 1 else 1e-4), layout
