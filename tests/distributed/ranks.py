@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -23,6 +24,9 @@ PRELOADED = ["tests.distributed.preload"]
 # What gloo says where ranks have not met: several pools on a machine take ports and give them back all the time, and now and
 # then a rank connects to one that has just changed hands. Nothing of the job has happened then, and it is begun again.
 NOT_CONNECTED, ATTEMPTS = "Gloo connectFullMesh failed", 3
+# Some jobs, those with experts most of all, leave process groups behind that Python cannot see. The thread of each wakes a
+# hundred times a second: a thousand of them took half of the processors' time. A worker that has more is replaced by a fork.
+MAX_THREADS = 100
 
 
 def _worker(number: int, inbox: Any, outbox: Any) -> None:
@@ -85,6 +89,8 @@ class RankPool:
         return self._run(world_size, function, *arguments)
 
     def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if any(_threads(process.pid) > MAX_THREADS for process, _ in self._workers):
+            self.close()
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for _, inbox in self._workers[:world_size]:
@@ -119,3 +125,9 @@ class RankPool:
             process.join()
         self._workers = []
         self._outbox = self._context.Queue()
+
+
+def _threads(process: int) -> int:
+    """Of a process; 0 where the system does not say."""
+    tasks = Path(f"/proc/{process}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
