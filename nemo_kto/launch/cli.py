@@ -167,8 +167,8 @@ def _plan(argv: Sequence[str]) -> None:
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
-    ranks.end_with_launcher()
     try:
+        ranks.end_with_launcher()
         world = ranks.detect_world()
     except UserError as error:
         ranks.fail(error, world=None)
