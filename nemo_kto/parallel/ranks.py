@@ -132,11 +132,28 @@ def started_at() -> float:
     """When the run began, in seconds since 1970: when its first process was started, or the last :func:`begin_now`."""
     if _began is not None:
         return _began
-    if has_launcher():
-        return float(os.environ[STARTED_AT])
+    return float(os.environ[STARTED_AT]) if has_launcher() else created()
+
+
+def created() -> float:
+    """When this process was created, in seconds since 1970."""
     import psutil
 
     return psutil.Process().create_time()
+
+
+def resume_sibling(process: int, *, created: float) -> None:
+    """Send SIGCONT to a stopped rank of this machine.
+
+    What another rank said of itself may be wrong: the process may be gone and its id used again, or be one of another container.
+    So only a process that has the same parent as this rank is signalled, and only if it was created then.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, ValueError):
+        found = psutil.Process(process)
+        if found.ppid() == os.getppid() and found.create_time() == created and found.status() == psutil.STATUS_STOPPED:
+            found.resume()
 
 
 def begin_now() -> None:
