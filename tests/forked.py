@@ -82,7 +82,7 @@ def run(
     """The finished process with its output; waits until every process that holds the output has ended.
 
     Args:
-        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
+        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``; ``-P`` may stand before them.
         cwd: working directory.
         env: the whole environment.
         preload: modules that are imported before the process begins; it must not matter that they are.
@@ -195,16 +195,17 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    first, *others = request["arguments"]
+    is_safe = request["arguments"][0] == "-P"
+    first, *others = request["arguments"][is_safe:]
     sys.argv = list(others) if first == "-m" else [first, *others]
+    added = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(os.path.abspath(first)))
+    sys.path[:1] = [] if is_safe else [added]
     if first == "-m":
-        sys.path[0] = os.getcwd()
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         del sys.argv[1]
         exec(compile(others[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(first))
         runpy.run_path(first, run_name="__main__")
 
 

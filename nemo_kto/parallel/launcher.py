@@ -76,7 +76,7 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
 
 @contextlib.contextmanager
 def _file_in_memory() -> Iterator[int]:
-    """The number of an open file without a name: nothing that cleans /tmp removes it, and nothing is left when all is killed."""
+    """The number of an open file without a name: it cannot be cleaned out of /tmp, and ends with the last process."""
     number = os.memfd_create("nemo_kto")
     try:
         yield number
@@ -109,9 +109,17 @@ def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: 
         ranks.STARTED_AT: str(ranks.started_at()),
         ranks.STORE_FILE: _path_of(store),
     }
-    environment = {**os.environ, **variables}
+    environment = {**os.environ, **_search_path(), **variables}
     process = Popen([sys.executable, *command], env=environment, start_new_session=True, pass_fds=(store, error))
     return _Rank(number=rank, process=process, error_file=_path_of(error))
+
+
+def _search_path() -> dict[str, str]:
+    """PYTHONPATH, if this package was found in the working directory (``python -m``), which the ranks do not search."""
+    root = str(Path(__file__).parents[2])
+    if sys.path[0] != root:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def _path_of(number: int) -> str:

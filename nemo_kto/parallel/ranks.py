@@ -145,8 +145,8 @@ def created() -> float:
 def resume_sibling(process: int, *, created: float) -> None:
     """Send SIGCONT to a stopped rank of this machine.
 
-    What another rank said of itself may be wrong: the process may be gone and its id used again, or be one of another container.
-    So only a process that has the same parent as this rank is signalled, and only if it was created then.
+    The id and the time come from another rank, and may be wrong: the process may be gone and its id used again, or be one of
+    another container. So only a process with the same parent as this one is signalled, and only if it was created then.
     """
     import psutil
 

@@ -62,4 +62,4 @@ def test_a_line_with_a_broken_quote_is_refused_and_nothing_is_started(tmp_path: 
 def test_a_task_without_overrides_is_refused(tmp_path: Path, line: str, task: int) -> None:
     status, started, said = run_task(tmp_path, line, task=task)
     assert (status, started) == (2, None)
-    assert_names(said, f"sweep.txt:{task}")
+    assert_names(said, "sweep.txt", f"got none for {task}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -131,3 +132,15 @@ def test_ranks_do_not_need_the_temporary_folder(tmp_path: Path) -> None:
     done = launch(tmp_path, rank)
     assert (done.returncode, done.stdout) == (2, "[]\n")
     assert_names(done.stderr, "nemo-kto: model.seed must be another, got 1\n")
+
+
+def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was the working directory, as with ``python -m`` in a checkout that is not installed."""
+    root = str(Path(launcher.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr(sys, "path", [root, "/mine"])
+    assert launcher._search_path() == {"PYTHONPATH": f"{root}:/mine"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert launcher._search_path() == {"PYTHONPATH": root}
+    monkeypatch.setattr(sys, "path", ["/usr/bin", root])
+    assert launcher._search_path() == {}
