@@ -27,6 +27,7 @@ from nemo_kto.launch.migration import forced
 from nemo_kto.launch.redaction import redacted
 from nemo_kto.parallel import device, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.telemetry import output
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
@@ -87,6 +88,7 @@ Keys and their defaults:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `nemo-kto`."""
+    output.protect()
     try:
         _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -99,7 +101,14 @@ def _run(arguments: Sequence[str]) -> None:
         train(RECIPES[command], arguments[1:])
     elif command == "export":
         _export(arguments[1:])
-    elif command == "plan":
+    else:
+        with output.is_the_result():
+            _show(command, arguments)
+
+
+def _show(command: str, arguments: Sequence[str]) -> None:
+    """A command that only shows something."""
+    if command == "plan":
         _plan(arguments[1:])
     elif command == "checkpoint":
         look_at_checkpoints(list(arguments[1:]))
@@ -166,6 +175,7 @@ def _plan(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
+    output.protect()
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
     try:
         ranks.end_with_launcher()
@@ -176,7 +186,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     flags = _flags(argv)
     if flags.help:
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
-        print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
+        with output.is_the_result():
+            print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
     source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
     elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)

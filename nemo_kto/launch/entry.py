@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from nemo_kto.telemetry import output
+
 
 def main() -> None:
     """The command `nemo-kto`."""
+    output.protect()
     if sys.argv[1:2] == ["checkpoint"]:
-        look_at_checkpoints(sys.argv[2:])
+        with output.is_the_result():
+            look_at_checkpoints(sys.argv[2:])
     else:
         from nemo_kto.launch.cli import main as train_or_export
 

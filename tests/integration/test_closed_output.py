@@ -1,0 +1,51 @@
+"""Commands whose standard output is full, or closed by its reader."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import CLI, GOOD, pretend, start
+from tests.messages import assert_names
+
+
+def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) -> tuple[int, str]:
+    """Status and stderr of a command whose standard output is full, or a pipe that nobody reads."""
+    if full:
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, output = os.pipe()
+        os.close(read)
+    with (folder / "errors").open("w") as errors:
+        status = start(command, cwd=folder, env=env, output=output, errors=errors.fileno()).wait(100)
+    os.close(output)
+    return status, (folder / "errors").read_text()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
+    body = "print('started', flush=True)\nopen(f'finished{rank}', 'w').close()\nprint('finished', flush=True)"
+    env = pretend(tmp_path, body)
+    status, said = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], tmp_path, env, full=True)
+    assert status == 0, said
+    assert "Traceback" not in said
+    assert_names(said, "nemo-kto: standard output", "No space left on device")
+    assert len(list(tmp_path.glob("finished*"))) == devices
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--version"], ["kto", "--help"], ["data", "check", "rows.jsonl"], ["checkpoint", "ls", "results"]],
+    ids=" ".join,
+)
+def test_a_command_that_only_shows_something(tmp_path: Path, words: list[str]) -> None:
+    """Without a traceback; it has not done its work if its output is lost, and has if its reader had enough."""
+    env = pretend(tmp_path, "")
+    (tmp_path / "results/checkpoints/step_000001").mkdir(parents=True)
+    status, said = run([*CLI, *words], tmp_path, env, full=True)
+    assert status == 1, said
+    assert_names(said, "nemo-kto: standard output", "No space left on device")
+    assert "Traceback" not in said
+    assert run([*CLI, *words], tmp_path, env, full=False) == (0, "")

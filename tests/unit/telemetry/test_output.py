@@ -1,0 +1,84 @@
+"""Output that is closed, full, or a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.messages import assert_names
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FULL = "standard output", "No space left on device"
+
+
+def closed_pipe() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def full() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def run(code: str, *arguments: str, stdout: int, closed: tuple[int, ...] = ()) -> tuple[int, str]:
+    """Status and stderr of an interpreter with this output."""
+    words = [sys.executable, "-c", f"import sys\nfrom nemo_kto.telemetry import output\n{code}", *arguments]
+    close = lambda: [os.close(number) for number in closed]  # noqa: E731
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, preexec_fn=close, env=env, text=True, check=False)
+    os.close(stdout)
+    return done.returncode, done.stderr
+
+
+PRINT = "output.protect()\nprint('x' * size)\nprint('done', file=sys.stderr)"
+WAYS = {
+    "buffered until the end": "size = 10\n",
+    "at once": "size = 10**6\n",
+    "line by line": "size = 10\nsys.stdout.reconfigure(line_buffering=True)\n",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stdout", [closed_pipe, full])
+def test_a_command_goes_on_and_ends_with_its_status(stdout: Callable[[], int], way: str) -> None:
+    status, said = run(WAYS[way] + PRINT, stdout=stdout())
+    assert status == 0
+    *lost, done = sorted(said.splitlines(), reverse=True)
+    assert done == "done"
+    assert len(lost) == (stdout is full)
+    if lost:
+        assert_names(lost[0], *FULL)
+
+
+def test_output_and_errors_that_are_closed() -> None:
+    """A file that is opened later must not get their numbers."""
+    code = "output.protect()\nprint('x' * 10**6)\nprint('x', file=sys.stderr)\nfile = open('/dev/null')\n"
+    code += "sys.exit(file.fileno())"
+    assert run(code, stdout=full(), closed=(0, 1, 2)) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "ends", "expected"),
+    [(full, "pass", 1), (full, "sys.exit(2)", 2), (closed_pipe, "pass", 0), (closed_pipe, "sys.exit(1)", 1)],
+)
+def test_the_status_of_a_command_whose_output_is_its_result(stdout: Callable[[], int], ends: str, expected: int) -> None:
+    status, said = run(f"output.protect()\nwith output.is_the_result():\n    print('found')\n    {ends}", stdout=stdout())
+    assert status == expected
+    if stdout is full:
+        assert_names(said, *FULL)
+    else:
+        assert said == ""
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped() -> None:
+    read, write = os.pipe()
+    code = "sys.stdout.reconfigure(encoding='ascii')\noutput.protect()\nprint('\\u00e9 \\udcff')"
+    assert run(code, stdout=write) == (0, "")
+    assert os.read(read, 100) == b"\\xe9 \\udcff\n"
+    os.close(read)
