@@ -1,4 +1,4 @@
-"""Standard output and error of the commands: what can no longer be written is dropped, and the command goes on.
+"""Standard output and error of the commands: what can no longer be written is dropped, and the command continues.
 
 A terminal may be closed, a disk full, or the reader of a pipe gone (``| head``). None of these ends a run.
 """
