@@ -121,7 +121,11 @@ class ThroughputCallback(Callback):
     def on_log(self, trainer: Trainer, event: Event) -> None:
         sums = event.metrics.sums
         figures = self.meter.figures(
-            seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
+            seconds=event.seconds,
+            tokens=int(sums["tokens"]),
+            padded_tokens=int(sums["padded_tokens"]),
+            flops=sums["flops"],
+            kl_tokens=int(sums.get("kl_tokens", 0)),
         )
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
 
