@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from nemo_kto.algorithms.callbacks import (
     Callback,
     LoggerCallback,
+    PrecomputeReference,
     ReferenceSync,
     SpikeCallback,
     StragglerCallback,
@@ -154,7 +155,8 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
     timers = PhaseTimers(synchronize=device.synchronize, observe=watchdog.phase)
     data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
-    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer)
+    first_step = start.run.resumed_step or 0
+    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer, first_step=first_step)
     make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
@@ -240,6 +242,8 @@ def build_callbacks(
 ) -> list[Callback]:
     """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
     callbacks: list[Callback] = []
+    if reference.precompute is not None:
+        callbacks.append(PrecomputeReference(precompute=reference.precompute))
     if state.world_size() > 1:
         callbacks.append(
             StragglerCallback(

@@ -90,8 +90,7 @@ def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]
     flops = ModelFlops.of_model(architecture, adapters=adapter_settings(cfg.model.peft))
 
     def cost(passes: Passes) -> SequenceCost:
-        operations = flops.of_passes(passes)
-        return SequenceCost(per_token=operations.per_token, per_pair=operations.per_token_pair)
+        return flops.of_passes(passes).of_tokens
 
     forward, disabled = reference_passes(cfg)
     ahead = int(training and cfg.loss.record.looks_ahead)

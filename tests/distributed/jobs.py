@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 # What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts.
-_FIGURES = re.compile(r"(train|val)/(loss|kl|delta|acc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)")
+_FIGURES = re.compile(r"(train|val)/(loss|kl$|delta|acc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)")
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:

@@ -68,6 +68,43 @@ def test_every_mode_gives_one_trajectory(algorithm: str, adapters: list[str], st
         assert_same(run(*overrides, "model.reference.mode=adapter"), swapped, steps=steps)
 
 
+TWO_EPOCHS = ["trainer.kto.limit_train_batches=2", "trainer.kto.max_steps=4", "trainer.kto.val_check_interval=4"]
+
+
+def kl_estimates(folder: Path) -> list[float]:
+    """Of each of four steps, before it is clamped."""
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [line["train/kl_unclamped"] for line in logged if "train/kl_unclamped" in line]
+    assert len(found) == 4
+    assert any(found), "zero everywhere would prove nothing"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        pytest.param(2, [], id="weights-dp2"),
+        pytest.param(1, [*LORA, "model.reference.restore_from_path={other}"], id="lora-other"),
+        pytest.param(1, LORA, id="lora", marks=pytest.mark.full),
+        pytest.param(2, ["model.tensor_model_parallel_size=2", "trainer.precision=bf16"], id="tp2", marks=pytest.mark.full),
+    ],
+)
+def test_a_cache_that_is_filled_epoch_by_epoch_gives_the_numbers_of_a_swap(
+    world_size: int, overrides: list[str], job: Callable[[str], Job], tmp_path: Path
+) -> None:
+    """In the second epoch too, where the reference is evaluated after the policy has moved.
+
+    KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to the last bit where the
+    policy is, which it is in the first step of the second epoch.
+    """
+    run, other = job("kto"), str(make_checkpoint(tmp_path / "other", "llama", seed=3))
+    given = [*TWO_EPOCHS, *(text.format(other=other) for text in overrides)]
+    swapped = run(*given, world_size=world_size)
+    assert abs(swapped[3]["train/rewards_all_mean"] - swapped[0]["train/rewards_all_mean"]) > 1e-4, "the policy must move"
+    assert_same(run(*given, CACHED, world_size=world_size), swapped, steps=4)
+    assert kl_estimates(run.folder / "2")[:3] == kl_estimates(run.folder / "1")[:3]
+
+
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
 def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
     """In ten steps, the rows of the second epoch with KL rows of their own as well."""
@@ -109,7 +146,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     return [before_training[0], evaluated[0] - before_training[0]]
 
 
-def test_the_reference_is_evaluated_once_and_before_the_optimizer_exists(
+def test_the_reference_is_evaluated_once_and_for_the_first_epoch_before_the_optimizer_exists(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     def passes(number: int, *overrides: str) -> list[int]:
@@ -118,8 +155,9 @@ def test_the_reference_is_evaluated_once_and_before_the_optimizer_exists(
         return list(counts)
 
     samples = kl_rows = 7 * 16  # into a second epoch: 96 samples once, and 16 of them again, with KL rows of their own
+    later = 16  # KL rows of the second epoch
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
-    assert passes(2, CACHED) == [96 + kl_rows, kl_rows]
+    assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 

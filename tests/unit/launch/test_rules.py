@@ -434,12 +434,19 @@ def test_a_metric_of_another_loss(said: Said, loss: str, metric: str, anchor: st
 
 def test_the_metrics_are_those_that_the_losses_report() -> None:
     shared = ["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "rewards_chosen_sum"]
-    shared += ["rewards_rejected_sum", "rewards_square_sum", "logps_chosen_sum", "logps_rejected_sum"]
+    shared += [
+        "weighted_preference_loss_sum",
+        "weighted_sft_loss_sum",
+        "rewards_rejected_sum",
+        "rewards_square_sum",
+        "logps_chosen_sum",
+        "logps_rejected_sum",
+    ]
     of_rows = dict.fromkeys(
-        [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "sft_rows"], 2.0
+        [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows"], 2.0
     )
     of_pairs = dict.fromkeys([*shared, "correct", "margin_square_sum"], 2.0)
-    counts = {"rows", "invalid_rows"}
+    counts = {"rows", "invalid_rows", "kl_unclamped"}
     assert {*KTO.metrics, *KTO.anchors.values()} == set(kto_metrics(of_rows)) - counts
     assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts
 
