@@ -26,6 +26,7 @@ from nemo_kto.data.records import (
     show,
     used_columns,
 )
+from nemo_kto.files import MAX_LINE_BYTES
 
 Record = TypeVar("Record", KTORecord, DPORecord)
 
@@ -227,6 +228,8 @@ def _text_of(prompt: TextOrMessages) -> str:
 
 
 def _parse(raw: bytes) -> Row:
+    if len(raw) > MAX_LINE_BYTES:
+        raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
     try:
         text = raw.decode("utf-8-sig")
         row = json.loads(text)
