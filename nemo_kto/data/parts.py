@@ -154,11 +154,12 @@ def map_parts(
 
 def _in_processes(pickled: Path, parts: Iterable[FilePart], processes: int, doing: str, setting: str) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
+    with _isolated_starts():  # the pool starts Python's resource tracker
+        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
     pending: deque[Future[Any]] = deque()
     try:
         for part in parts:
-            with _no_main_module():
+            with _isolated_starts():
                 pending.append(pool.submit(_do, part))
             if len(pending) > 2 * processes:
                 yield pending.popleft().result()
@@ -176,13 +177,23 @@ def _in_processes(pickled: Path, parts: Iterable[FilePart], processes: int, doin
 
 
 @contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Processes that are started meanwhile do not import the program that runs here: it may lack the guard for that."""
+def _isolated_starts() -> Iterator[None]:
+    """Processes that are started in the block import neither the program that runs here nor files of the working directory.
+
+    The program may lack the guard for being imported, and the directory may be that of a model that somebody else made. The
+    environment is restored, since programs that a user's callback starts may need the modules beside them.
+    """
+    name = "PYTHONSAFEPATH"  # python -P
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    before, os.environ[name] = os.environ.get(name), "1"
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 _work: Callable[[FilePart], Any]  # in a process of its own

@@ -73,7 +73,7 @@ _TRAINING_USAGE = """\
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {recipe.name} ..., or srun
+  Ranks that are there already:     torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
   See what would be run:            --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
@@ -167,8 +167,8 @@ def _plan(argv: Sequence[str]) -> None:
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
-    ranks.end_with_launcher()
     try:
+        ranks.end_with_launcher()
         world = ranks.detect_world()
     except UserError as error:
         ranks.fail(error, world=None)

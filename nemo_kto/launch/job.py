@@ -100,8 +100,16 @@ class Job:
             self._train(cfg)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
-        """What the interpreter must be given to come here again: the script that was called, or this module."""
-        program = [str(self.script)] if self.script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
+        """Arguments with which the interpreter comes here again: by the script that was called, or by this module.
+
+        With -P, nothing is imported from the working directory: it may be the folder of a model that somebody else made. A
+        script may need the modules beside it, as it did when it was called. -P is for this interpreter and the processes of
+        multiprocessing that it starts; a variable of the environment would reach the programs of a user's callbacks as well.
+        """
+        if self.script is None:
+            program = ["-P", "-m", "nemo_kto.launch.cli", self.recipe.name]
+        else:
+            program = [*(["-P"] if sys.flags.safe_path else []), str(self.script)]
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:

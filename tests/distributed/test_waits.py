@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from nemo_kto.parallel import rendezvous
+from nemo_kto.parallel import ranks, rendezvous
 
 TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
 GONE = ("killed", "stopped")  # jobs in which rank 0 gives no sign of life any more
@@ -117,7 +117,7 @@ def two_ranks(tmp_path: Path) -> TwoRanks:
     def run(job: str, *, tcp: bool = False) -> Found:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.preload"])
-        store = {rendezvous.STORE_FILE: str(tmp_path / "store")}
+        store = {ranks.STORE_FILE: str(tmp_path / "store")}
         if tcp:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
