@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.checkpoint.checkpoint_files import INFO, config_folder, is_checkpoint
-from nemo_kto.checkpoint.safetensors_files import INDEX
+from nemo_kto.checkpoint.safetensors_files import INDEX, SINGLE
 from nemo_kto.files import file_hash, kept_hash, make_folder, publish_file
 from nemo_kto.locks import one_writer
 from nemo_kto.models.config_file import CONFIG
@@ -39,7 +39,7 @@ def model_files(folder: Path) -> list[Path]:
     if is_checkpoint(folder):
         weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
         return sorted([*weights, folder / INFO, config_folder(folder) / CONFIG])
-    names = {CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "model.safetensors"}
+    names = {CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS, SINGLE}
     if (folder / INDEX).is_file():
         names = {CONFIG, INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
     return sorted(file for file in (folder / name for name in names) if file.is_file())
