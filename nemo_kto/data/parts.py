@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from nemo_kto.errors import UserError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MIN_BYTES = 2**22  # of a part: a few seconds of work
@@ -94,6 +95,20 @@ def _part_bytes(size: int) -> int:
     return max(MIN_BYTES, size // _MAX_PARTS)
 
 
+def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Items in their order, in groups that each have about the size of a part."""
+    group: list[Item] = []
+    left = MIN_BYTES
+    for item in items:
+        group.append(item)
+        left -= size(item)
+        if left <= 0:
+            yield group
+            group, left = [], MIN_BYTES
+    if group:
+        yield group
+
+
 def number_of_processes(wanted: int | None, parts: int) -> int:
     """How many processes to read parts in; ``wanted``: at most so many; None: one for each core of this process."""
     cores = min(len(os.sched_getaffinity(0)), _MAX_DEFAULT)
@@ -101,9 +116,9 @@ def number_of_processes(wanted: int | None, parts: int) -> int:
 
 
 def map_parts(
-    work: Callable[[FilePart], Result], parts: Iterable[FilePart], *, processes: int, doing: str, setting: str
+    work: Callable[[Item], Result], parts: Iterable[Item], *, processes: int, doing: str, setting: str
 ) -> Iterator[Result]:
-    """What the work gives for each part, in the order of the parts.
+    """What the work gives for each part (of a file, or a group of files), in the order of the parts.
 
     Other processes are new interpreters: a fork of this one could inherit a lock that a thread of gloo or of the tokenizer
     holds, and nobody would free it. They end with this process, however that ends.
@@ -127,7 +142,7 @@ def map_parts(
         yield from _in_processes(pickled, parts, processes, doing, setting)
 
 
-def _in_processes(pickled: Path, parts: Iterable[FilePart], processes: int, doing: str, setting: str) -> Iterator[Any]:
+def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: str, setting: str) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
     pending: deque[Future[Any]] = deque()
@@ -160,7 +175,7 @@ def _no_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-_work: Callable[[FilePart], Any]  # in a process of its own
+_work: Callable[[Any], Any]  # in a process of its own
 
 
 def _begin(pickled: str) -> None:
@@ -181,5 +196,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(part: FilePart) -> Any:
+def _do(part: Any) -> Any:
     return _work(part)
