@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _OUTSIDE = "copy it there, or download the model again"
 _CHUNK_BYTES = 2**24
+_UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
 _HASH = re.compile(rb"[0-9a-f]{64}")
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
 MAX_FILE_BYTES = 2**28  # of a file that is read as a whole: the largest tokenizer.json has a tenth of that
@@ -212,12 +213,13 @@ def make_folder(folder: Path, *, private: bool) -> None:
 
 
 @contextlib.contextmanager
-def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
+def publish_file(target: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
     """Give a path to write to. At the end of the block the file there gets the name ``target``.
 
     Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once. The
     content is on disk before the name is, so that a crash of the machine leaves the whole file or the one before.
-    ``private``: only the user may read it, also while it is written; else the umask decides.
+    ``private``: only the user may read it, also while it is written; else the umask decides. ``durable``: False for a file
+    whose content is checked whenever it is read: it may be damaged after a crash of the machine, and costs no waiting.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
@@ -225,18 +227,20 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             writing.touch(mode=0o600, exist_ok=False)
         yield writing
         if writing.exists():
-            flush(writing)
+            if durable:
+                flush(writing)
             writing.replace(target)
-            flush(target.parent)
+            if durable:
+                flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
 
 
-def remove_unpublished(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes have left of a file, or of all files of a folder, which nobody may be writing now."""
-    left = re.compile((r"\..+" if name is None else re.escape(f".{name}")) + "-[0-9a-f]{32}")
+def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove what killed processes have left of files of these names, or of all, which nobody may be writing now."""
     for path in folder.iterdir():
-        if left.fullmatch(path.name) and path.is_file():
+        left = _UNPUBLISHED.fullmatch(path.name)
+        if left and (names is None or left[1] in names) and path.is_file():
             path.unlink(missing_ok=True)
 
 

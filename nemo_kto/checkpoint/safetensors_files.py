@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nemo_kto.errors import UserError, either, printable
 from nemo_kto.files import file_inside, irregular, open_file, other_format, read_json
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # the one file of a model without an index
 WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
 _REMEDY = "download or write it again"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
@@ -96,26 +98,47 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
 def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """File and shape of every weight in a folder; reads only the headers of the files.
 
+    Where there is an index, only the files that it names are read, and each weight must be in the one file that it is mapped
+    to. Weights in these files that the index leaves out are weights too, as in transformers.
+
     Raises:
-        UserError: there are no safetensors, not all that the index names, or they cannot be read; lists all such files.
-            Or one lies outside the folder.
+        UserError: there are no safetensors, not all that the index names, they cannot be read, or the index contradicts
+            them; lists all such files. Or one lies outside the folder.
     """
-    files = _weight_files(folder)
+    weight_map = _read_index(folder)
+    files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
     if absent := [f"{file.name} is {irregular(file) or 'not there'}" for file in files if not file.is_file()]:
         raise UserError(
             f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
             "load the model with transformers and write it with save_pretrained"
         )
+    if folder / SINGLE not in files and (folder / SINGLE).is_file():  # which transformers would read, and not the index
+        told = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
+        raise UserError(f"{told}; remove the one that is not the model")
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    wrong = []
+    wrong, repeated = [], []
     for file in files:
         try:
-            found |= {name: (file, shape) for name, shape in tensor_shapes(file).items()}
+            shapes = tensor_shapes(file)
         except UserError as error:
             wrong.append(str(error))
+            continue
+        repeated += [f"{name} in {found[name][0].name} and in {file.name}" for name in shapes if name in found]
+        found |= {name: (file, shape) for name, shape in shapes.items()}
+    if repeated:
+        wrong.append(f"{folder} must hold each weight in one file, got {_first_of(repeated)}; {_REMEDY}")
+    mapped = {} if wrong or weight_map is None else weight_map
+    lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name][0] != file]
+    if lost:
+        told = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
+        wrong.append(f"{told}; {_REMEDY}")
     if wrong:
         raise UserError("\n  ".join(wrong))
     return found
+
+
+def _first_of(mistakes: Sequence[str]) -> str:
+    return mistakes[0] if len(mistakes) == 1 else f"{len(mistakes)} mistakes, such as {mistakes[0]}"
 
 
 def is_our_model(folder: Path) -> bool:
@@ -126,14 +149,16 @@ def is_our_model(folder: Path) -> bool:
         return False
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _read_index(folder: Path) -> dict[str, Path] | None:
+    """File of each weight that the index names; None for a model in a single file, which has no index."""
     index = folder / INDEX
     if not index.is_file():
-        return [file_inside(folder, "model.safetensors")]
+        return None
     files = read_json(file_inside(folder, INDEX)).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise UserError(f"{index} must have a weight_map from the name of each weight to its file; {_REMEDY}")
-    return [file_inside(folder, name) for name in sorted(set(files.values()))]
+    paths = {file: file_inside(folder, file) for file in set(files.values())}
+    return {name: paths[file] for name, file in files.items()}
 
 
 @dataclass(kw_only=True, eq=False)

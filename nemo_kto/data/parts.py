@@ -25,6 +25,7 @@ from nemo_kto.data.records import DataError
 from nemo_kto.errors import UserError
 from nemo_kto.files import MAX_LINE_BYTES, open_file, other_format, read_lines
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MIN_BYTES = 2**22  # of a part: a few seconds of work
@@ -119,6 +120,20 @@ def _part_bytes(size: int) -> int:
     return max(MIN_BYTES, size // _MAX_PARTS)
 
 
+def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Items in their order, in groups that each have about the size of a part."""
+    group: list[Item] = []
+    left = MIN_BYTES
+    for item in items:
+        group.append(item)
+        left -= size(item)
+        if left <= 0:
+            yield group
+            group, left = [], MIN_BYTES
+    if group:
+        yield group
+
+
 def number_of_processes(wanted: int | None, parts: int) -> int:
     """How many processes to read parts in; ``wanted``: at most so many; None: one for each core of this process."""
     cores = min(len(os.sched_getaffinity(0)), _MAX_DEFAULT)
@@ -126,9 +141,9 @@ def number_of_processes(wanted: int | None, parts: int) -> int:
 
 
 def map_parts(
-    work: Callable[[FilePart], Result], parts: Iterable[FilePart], *, processes: int, doing: str, setting: str
+    work: Callable[[Item], Result], parts: Iterable[Item], *, processes: int, doing: str, setting: str
 ) -> Iterator[Result]:
-    """What the work gives for each part, in the order of the parts.
+    """What the work gives for each part (of a file, or a group of files), in the order of the parts.
 
     Other processes are new interpreters: a fork of this one could inherit a lock that a thread of gloo or of the tokenizer
     holds, and nobody would free it. They end with this process, however that ends.
@@ -152,7 +167,7 @@ def map_parts(
         yield from _in_processes(pickled, parts, processes, doing, setting)
 
 
-def _in_processes(pickled: Path, parts: Iterable[FilePart], processes: int, doing: str, setting: str) -> Iterator[Any]:
+def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: str, setting: str) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
     with _isolated_starts():  # the pool starts Python's resource tracker
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
@@ -196,7 +211,7 @@ def _isolated_starts() -> Iterator[None]:
             os.environ[name] = before
 
 
-_work: Callable[[FilePart], Any]  # in a process of its own
+_work: Callable[[Any], Any]  # in a process of its own
 
 
 def _begin(pickled: str) -> None:
@@ -217,5 +232,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(part: FilePart) -> Any:
+def _do(part: Any) -> Any:
     return _work(part)

@@ -154,6 +154,11 @@ def indexed(weight_map: object) -> Break:
     return apply
 
 
+def shard(file: str, *names: str) -> Break:
+    """A further file of weights, vectors of zeros."""
+    return lambda folder: write_safetensors(folder / file, dict.fromkeys(names, (8,)))
+
+
 def both(*breaks: Break) -> Break:
     return lambda folder: [each(folder) for each in breaks]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.checkpoint.safetensors_files import find_weights
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.errors import UserError
 from tests.hostile.folders import (
@@ -32,6 +33,7 @@ from tests.hostile.folders import (
     replaced_by_folder,
     replaced_by_pipe,
     shapes,
+    shard,
     write,
 )
 
@@ -298,6 +300,22 @@ AT_START: dict[str, tuple[Break, str]] = {
         "but model-00001-of-00002.safetensors is not there",
     ),
     "the index is a Git LFS pointer": (content(INDEX, LFS_POINTER), f"{INDEX} must be JSON, but it is a Git LFS pointer"),
+    "the index names a file without the weight": (
+        both(shapes({NORM: None}), indexed({"weight_map": {NORM: WEIGHTS}})),
+        f"{INDEX} must name the file of each weight, got {WEIGHTS} for {NORM}, which it does not hold; ",
+    ),
+    "the index names another file than the one with the weight": (
+        both(shard("b.safetensors", "b"), indexed({"weight_map": {NORM: "b.safetensors", EMBEDDING: WEIGHTS}})),
+        f"{INDEX} must name the file of each weight, got b.safetensors for {NORM}, which it does not hold; ",
+    ),
+    "a weight in two files of the index": (
+        both(shard("b.safetensors", NORM), indexed({"weight_map": {NORM: "b.safetensors", EMBEDDING: WEIGHTS}})),
+        f"must hold each weight in one file, got {NORM} in b.safetensors and in {WEIGHTS}; ",
+    ),
+    "a whole model beside the index of another": (
+        both(shard("b.safetensors", NORM), indexed({"weight_map": {NORM: "b.safetensors"}})),
+        f"{WEIGHTS} beside {INDEX}, which does not name it; remove the one that is not the model",
+    ),
     "the index is empty": (content(INDEX, b""), f"{INDEX} must be JSON"),
     "the index is a list": (indexed([]), f"{INDEX} must be a JSON object, got list"),
     "the index has no map": (indexed({"metadata": {}}), f"{INDEX} must have a weight_map from the name of each weight"),
@@ -375,8 +393,6 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
     "a weight transposed": (shapes({EMBEDDING: (8, 259)}), f"{EMBEDDING}: expected shape [259, 8], got [8, 259]"),
     "no weights in the file": (
         content(WEIGHTS, (2).to_bytes(8, "little") + b"{}"), "got 20 differences:\n  missing: model.embed_tokens.weight"),
-    "the index names weights that are not in the file": (
-        both(shapes({NORM: None}), indexed({"weight_map": {NORM: WEIGHTS}})), f"missing: {NORM}"),
     "more layers than weights": (config(num_hidden_layers=9000), "got 80982 differences:"),
     "a model of another width": (config(hidden_size=4096, head_dim=4), "expected shape [4096], got [8]"),
     "sizes left out": (config(hidden_size=GONE), "expected shape [259, 4096], got [259, 8]"),
@@ -463,6 +479,14 @@ def test_found_before_anything_starts(here: Path, case: str) -> None:
     assert_harmless("\n".join(said))
     if NO_MODEL not in expected:
         assert ranks_say(here / "model") is not None
+
+
+def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
+    model = here / "model"
+    both(shard("b.safetensors", NORM), indexed({"weight_map": {EMBEDDING: WEIGHTS}}))(model)
+    (model / "c.safetensors").write_bytes(b"no header")
+    assert {file.name for file, _ in find_weights(model).values()} == {WEIGHTS}
+    assert launcher_says(model, here / "rows.jsonl") == []
 
 
 @pytest.mark.parametrize("case", ON_RANKS)

@@ -225,7 +225,7 @@ def said_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path)
     cut, broken = Truncation(64, "keep_end", encoder.bos_id), RowErrors()
     cache = TokenCache(kind=kind, folder=folder / "cache", fields=Fields({}), encoder=encoder, truncation=cut)
     try:
-        table, _ = cache.open(path, broken=broken)
+        table, _ = cache.open([path], broken=broken)[path]
         broken.raise_if_any()
     except DataError as error:
         message = str(error).replace(str(folder), "FOLDER")
