@@ -7,12 +7,13 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nemo_kto.errors import UserError, either
 from nemo_kto.files import file_inside, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
@@ -171,6 +172,8 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._shard:
+            from safetensors.torch import save_file
+
             save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
             self._parts.append(list(self._shard))
             self._shard, self._shard_bytes = {}, 0

@@ -49,7 +49,7 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
-from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.parallel.dtypes import DTYPES
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
