@@ -69,7 +69,7 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     """The trainer, and its batch of all rows with log-probs of a reference."""
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
-    from nemo_kto.parallel.precision import DTYPES
+    from nemo_kto.parallel.dtypes import DTYPES
 
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))

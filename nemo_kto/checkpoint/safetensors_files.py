@@ -8,12 +8,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nemo_kto.errors import UserError, either, printable
 from nemo_kto.files import file_inside, irregular, open_file, other_format, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # the one file of a model without an index
@@ -201,6 +202,8 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._shard:
+            from safetensors.torch import save_file
+
             save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
             self._parts.append(list(self._shard))
             self._shard, self._shard_bytes = {}, 0

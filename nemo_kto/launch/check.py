@@ -13,7 +13,7 @@ from nemo_kto.data.reader import Fields
 from nemo_kto.data.records import RowErrors
 from nemo_kto.data.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
-from nemo_kto.launch.preview import integer_from
+from nemo_kto.launch.arguments import integer_from
 from nemo_kto.recipes import RECIPES
 from nemo_kto.telemetry.progress import progress_bar
 

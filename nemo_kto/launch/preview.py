@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from nemo_kto.data.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
+from nemo_kto.launch.arguments import integer_from
 from nemo_kto.launch.rules import broken_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.recipes import RECIPES, Recipe
@@ -62,17 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
     return parser
-
-
-def integer_from(least: int) -> Callable[[str], int]:
-    """What makes an integer of an argument of the command line."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
-        return int(text)
-
-    return read
 
 
 def _quoted(text: str) -> str:

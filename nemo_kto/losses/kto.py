@@ -19,13 +19,18 @@ and gives [N], one loss for each example, between 0 and its weight. No communica
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from nemo_kto.lazy import lazy_import
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
 
 def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from nemo_kto.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 # Dense bf16 with sums in fp32, of cards that Lightning's table lacks, or has with sparsity, of two cards or without tensor
 # cores. By NVIDIA's datasheets; those that state sparsity only are halved, as their footnotes say.

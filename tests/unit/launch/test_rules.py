@@ -13,6 +13,7 @@ from nemo_kto.launch import job, rules
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.messages import assert_names
 from tests.unit.launch.conftest import Said, of
 
 # Overrides, number of ranks, what is said.
@@ -346,6 +347,15 @@ def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.Monke
         f"installed; run `pip install {package}` or set exp_manager.create_{package}_logger=false"
         for package in ("wandb", "mlflow")
     ]
+
+
+def test_a_run_folder_that_cannot_be_made(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    (message,) = said(f"exp_manager.explicit_log_dir={tmp_path}/notes/run")
+    assert_names(message, "exp_manager.explicit_log_dir", f"{tmp_path}/notes/run", f"{tmp_path}/notes", "exp_manager.name")
+    assert said(f"exp_manager.explicit_log_dir={tmp_path}/new/run") == []
+    (message,) = said("exp_manager.explicit_log_dir=/proc/run")
+    assert_names(message, "/proc")
 
 
 def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
