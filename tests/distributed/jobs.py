@@ -68,6 +68,15 @@ def long(algorithm: str = "kto") -> str:
     return f"trainer.{algorithm}.max_steps=10"
 
 
+def length(algorithm: str, steps: int) -> list[str]:
+    """Overrides for a number of steps; validations take two batches, so that their figures are sums over several."""
+    return [
+        f"trainer.{algorithm}.max_steps={steps}",
+        f"trainer.{algorithm}.val_check_interval={min(steps, 5)}",
+        f"trainer.{algorithm}.limit_val_batches=2",
+    ]
+
+
 def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
     """Five steps in fp32 and a validation of one batch after the fifth, logged to ``folder``/metrics.jsonl.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.jobs import assert_same, flops, train_with_known_peak, trajectory
+from tests.distributed.jobs import assert_same, flops, length, train_with_known_peak, trajectory
 from tests.distributed.ranks import RankPool
 from tests.parity.test_huggingface import weights
 from tests.tiny import make_pairs, make_rows, write_rows
@@ -231,34 +231,25 @@ QUICK = [
     ("kto", "tp2_pp2"),
     ("kto", "dp2_replicated_optimizer"),
     ("kto", "pp2_vp2_dp2_90_tokens"),
-    ("kto", "packed_cp2_tp2_sequence_parallel"),
+    ("kto", "packed_cp2"),
     ("bco", "pp2_dp2"),
     ("aot", "dp2"),
     ("aot_unpaired", "packed_dp2"),
     ("dpo", "cp2"),
     ("dpo", "packed_tp2_dp2_sequence_parallel"),
     ("lora", "pp2_vp2"),
-    ("dora", "sequence_parallel_pp2"),
+    ("dora", "tp2"),
 ]
 # Those of the quick matrix that are resumed from their second step as well.
-RESUMED = [("kto", "tp2_pp2"), ("kto", "pp2_vp2_dp2_90_tokens"), ("dpo", "cp2"), ("dora", "sequence_parallel_pp2")]
+RESUMED = [("kto", "tp2_pp2"), ("kto", "pp2_vp2_dp2_90_tokens"), ("dpo", "cp2"), ("dora", "tp2")]
 CASES = [
     *(pytest.param(*case, 3, id=f"{'-'.join(case)}-3") for case in QUICK),
     *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),
 ]
 
 
-def length(algorithm: str, steps: int) -> list[str]:
-    """Overrides for a number of steps; validations take two batches, so that their figures are sums over several."""
-    return [
-        f"trainer.{algorithm}.max_steps={steps}",
-        f"trainer.{algorithm}.val_check_interval={min(steps, 5)}",
-        f"trainer.{algorithm}.limit_val_batches=2",
-    ]
-
-
 class Tours:
-    """Runs of all that depends on the layout: steps, two validation sets, a checkpoint of step 2, an export, a resumption."""
+    """Runs with two validation sets, a checkpoint of the second step and an export; each can be resumed."""
 
     def __init__(self, ranks: RankPool, model: Path, rows: dict[str, Path], folder: Path) -> None:
         self.ranks, self.model, self.folder = ranks, model, folder
