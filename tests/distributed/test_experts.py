@@ -61,7 +61,7 @@ QUICK = [
     ("llama4", "packed_cp2_ep2"),
     ("kto", "packed_ep2"),
     ("dpo", "pp2_ep2"),
-    ("kto_lora_experts", "tp2_ep2_whole_experts"),
+    ("kto_lora_experts", "ep2"),
 ]
 OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2", "packed_ep2", "packed_cp2_ep2")
 CASES = [
