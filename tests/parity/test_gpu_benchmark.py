@@ -26,7 +26,6 @@ TRL_PYTHON = os.environ.get("NEMO_KTO_TEST_TRL_PYTHON", sys.executable)
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        ("llama-1b", [SWAP, TRL]),
         pytest.param("llama-1b", [SWAP, CACHED, TRL, PRECOMPUTED], marks=pytest.mark.full),
         pytest.param("qwen-7b", [ADAPTER, CACHED, TRL, PRECOMPUTED], marks=pytest.mark.full),
     ],
