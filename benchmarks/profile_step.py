@@ -1,10 +1,11 @@
 """What a forward and backward pass on the CPU spends its time on, by operator.
 
     python benchmarks/profile_step.py MODEL [--tree PATH] [--rows 4] [--tokens 240] [--threads 2] [--passes 4]
+        [--dtype fp32]
 
 MODEL is a Hugging Face folder. PATH is another checkout, so that two can be compared: run them in turn, more than once. The
-rows are random tokens, of which two thirds are responses, in micro-batches of one, in fp32. Printed are the CPU seconds of
-each pass, and the operators of one more, with the share of matrix products.
+rows are random tokens, of which two thirds are responses, in micro-batches of one, in fp32 or bf16. Printed are the CPU
+seconds of each pass, and the operators of one more, with the share of matrix products.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 SHOWN = 15
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, scratch: str) -> None:
+def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, dtype: str, scratch: str) -> None:
     """Pass the rows through the model, timed and then profiled."""
     import torch
 
@@ -35,7 +37,7 @@ def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, s
     from tests.distributed.engines import engine
 
     state.init_distributed(layout=state.Layout(), seed=3)
-    chunks, architecture = lora_jobs.build(model, state.Layout(), None)
+    chunks, architecture = lora_jobs.build(model, state.Layout(), None, dtype=getattr(torch, DTYPES[dtype]))
     runs = engine(chunks, architecture, micro_batch_size=1, logprob_chunk_size=1024)
     tokens_BS = torch.randint(0, architecture.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
     labels_BS = tokens_BS.clone()
@@ -76,12 +78,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=240, help="of a row")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     arguments = parser.parse_args()
     wanted = {"PYTHONPATH": str(arguments.tree.resolve()), "NEMO_KTO_FORCE_CPU": "1"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, **wanted}, check=False).returncode)
     with tempfile.TemporaryDirectory() as scratch:
-        sizes = {name: getattr(arguments, name) for name in ("rows", "tokens", "threads", "passes")}
+        sizes = {name: getattr(arguments, name) for name in ("rows", "tokens", "threads", "passes", "dtype")}
         measure(arguments.model, **sizes, scratch=scratch)
 
 

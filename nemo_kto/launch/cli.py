@@ -13,22 +13,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import hydra
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from nemo_kto import __version__
 from nemo_kto.errors import UserError
-from nemo_kto.launch import compose
 from nemo_kto.launch.entry import look_at_checkpoints
-from nemo_kto.launch.job import Job, refuse_mistakes
-from nemo_kto.launch.keys import as_text
-from nemo_kto.launch.migration import forced
-from nemo_kto.launch.redaction import redacted
 from nemo_kto.parallel import device, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry import output
 from nemo_kto.telemetry.logs import set_up_logging, take_over
+
+# Hydra, and what imports it, is imported by those commands alone that compose a configuration.
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from nemo_kto.launch.job import Job
 
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
 _SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
@@ -98,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in RECIPES:
-        train(RECIPES[command], arguments[1:])
+        gc.disable()  # most of what a refused command line costs are imports, and what they bring stays
+        try:
+            train(RECIPES[command], arguments[1:])
+        finally:
+            gc.enable()
     elif command == "export":
         _export(arguments[1:])
     else:
@@ -165,6 +168,7 @@ def _plan(argv: Sequence[str]) -> None:
     gc.disable()  # as above
     set_up_logging(rank=0)
     from nemo_kto.launch.plan import main as plan
+    from nemo_kto.launch.redaction import redacted
 
     try:
         sys.exit(plan(argv))
@@ -175,6 +179,11 @@ def _plan(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
+    from nemo_kto.launch import compose
+    from nemo_kto.launch.job import Job, refuse_mistakes
+    from nemo_kto.launch.keys import as_text
+    from nemo_kto.launch.migration import forced
+
     output.protect()
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
     try:
@@ -219,6 +228,10 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
     """Let Hydra read sys.argv and run the job, once or several times."""
+    import hydra
+
+    from nemo_kto.launch import compose
+
     began = False
 
     def run(config: DictConfig) -> None:

@@ -15,16 +15,21 @@ and gives [P], one loss for each pair. No communication, no configuration, no st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
-from torch import Tensor
 
+from nemo_kto.lazy import lazy_import
 from nemo_kto.losses.anchored import apo_down_losses, apo_zero_losses, bco_pair_losses, nca_pair_losses, sppo_hard_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
 LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
 SmallProbability = Annotated[float, Gt(0), Lt(0.5)]
@@ -186,16 +191,24 @@ def simpo_losses(
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
 
-def orpo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
+def orpo_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    orpo_sft_weight: Annotated[float, Ge(0)] = 1.0,
+) -> Tensor:
     """ORPO (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7): SFT on the chosen answer, and the odds ratio.
 
-        - log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
+        - w log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
 
     Args:
         chosen_logratios_P, rejected_logratios_P: log p, the mean log-prob of an answer's tokens under the policy; fp32.
         beta: weight of the odds ratio, lambda in the paper.
+        orpo_sft_weight: w; 0 where another SFT term takes the place of this one.
     """
-    return -chosen_logratios_P - beta * F.logsigmoid(_log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P))
+    log_odds_ratio_P = _log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P)
+    return -orpo_sft_weight * chosen_logratios_P - beta * F.logsigmoid(log_odds_ratio_P)
 
 
 def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,8 +309,11 @@ LOSSES = {
 
 
 def preference_metric_sums(
-    losses_P: Tensor,
     *,
+    weighted_preference_losses_P: Tensor,
+    weighted_sft_losses_P: Tensor,
+    sft_scale: float,
+    sft_counts_P: Tensor,
     preference_losses_P: Tensor,
     sft_losses_P: Tensor,
     chosen_logratios_P: Tensor,
@@ -310,21 +326,28 @@ def preference_metric_sums(
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_P, preference_losses_P: loss of each pair, all its terms together, and its preference loss by itself.
-        sft_losses_P: negative log-prob of its chosen answer.
+        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss of each pair, with all their weights.
+        sft_scale: valid pairs of the global batch divided by the sum of their ``sft_counts_P``: the gradient is divided by
+            the number of pairs, the SFT term by that sum.
+        sft_counts_P: the part of each pair in what the SFT term is divided by: 1, or the number of its tokens.
+        preference_losses_P, sft_losses_P: the same terms without weights: its preference loss and the negative log-prob of
+            its chosen answer.
         chosen_logratios_P, rejected_logratios_P, beta: as a loss takes them.
         chosen_logps_P, rejected_logps_P: the policy's log-probs.
         valid_P: True where both answers have a token; the other pairs are in no sum and no count but ``invalid_rows``.
 
     Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_P``), sums in float64 without gradient, and
-        counts in int64 (``rows``, ``invalid_rows``, ``correct``).
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; only for this global batch, because of
+        ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``, ``correct``).
     """
     chosen_rewards_P = beta * chosen_logratios_P.detach().double()
     rejected_rewards_P = beta * rejected_logratios_P.detach().double()
     margins_P = chosen_rewards_P - rejected_rewards_P
     return {
-        "loss_sum": torch.where(valid_P, losses_P, 0).sum(),
+        "loss_sum": torch.where(valid_P, weighted_preference_losses_P + sft_scale * weighted_sft_losses_P, 0).sum(),
+        "weighted_preference_loss_sum": masked_sum(weighted_preference_losses_P, valid_P),
+        "weighted_sft_loss_sum": masked_sum(weighted_sft_losses_P, valid_P),
+        "sft_count": masked_sum(sft_counts_P, valid_P),
         "rows": valid_P.sum(),
         "invalid_rows": (~valid_P).sum(),
         "correct": (valid_P & (margins_P > 0)).sum(),
@@ -346,16 +369,16 @@ def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         sums: what :func:`preference_metric_sums` gives, added over micro-batches and ranks.
 
     Returns:
-        loss (0 where no pair is valid), preference_loss, sft_loss, acc (fraction of the pairs whose chosen answer has the
-        greater reward), rewards_{chosen,rejected}_mean, rewards_margin, rewards_margin_std, rewards_all_{mean,std},
-        logps_{chosen,rejected}_mean, rows (pairs), invalid_rows. Standard deviations are those of the sample. What has
-        no pair is left out.
+        loss (the mean preference term plus the mean SFT term; 0 where no pair is valid), preference_loss, sft_loss, acc
+        (fraction of the pairs whose chosen answer has the greater reward), rewards_{chosen,rejected}_mean, rewards_margin,
+        rewards_margin_std, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows (pairs), invalid_rows. Standard
+        deviations are those of the sample. What has no pair is left out.
     """
-    rows = sums["rows"]
-    metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
+    rows, sft_count = sums["rows"], max(sums["sft_count"], 1)
+    metrics = {"loss": sums["weighted_preference_loss_sum"] / max(rows, 1) + sums["weighted_sft_loss_sum"] / sft_count}
     if rows:
         metrics["preference_loss"] = sums["preference_loss_sum"] / rows
-        metrics["sft_loss"] = sums["sft_loss_sum"] / rows
+        metrics["sft_loss"] = sums["sft_loss_sum"] / sft_count
         metrics["acc"] = sums["correct"] / rows
         for name in ("chosen", "rejected"):
             metrics[f"rewards_{name}_mean"] = sums[f"rewards_{name}_sum"] / rows

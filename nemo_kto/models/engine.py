@@ -56,6 +56,8 @@ class MicroBatchLoss(NamedTuple):
 SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
 """(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
 
+Where sequences have a second log-prob, those follow: [2b].
+
 Both are on the device. To ask for one of their values, or to fetch what lies on the host, would wait for the device at each
 micro-batch.
 """
@@ -191,7 +193,8 @@ class LogProbEngine:
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
         """The sequences within the limits."""
-        check_targets(sequences.labels_BS[sequences.labels_BS != IGNORED], vocab_size=self.vocab_size)
+        for labels_BS in sequences.label_sets:
+            check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
         rank = parallel_state.get_context_parallel_rank()
         return sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
 
@@ -249,7 +252,7 @@ class LogProbEngine:
         return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
-        """Hidden states of the last stage to a log-prob each: [b], fp32. Only response tokens meet the vocabulary."""
+        """Hidden states of the last stage to a log-prob each: [b] or [2b], fp32. No other token meets the vocabulary."""
         hidden_sbh = hidden_bsh.transpose(0, 1)
         if self._config.sequence_parallel:
             hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
@@ -265,8 +268,8 @@ class LogProbEngine:
         )
         return sequence_sums(
             logps_T,
-            micro_batch.sequence_T,
-            len(micro_batch.sequence_index_b),
+            micro_batch.logprob_T,
+            micro_batch.num_logprobs,
             average=self.average_log_probs,
             over_ranks=sum_over_context_parallel,
         )

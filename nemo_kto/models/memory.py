@@ -337,15 +337,19 @@ def _weight_gradient(training: Training, parameters: list[RankParameter]) -> flo
 
 
 def _logprobs(training: Training) -> float:
-    """Hidden states that meet the vocabulary, and a chunk of logits; once more in bf16, as a factor; a soft cap's slopes."""
+    """Hidden states that meet the vocabulary, and a chunk of logits in fp32; a soft cap's slopes.
+
+    For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The chunk is free again when their
+    product with the hidden states is made, the gradient of the output weight.
+    """
     saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
-    narrow = training.element_bytes if training.element_bytes < _FP32 else 0
-    capped = _FP32 if training.architecture.logit_softcap is not None else 0
-    total = saved.head() * tokens + min(training.logprob_chunk, tokens) * rows * (_FP32 + narrow + capped)
-    if narrow and not training.on_gpu and training.adapters is None:  # the product is made in bf16 and widened
-        total += rows * training.architecture.hidden_size * (_FP32 + narrow)
-    return total
+    chunk = min(training.logprob_chunk, tokens) * rows
+    logits = chunk * (_FP32 if training.architecture.logit_softcap is None else 2 * _FP32)
+    if training.on_gpu and training.element_bytes < _FP32:
+        product = rows * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
+        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, product))
+    return saved.head() * tokens + logits
 
 
 def _working(training: Training, parameters: list[RankParameter]) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_kto.losses.sequence import response_counts, response_positions
+from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
 from nemo_kto.models.spans import packed_rows, row_places
 from nemo_kto.parallel import device
 
@@ -103,6 +103,8 @@ class SequenceBatch:
         positions_BS: position ids.
         mask_B1SS: True where attention is forbidden; None for plain causal attention.
         answers: sequences that belong together: k, k + B / answers, ... are answers to one prompt, and share a micro-batch.
+        prompt_labels_BS: labels of a second log-prob of each sequence, that of tokens outside of its response; None for
+            sequences with one log-prob.
     """
 
     tokens_BS: Tensor
@@ -111,6 +113,7 @@ class SequenceBatch:
     positions_BS: Tensor
     mask_B1SS: Tensor | None = None
     answers: int = 1
+    prompt_labels_BS: Tensor | None = None
 
     @classmethod
     def of(
@@ -142,6 +145,22 @@ class SequenceBatch:
 
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
+
+    def with_prompts(self, wanted_B: Tensor) -> SequenceBatch:
+        """The same, with a second log-prob: that of all tokens outside of the response where ``wanted_B``, else of none."""
+        is_prompt_BS = (self.labels_BS == IGNORED) & (torch.arange(self.tokens_BS.shape[1]) < self.lengths_B[:, None])
+        return replace(self, prompt_labels_BS=torch.where(is_prompt_BS & wanted_B[:, None], self.tokens_BS, IGNORED))
+
+    @property
+    def label_sets(self) -> list[Tensor]:
+        """The labels of each log-prob that a sequence has, [B, S] each: of its response first."""
+        return [self.labels_BS] if self.prompt_labels_BS is None else [self.labels_BS, self.prompt_labels_BS]
+
+    @cached_property
+    def prompt_counts_B(self) -> Tensor:
+        """[B] int64: tokens of the second log-prob; 0 without one."""
+        labels_BS = self.prompt_labels_BS
+        return torch.zeros_like(self.response_counts_B) if labels_BS is None else response_counts(labels_BS)
 
     @cached_property
     def valid_B(self) -> Tensor:
@@ -214,7 +233,7 @@ class SequenceBatch:
         if limits.packed:
             return self._packed_micro_batch(sequence_index_b, limits)
         width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
-        sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b, :width])
+        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b)
         return MicroBatch(
             sequence_index_b=sequence_index_b,
             tokens_bs=self.tokens_BS[sequence_index_b, :width],
@@ -223,15 +242,23 @@ class SequenceBatch:
             owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), [width] * len(sequence_index_b)).view(-1, width),
             hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
             target_T=target_T,
-            sequence_T=sequence_T,
+            logprob_T=logprob_T,
+            num_logprobs=len(self.label_sets) * len(sequence_index_b),
         )
+
+    def _predictions(self, sequence_index_b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``response_positions`` of all label sets of some sequences, and the log-prob that each token is part of."""
+        found = [response_positions(labels_BS[sequence_index_b]) for labels_BS in self.label_sets]
+        sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+        logprobs = [own_T + k * len(sequence_index_b) for k, (own_T, _, _) in enumerate(found)]
+        return sequence_T, position_T, target_T, torch.cat(logprobs)
 
     def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
         """One row; padding belongs to the sequence before it, which does not see it: at the end of the row to the last."""
         lengths = limits.in_row(self.lengths_B[sequence_index_b]).tolist()
         lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
         starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
-        sequence_T, position_T, target_T = response_positions(self.labels_BS[sequence_index_b])
+        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b)
 
         def row(values_BS: Tensor) -> Tensor:
             own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
@@ -245,7 +272,8 @@ class SequenceBatch:
             owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), lengths).view(1, -1),
             hidden_index_T=starts_b[sequence_T] + position_T,
             target_T=target_T,
-            sequence_T=sequence_T,
+            logprob_T=logprob_T,
+            num_logprobs=len(self.label_sets) * len(sequence_index_b),
             lengths=tuple(lengths),
         )
 
@@ -260,7 +288,8 @@ class SequenceBatch:
             owner_bs=torch.full((1, width), -1),
             hidden_index_T=nothing,
             target_T=nothing,
-            sequence_T=nothing,
+            logprob_T=nothing,
+            num_logprobs=0,
         )
 
 
@@ -293,7 +322,9 @@ class MicroBatch:
             ``sequence_index_b``; -1 of padding, and of a sequence that is in no sum.
         hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: that token.
-        sequence_T: whose token it is, as an index into ``sequence_index_b``.
+        logprob_T: the log-prob that it is part of: an index into ``sequence_index_b``, or b more than that for the second
+            log-prob of a sequence.
+        num_logprobs: b, or 2 b where sequences have a second log-prob.
         lengths: of the whole sequences of a packed row, each with its padding; None where each has a row.
         packed: the same for the attention, on the device.
     """
@@ -305,7 +336,8 @@ class MicroBatch:
     owner_bs: Tensor
     hidden_index_T: Tensor
     target_T: Tensor
-    sequence_T: Tensor
+    logprob_T: Tensor
+    num_logprobs: int
     lengths: tuple[int, ...] | None = None
     packed: PackedSequences | None = None
 
@@ -329,7 +361,7 @@ class MicroBatch:
             owner_bs=self.owner_bs[:, place_s],
             hidden_index_T=(index_T * rows + row_T)[is_here_T],
             target_T=self.target_T[is_here_T],
-            sequence_T=self.sequence_T[is_here_T],
+            logprob_T=self.logprob_T[is_here_T],
         )
 
     @classmethod
@@ -337,7 +369,7 @@ class MicroBatch:
         """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
         from nemo_kto.models.packed_sequences import PackedSequences
 
-        names = ("sequence_index_b", "tokens_bs", "positions_bs", "owner_bs", "hidden_index_T", "target_T", "sequence_T")
+        names = ("sequence_index_b", "tokens_bs", "positions_bs", "owner_bs", "hidden_index_T", "target_T", "logprob_T")
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
         masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
         rows = [each.lengths for each in micro_batches if each.lengths is not None]
@@ -346,6 +378,7 @@ class MicroBatch:
             cls(
                 mask_b1ss=None if each.mask_b1ss is None else next(masks),
                 lengths=each.lengths,
+                num_logprobs=each.num_logprobs,
                 packed=None if each.lengths is None else next(packed),
                 **{name: next(there) for name in names},
             )

@@ -1,10 +1,15 @@
 """From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
 
 The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
-token and dropped, and made again in the backward pass. Peak memory beyond inputs and results, in fp32: forward, one chunk
-of logits [c, v]; backward, the same (with a soft cap its slopes besides) and the two gradients, [T, H] and, where the weight
-has no ``main_grad``, [V, H]. For a bf16 model add a chunk in bf16, and on the CPU, which cannot widen a product, another
-[V, H].
+token and dropped, and made again in the backward pass.
+
+Logits and their gradient are fp32 for a bf16 model too, and so is the sum of every product. A GPU multiplies bf16 matrices
+and returns fp32; the gradient of the logits takes part as two bf16 summands. A CPU has no such product: the weight is
+converted to fp32 in blocks of rows, and the product is one of fp32 matrices.
+
+Peak memory beyond inputs and results, in fp32: forward, one chunk of logits [c, v]; backward, the same (with a soft cap its
+slopes besides) and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a bf16 model add, on a
+GPU, two chunks in bf16, and a product [V, H] while the fp32 chunk is free; on a CPU a block of the weight.
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
@@ -20,6 +25,9 @@ from nemo_kto.parallel.main_grad import added_to_main_grad, main_grad_of
 
 # torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
+
+# Rows of the weight that are converted to fp32 at a time: few enough to stay in the cache, from which the product reads them
+_BLOCK_ROWS = 1024
 
 
 def vocab_parallel_logprobs(
@@ -135,19 +143,21 @@ class _Logprobs(torch.autograd.Function):
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
         grad_T1 = -grads[0].unsqueeze(1)
         for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
-            # d log-prob / d logits = one-hot(target) - softmax; its negative is made in place of the logits
-            slope_cv = _logits(hidden_TH[chunk], weight_VH[:columns], ctx.softcap)
-            # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
-            cap_slope_cv = None if ctx.softcap is None else slope_cv.div(ctx.softcap).square_().neg_().add_(1)
-            slope_cv.sub_(normaliser_T[chunk].unsqueeze(1)).exp_()
-            slope_cv.scatter_add_(1, column_T[chunk].unsqueeze(1), -is_here_T[chunk].to(wide).unsqueeze(1))
-            slope_cv = (slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)).to(dtype)
-            # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
-            if hidden_grad_TH is not None:
-                hidden_grad_TH[chunk] = _mm(slope_cv, weight_VH[:columns]).mul_(grad_T1[chunk])
-            if weight_grad_VH is not None:
-                _add_mm(weight_grad_VH[:columns], slope_cv.t(), (hidden_TH[chunk] * grad_T1[chunk]).to(dtype))
-            del slope_cv, cap_slope_cv
+            _add_gradients(
+                _slopes(
+                    hidden_TH[chunk],
+                    weight_VH[:columns],
+                    column_T[chunk],
+                    is_here_T[chunk],
+                    normaliser_T[chunk],
+                    softcap=ctx.softcap,
+                ),
+                grad_T1[chunk],
+                hidden_TH[chunk],
+                weight_VH[:columns],
+                hidden_grad_cH=None if hidden_grad_TH is None else hidden_grad_TH[chunk],
+                weight_grad_vH=None if weight_grad_VH is None else weight_grad_VH[:columns],
+            )
         if hidden_grad_TH is not None:
             if ctx.reduce_group is not None:
                 dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
@@ -166,21 +176,80 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    logits_cv = _mm(hidden_cH, weight_vH.t())
+    """Logits in fp32 at least, not rounded to a narrower type on the way."""
+    wide = _wide(hidden_cH.dtype)
+    if _multiplies_to_fp32(hidden_cH):
+        logits_cv = torch.mm(hidden_cH, weight_vH.t(), out_dtype=wide)
+    else:
+        logits_cv, hidden_cH = hidden_cH.new_empty((len(hidden_cH), len(weight_vH)), dtype=wide), hidden_cH.to(wide)
+        for rows in _weight_blocks(weight_vH):
+            torch.mm(hidden_cH, weight_vH[rows].to(wide).t(), out=logits_cv[:, rows])
     return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in fp32 at least; where the hardware can, not rounded on the way."""
-    wide = _wide(a.dtype)
-    if a.is_cuda and _MM_WIDENS and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
-    return torch.mm(a, b).to(wide)
+def _slopes(
+    hidden_cH: torch.Tensor,
+    weight_vH: torch.Tensor,
+    column_c: torch.Tensor,
+    is_here_c: torch.Tensor,
+    normaliser_c: torch.Tensor,
+    *,
+    softcap: float | None,
+) -> torch.Tensor:
+    """d -log-prob / d logits = softmax - one-hot(target), [c, v]; before the soft cap where there is one."""
+    slope_cv = _logits(hidden_cH, weight_vH, softcap)
+    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
+    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
+    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_here_c.to(slope_cv.dtype).unsqueeze(1))
+    return slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)
 
 
-def _add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where ``total`` is fp32 at least."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(_mm(a, b))
+def _add_gradients(
+    slope_cv: torch.Tensor,
+    grad_c1: torch.Tensor,
+    hidden_cH: torch.Tensor,
+    weight_vH: torch.Tensor,
+    *,
+    hidden_grad_cH: torch.Tensor | None,
+    weight_grad_vH: torch.Tensor | None,
+) -> None:
+    """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 at least.
+
+    The slopes are overwritten, or freed if the caller holds no reference to them.
+    """
+    wide = slope_cv.dtype
+    if _multiplies_to_fp32(hidden_cH):
+        slope_2cv = _as_summands(slope_cv.mul_(grad_c1), hidden_cH.dtype).flatten(0, 1)
+        del slope_cv  # makes room for the products
+        if hidden_grad_cH is not None:
+            hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
+        if weight_grad_vH is not None:
+            weight_grad_vH += torch.mm(slope_2cv.t(), hidden_cH.repeat(2, 1), out_dtype=wide)
+        return
+    # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
+    if hidden_grad_cH is not None:
+        for rows in _weight_blocks(weight_vH):
+            hidden_grad_cH.addmm_(slope_cv[:, rows], weight_vH[rows].to(wide))
+        hidden_grad_cH.mul_(grad_c1)
+    if weight_grad_vH is not None:
+        weight_grad_vH.addmm_(slope_cv.t(), hidden_cH.to(wide) * grad_c1)
+
+
+def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[2, c, v]: two values of a narrower type whose sum is each value, to 16 bits for bf16. Overwrites the values."""
+    summands_2cv = values_cv.new_empty((2, *values_cv.shape), dtype=dtype)
+    summands_2cv[0] = values_cv
+    summands_2cv[1] = values_cv.sub_(summands_2cv[0])
+    return summands_2cv
+
+
+def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
+    """Whether a product of matrices narrower than fp32 can be had in fp32."""
+    return _MM_WIDENS and factor.is_cuda and factor.dtype != _wide(factor.dtype)
+
+
+def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:
+    """Blocks of rows that are converted one by one; a weight in fp32 needs no conversion and is one block."""
+    is_wide = weight_vH.dtype == _wide(weight_vH.dtype)
+    return _chunks(len(weight_vH), len(weight_vH) if is_wide else _BLOCK_ROWS)

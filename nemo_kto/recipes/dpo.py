@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from nemo_kto.models.sequences import SequenceBatch
 
 
+class DPOLossConfig(LossConfig):
+    """model.dpo."""
+
+    sft_token_mean: bool
+    sft_completion_only: bool
+
+
 class DPORecipe(Recipe):
     """Builds what is DPO's own of a run."""
 
@@ -52,10 +59,11 @@ class DPORecipe(Recipe):
 
         return MegatronGPTDPOModel.sequences(batch)
 
-    def model(self, section: LossConfig, examples: DPODataset, *, lr: float) -> type[MegatronGPTDPOModel]:
+    def model(self, section: DPOLossConfig, examples: DPODataset, *, lr: float) -> Callable[..., MegatronGPTDPOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
-        return MegatronGPTDPOModel
+        options = {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
+        return partial(MegatronGPTDPOModel, **options)
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         from nemo_kto.algorithms.dpo import DPOTrainer
@@ -70,7 +78,7 @@ DPO = DPORecipe(
     page="docs/algorithms/dpo.md",
     losses=LOSSES,
     loss_inputs=frozenset({"beta"}),
-    loss_section=LossConfig,
+    loss_section=DPOLossConfig,
     unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),

@@ -40,7 +40,8 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "MIN_BYTES", part_bytes)
         cache = TokenCache(folder=folder, fields=Fields({}), preprocess_workers=workers, **settings)
-        table, columns = cache.open(path, broken=broken)
+        ((examples, columns),) = cache.open([path], broken=broken).values()
+    table = examples and Dataset(examples)
     try:
         broken.raise_if_any()
     except DataError as error:

@@ -146,6 +146,7 @@ def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(
         "discopop_tau": 0.1,
         "gt_reward_scale": 2.0,
         "simpo_gamma": 1.0,
+        "orpo_sft_weight": 0.5,
     }
     assert said(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():

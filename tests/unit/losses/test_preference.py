@@ -22,6 +22,7 @@ BETA = 0.3
 OPTIONS = {
     "label_smoothing": 0.2,
     "simpo_gamma": 0.7,
+    "orpo_sft_weight": 0.6,
     "gt_reward_scale": 1.5,
     "exo_label_smoothing": 0.1,
     "discopop_tau": 0.5,
@@ -68,7 +69,7 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "rpo_bwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(1.5 * d), sigmoid(BETA * (c - r))),
     "rpo_fwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(BETA * (c - r)), sigmoid(1.5 * d)),
     "simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2),
-    "orpo": lambda c, r, d: -c + BETA * logistic(math.log(odds(c) / odds(r))),
+    "orpo": lambda c, r, d: -0.6 * c + BETA * logistic(math.log(odds(c) / odds(r))),
 }
 SORTED = {name for name, loss in ALL_LOSSES.items() if loss.sorts}  # a loss of theirs is none of one pair: test_aot.py
 LOSSES = {name: loss for name, loss in ALL_LOSSES.items() if name not in SORTED}
@@ -107,6 +108,7 @@ def test_the_name_table() -> None:
         "rpo_bwd_kl": [scale],
         "rpo_fwd_kl": [scale],
         "simpo": [("simpo_gamma", 0.5, (Ge(0),)), smoothing],
+        "orpo": [("orpo_sft_weight", 1.0, (Ge(0),))],
     }
     assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
     assert [name for name, loss in LOSSES.items() if loss.average_log_probs] == ["simpo", "orpo"]
@@ -306,7 +308,7 @@ def test_odds_keep_their_digits_from_the_surest_to_the_least_likely_answer(dista
     logps = torch.tensor([-distance, -1.0])
     exact = logps.double()
     log_odds = exact - torch.log(-torch.expm1(exact))
-    expected = -exact[0] - BETA * torch.nn.functional.logsigmoid(log_odds[0] - log_odds[1])
+    expected = -0.6 * exact[0] - BETA * torch.nn.functional.logsigmoid(log_odds[0] - log_odds[1])
     losses = loss_of("orpo")(logps[:1], logps[1:])
     torch.testing.assert_close(losses[0].double(), expected, rtol=1e-5, atol=1e-12)
 
@@ -332,7 +334,10 @@ def sums_of(chosen: torch.Tensor, rejected: torch.Tensor, *logps_and_valid: torc
     chosen_logps, rejected_logps, valid = logps_and_valid
     preference_losses = LOSSES["dpo"].function(chosen, rejected, beta=BETA)
     sums = preference_metric_sums(
-        2 * preference_losses - 0.1 * chosen_logps,
+        weighted_preference_losses_P=2 * preference_losses,
+        weighted_sft_losses_P=-0.1 * chosen_logps,
+        sft_scale=1.0,
+        sft_counts_P=torch.ones_like(valid),
         preference_losses_P=preference_losses,
         sft_losses_P=-chosen_logps,
         chosen_logratios_P=chosen,
@@ -384,6 +389,33 @@ def test_any_split_gives_the_same_metrics(batch: Sides, split: list[int]) -> Non
     assert sum(others, first) == pytest.approx(Metrics(sums_of(*batch), preference_metrics), rel=1e-6)
 
 
+def test_one_mean_over_the_tokens_of_several_batches() -> None:
+    """An SFT term that is divided by tokens: two batches of 3 and of 1 pairs, with 8 and with 2 tokens."""
+
+    def batch_metrics(sft: list[float], tokens: list[int]) -> Metrics:
+        sft_losses, counts = torch.tensor(sft), torch.tensor(tokens)
+        values = dict.fromkeys(
+            ("chosen_logratios_P", "rejected_logratios_P", "chosen_logps_P", "rejected_logps_P"), sft_losses
+        )
+        sums = preference_metric_sums(
+            weighted_preference_losses_P=torch.ones_like(sft_losses),
+            weighted_sft_losses_P=0.5 * sft_losses,
+            sft_scale=len(sft) / sum(tokens),
+            sft_counts_P=counts,
+            preference_losses_P=torch.ones_like(sft_losses),
+            sft_losses_P=sft_losses,
+            valid_P=torch.ones(len(sft), dtype=torch.bool),
+            beta=BETA,
+            **values,
+        )
+        assert sums["loss_sum"] / len(sft) == pytest.approx(1 + 0.5 * sum(sft) / sum(tokens))
+        return Metrics({name: value.item() for name, value in sums.items()}, preference_metrics)
+
+    together = batch_metrics([4.0, 2.0, 6.0], [3, 1, 4]) + batch_metrics([8.0], [2])
+    assert together["sft_loss"] == pytest.approx(20 / 10)
+    assert together["loss"] == pytest.approx(1 + 0.5 * 20 / 10)
+
+
 def test_what_stands_in_an_invalid_pair_does_not_matter(batch: Sides) -> None:
     *values, valid = batch
     subset = sums_of(*(tensor[valid] for tensor in values), valid[valid])
@@ -396,7 +428,10 @@ def test_the_loss_alone_has_a_gradient_and_valid_pairs_alone_get_it() -> None:
     chosen, rejected = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     losses = LOSSES["dpo"].function(chosen, rejected, beta=BETA)
     sums = preference_metric_sums(
-        losses,
+        weighted_preference_losses_P=losses,
+        weighted_sft_losses_P=-0 * chosen,
+        sft_scale=1.0,
+        sft_counts_P=torch.ones(3),
         preference_losses_P=losses,
         sft_losses_P=-chosen,
         chosen_logratios_P=chosen,

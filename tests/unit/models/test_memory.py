@@ -185,11 +185,15 @@ def test_layers_that_are_recomputed_keep_only_inputs(
 
 
 def test_a_chunk_of_logits(architecture: Architecture) -> None:
-    """In fp32 one chunk; in bf16 also as a factor, and on the CPU the product of the output layer's gradient, twice."""
+    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and the product is fp32."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
-    narrow = HIDDEN * (8 + 3 * 2 + 4) + 4
-    assert first(architecture, element_bytes=2).logprobs == TOKENS * narrow + 100 * rows * 6 + rows * HIDDEN * 6
+    of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)
+    assert first(architecture, element_bytes=2).logprobs == of_bf16 + 100 * rows * 4
+    gpu = {"element_bytes": 2, "on_gpu": True}
+    hidden = first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4), logprob_chunk=0).logprobs
+    assert first(architecture, **gpu).logprobs == hidden + 100 * rows * 2 * 2 + rows * max(100, HIDDEN) * 4
+    assert first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4)).logprobs == hidden + 100 * rows * (2 * 2 + 4)
 
 
 def test_the_most_at_one_time(architecture: Architecture) -> None:

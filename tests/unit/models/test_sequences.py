@@ -59,7 +59,7 @@ def test_empty_micro_batches_make_the_groups_whole() -> None:
     limits = MicroBatchLimits(prompts=2, tokens=None, multiple=2, group=4)
     *_, empty = batch.micro_batches(limits)
     assert (empty.tokens_bs.shape, empty.positions_bs.shape) == ((1, 2), (1, 2))
-    assert [len(each) for each in (empty.hidden_index_T, empty.target_T, empty.sequence_T)] == [0, 0, 0]
+    assert [len(each) for each in (empty.hidden_index_T, empty.target_T, empty.logprob_T)] == [0, 0, 0]
     assert batch.padded_tokens(limits) == 2 * 8 + 2 * 4 + 2 + 2
 
 
@@ -135,7 +135,23 @@ def test_where_the_predictors_of_a_packed_row_are() -> None:
     (row,) = batch.micro_batches(MicroBatchLimits(prompts=None, tokens=None, multiple=1, packed=True))
     assert row.sequence_index_b.tolist() == [1, 0], "the longest first"
     assert row.hidden_index_T.tolist() == [1, 2, 4]
-    assert (row.target_T.tolist(), row.sequence_T.tolist()) == ([7, 8, 9], [0, 0, 1])
+    assert (row.target_T.tolist(), row.logprob_T.tolist()) == ([7, 8, 9], [0, 0, 1])
+
+
+def test_the_log_probs_of_prompts() -> None:
+    """Two sequences of 4 and 3 tokens, each with a response of one; the first token of a prompt has no predictor."""
+    tokens_BS = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 0]])
+    labels_BS = torch.tensor([[-100, -100, -100, 13], [-100, -100, 22, -100]])
+    batch = replace(batch_of([4, 3]), tokens_BS=tokens_BS, labels_BS=labels_BS)
+    assert batch.prompt_counts_B.tolist() == [0, 0]
+    both, first = batch.with_prompts(torch.tensor([True, True])), batch.with_prompts(torch.tensor([True, False]))
+    assert (both.prompt_counts_B.tolist(), first.prompt_counts_B.tolist()) == ([2, 1], [2, 0])
+    assert both.response_counts_B.tolist() == batch.response_counts_B.tolist() == [1, 1]
+    for packed, hidden in ((False, [4, 3, 0, 2, 1]), (True, [2, 5, 0, 1, 4])):
+        (row,) = both.micro_batches(MicroBatchLimits(prompts=None, tokens=None, multiple=1, packed=packed))
+        assert row.hidden_index_T.tolist() == hidden
+        assert (row.target_T.tolist(), row.logprob_T.tolist()) == ([13, 22, 11, 12, 21], [0, 1, 2, 2, 3])
+        assert row.num_logprobs == 4
 
 
 def test_no_sequences_make_no_rows() -> None:
@@ -180,8 +196,8 @@ def test_ranks_that_share_sequences_have_their_tokens_and_what_these_predict() -
     assert second.tokens_bs.tolist() == [[12, 13, 14, 15], [22, 0, 0, 0]]
     # the hidden state before each response token, as place * rows + row of the share
     predicted = [list(zip(*(values.tolist() for values in of_rank), strict=True)) for of_rank in (
-        (first.hidden_index_T, first.target_T, first.sequence_T),
-        (second.hidden_index_T, second.target_T, second.sequence_T),
+        (first.hidden_index_T, first.target_T, first.logprob_T),
+        (second.hidden_index_T, second.target_T, second.logprob_T),
     )]  # fmt: skip
     assert predicted[0] == [(2, 12, 0), (4, 17, 0), (3, 22, 1)]
     assert predicted[1] == [(0, 13, 0), (2, 14, 0), (4, 15, 0), (6, 16, 0)]

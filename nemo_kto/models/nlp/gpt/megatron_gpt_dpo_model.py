@@ -13,6 +13,7 @@ from nemo_kto.data.batch import DPOBatch
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.flops import Passes
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
@@ -69,28 +70,40 @@ class AnswerValues:
 
     valid_B: Tensor
     response_counts_B: Tensor
+    prompt_counts_B: Tensor
+    sft_counts_P: Tensor
     reference_logps_B: Tensor | None
     reward_delta_P: Tensor
     weights_P: Tensor
 
     @classmethod
-    def of(cls, pairs: PairTensors) -> AnswerValues:
+    def of(cls, pairs: PairTensors, answers: SequenceBatch, sft_counts_P: Tensor) -> AnswerValues:
         """Moved once for a batch, so that no micro-batch waits for them."""
         there, reference_logps_B = device.current_device(), pairs.reference_logps_B
         return cls(
-            valid_B=pairs.answers.valid_B.to(there),
-            response_counts_B=pairs.answers.response_counts_B.to(there),
+            valid_B=answers.valid_B.to(there),
+            response_counts_B=answers.response_counts_B.to(there),
+            prompt_counts_B=answers.prompt_counts_B.to(there),
+            sft_counts_P=sft_counts_P.to(there),
             reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
             reward_delta_P=pairs.reward_delta_P.to(there),
             weights_P=pairs.weights_P.to(there),
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class MegatronGPTDPOModel(MegatronGPTModel):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
 
     Both answers of a pair go through the same micro-batch.
+
+    Attributes:
+        sft_token_mean: the SFT loss is one mean over the tokens of the global batch instead of one over pairs.
+        sft_completion_only: the SFT loss covers the chosen answer, and not its prompt too.
     """
+
+    sft_token_mean: bool = False
+    sft_completion_only: bool = True
 
     @staticmethod
     def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
@@ -113,18 +126,35 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             The loss and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
         pairs = PairTensors.unpack(batch)
-        loss = partial(self._micro_batch_loss, AnswerValues.of(pairs), self._partners(pairs))
+        answers = pairs.answers
+        if not self.sft_completion_only:
+            answers = answers.with_prompts(torch.arange(len(answers)) < len(answers) // 2)
+        sft_counts_P = self._sft_counts(answers)
+        batch_sums = self._batch_sums(answers, sft_counts_P, forward_only=forward_only)
+        sft_scale = batch_sums.pop("valid") / max(batch_sums.pop("sft_count"), 1)
+        values = AnswerValues.of(pairs, answers, sft_counts_P)
+        loss = partial(self._micro_batch_loss, values, self._partners(pairs), sft_scale)
         with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(pairs.answers, loss, forward_only=forward_only)
+            parts = self.engine.forward_backward(answers, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
-        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
-        work = self.engine.work_sums(pairs.answers, passes=passes)
         return self.global_metrics(
-            parts,
-            zeros=loss(nothing.long(), nothing).sums,
-            batch_sums={name: float(value) for name, value in sum_over_data_parallel(work).items()},
-            derive=preference_metrics,
+            parts, zeros=loss(nothing.long(), nothing).sums, batch_sums=batch_sums, derive=preference_metrics
         )
+
+    def _sft_counts(self, answers: SequenceBatch) -> Tensor:
+        """The part of each pair in what the SFT term is divided by: [P]."""
+        counts_P = (answers.response_counts_B + answers.prompt_counts_B).tensor_split(2)[0]
+        return counts_P if self.sft_token_mean else torch.ones_like(counts_P)
+
+    def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, float]:
+        """Work of the global batch, its number of ``valid`` pairs, and what the SFT term is divided by (``sft_count``)."""
+        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
+        work = self.engine.work_sums(answers, passes=passes)
+        own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))
+        work["flops"] = work["flops"] + own_passes.per_response_token * answers.prompt_counts_B.sum()
+        valid_P = answers.valid_B.view(2, -1).all(dim=0)
+        sums = {**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()}
+        return {name: float(value) for name, value in sum_over_data_parallel(sums).items()}
 
     def _partners(self, pairs: PairTensors) -> dict[str, Tensor]:
         """What a loss that sorts compares the two values of each pair with, [P] each on the device; {} for the others.
@@ -153,11 +183,32 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         first_p, second_p = (logps_b if reference_logps_b is None else logps_b - reference_logps_b).tensor_split(2)
         return first_p, second_p
 
+    def _sft_losses(self, chosen_p: Tensor, prompt_p: Tensor | None, answers: AnswerValues, pair_index_p: Tensor) -> Tensor:
+        """SFT loss of each pair, from the log-probs of its chosen answer and, where they count, of the prompt: [p]."""
+        counts_p = answers.response_counts_B[pair_index_p]
+        if prompt_p is None:
+            return self.sft_losses(chosen_p, counts_p, average=False if self.sft_token_mean else None)
+        prompt_counts_p = answers.prompt_counts_B[pair_index_p]
+        sums_p = self.sft_losses(chosen_p, counts_p, average=False)
+        sums_p = sums_p + self.sft_losses(prompt_p, prompt_counts_p, average=False)
+        if self.sft_token_mean or not self.objective.sft_average_log_probs:
+            return sums_p
+        return sums_p / (counts_p + prompt_counts_p).clamp(min=1)
+
     def _micro_batch_loss(
-        self, answers: AnswerValues, partners: Mapping[str, Tensor], sequence_index_b: Tensor, logps_b: Tensor
+        self,
+        answers: AnswerValues,
+        partners: Mapping[str, Tensor],
+        sft_scale: float,
+        sequence_index_b: Tensor,
+        logps: Tensor,
     ) -> MicroBatchLoss:
-        """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers."""
+        """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers, and [b] of their prompts."""
         objective = self.objective
+        logps_b, prompt_p = logps, None
+        if not self.sft_completion_only:
+            logps_b, prompt_logps_b = logps.tensor_split(2)
+            prompt_p = prompt_logps_b.tensor_split(2)[0]
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
         values_b, reference_b = logps_b, None  # log-ratios, or log-probs where there is no reference
         if self.uses_reference:
@@ -169,12 +220,15 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         of_pairs = rewards | {name: values_P[pair_index_p] for name, values_P in partners.items()}
         compared = self._compared(logps_b, reference_b)
         preference_p = objective.loss.function(*compared, beta=objective.beta, **of_pairs, **objective.options)
-        sft_p = self.sft_losses(chosen_logps_p, answers.response_counts_B[pair_index_p])
-        losses_p = objective.preference_loss_weight * preference_p + objective.sft_loss_weight * sft_p
+        sft_p = self._sft_losses(chosen_logps_p, prompt_p, answers, pair_index_p)
+        weights_p = answers.weights_P[pair_index_p]
         chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)
         return MicroBatchLoss.of(
             preference_metric_sums(
-                answers.weights_P[pair_index_p] * losses_p,
+                weighted_preference_losses_P=weights_p * (objective.preference_loss_weight * preference_p),
+                weighted_sft_losses_P=weights_p * (objective.sft_loss_weight * sft_p),
+                sft_scale=sft_scale,
+                sft_counts_P=answers.sft_counts_P[pair_index_p],
                 preference_losses_P=preference_p,
                 sft_losses_P=sft_p,
                 chosen_logratios_P=chosen_p,

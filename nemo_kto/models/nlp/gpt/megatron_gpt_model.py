@@ -102,14 +102,15 @@ class MegatronGPTModel:
         """Whether the weights of all ranks are finite; collective."""
         return not ranks_where(not self.engine.local_weights_are_finite())
 
-    def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor) -> Tensor:
+    def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool | None = None) -> Tensor:
         """Negative log-prob of each answer, as the SFT loss counts it: [b].
 
         Args:
             logps_b: log-probs as the engine reduces them.
             response_counts_b: response tokens of the same sequences.
+            average: the mean over these tokens instead of the sum; None for what the objective says.
         """
-        average = self.objective.sft_average_log_probs
+        average = self.objective.sft_average_log_probs if average is None else average
         if average == self.engine.average_log_probs:
             return -logps_b
         counts_b = response_counts_b.clamp(min=1)
