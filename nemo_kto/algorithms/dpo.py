@@ -144,8 +144,15 @@ class DPOTrainer:
         self.run_timer.start_time()
         try:
             self._begin()
-            while not self._is_over and not self._ends_early and self._begin_epoch() and self._train_epoch():
-                pass
+            for started, batch in self._remaining_batches():
+                self.optimizer.zero_grad()
+                self.model.zero_grad()
+                before = self.model.state_dict()
+                loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
+                figures = self._optimizer_step(loss, before)
+                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+                if self._end_step():
+                    break
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_exception(self, error)
@@ -178,22 +185,15 @@ class DPOTrainer:
             self._save()
         return False
 
-    def _train_epoch(self) -> bool:
-        """Take the steps from the present one to the end of the epoch; False if the run ends before that, or with it."""
-        self._set_position()
-        left = self.steps_per_epoch - self.step % self.steps_per_epoch
-        started = time.perf_counter()
-        for batch in islice(self.augment_dataloader(self.train_dataloader), left):
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
-            before = self.model.state_dict()
-            loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-            figures = self._optimizer_step(loss, before)
-            self._report_step(metrics, figures, seconds=time.perf_counter() - started)
-            if self._end_step():
-                return False
+    def _remaining_batches(self) -> Iterator[tuple[float, Any]]:
+        """Augmented batches from the present step to the last, epoch after epoch, and when the wait for each began."""
+        while not self._is_over and not self._ends_early and self._begin_epoch():
+            self._set_position()
+            left = self.steps_per_epoch - self.step % self.steps_per_epoch
             started = time.perf_counter()
-        return True
+            for batch in islice(self.augment_dataloader(self.train_dataloader), left):
+                yield started, batch
+                started = time.perf_counter()
 
     def _end_step(self) -> bool:
         """Validate and save where that is due; True if the run ends here."""

@@ -80,9 +80,10 @@ class ReferenceCache:
                 except OSError:
                     found = None
                 if found != known:
-                    text = "must keep its files until the run ends: the reference is loaded again when an epoch begins"
-                    what = "cannot be read any more" if found is None else "have changed"
-                    raise UserError(f"{model} {text}, but they {what}; restore them and start the same command again")
+                    raise UserError(
+                        f"{model} must keep its files until the run ends, as the reference is loaded again when an epoch "
+                        "begins, but they have changed or are gone; restore them and start the same command again"
+                    )
 
     @property
     def size(self) -> int:

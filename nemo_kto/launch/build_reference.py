@@ -89,7 +89,16 @@ def build_reference(
         load_model(policy, other)
     if mode == "cached":
         cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
-        precomputation = Precomputation(cfg, cached, engine, data, trainer_cfg, timers, run_timer, first_step)
+        precomputation = Precomputation(
+            cfg=cfg,
+            cached=cached,
+            engine=engine,
+            data=data,
+            trainer_cfg=trainer_cfg,
+            timers=timers,
+            run_timer=run_timer,
+            first_step=first_step,
+        )
         precomputation.before_training()
         later = None
         if precomputation.has_later_epochs:
@@ -202,7 +211,7 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
                 weight.copy_(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Precomputation:
     """Computes the reference log-probs of a run: of its first epoch and its validations before training, of others later.
 

@@ -45,7 +45,7 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     settings = cfg.model.reference
     if not cfg.loss.record.needs_reference:
         return "none", f"{cfg.loss.preference_loss} needs no reference"
-    by_epoch = cfg.loss.record.needs_z0 and cfg.loop.max_epochs > 1  # KL examples are formed within a batch
+    by_epoch = has_new_kl_examples(cfg)
     if settings.mode != "auto":
         note = "; KL examples are evaluated when their epoch begins" if settings.mode == "cached" and by_epoch else ""
         return settings.mode, f"set by the user{note}"
@@ -57,6 +57,11 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     if by_epoch:
         why = "it does not change: samples are evaluated once, and KL examples, new in each epoch, when their epoch begins"
     return "cached", why
+
+
+def has_new_kl_examples(cfg: RunConfig) -> bool:
+    """Whether later epochs have sequences that the first has not: KL examples, which are formed within a batch."""
+    return cfg.loss.record.needs_z0 and cfg.loop.max_epochs > 1
 
 
 def reference_passes(cfg: RunConfig) -> tuple[int, int]:

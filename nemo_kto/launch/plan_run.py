@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_rows import micro_batch_limits
-from nemo_kto.launch.choices import adapter_settings, choose_mode, pipeline_split, reference_passes
+from nemo_kto.launch.choices import adapter_settings, choose_mode, has_new_kl_examples, pipeline_split, reference_passes
 from nemo_kto.launch.rules import local_ranks, world_size
 from nemo_kto.launch.schema import GPTConfig, RunConfig
 from nemo_kto.models.activations import RECOMPUTED
@@ -226,8 +226,10 @@ def size(count: float) -> str:
 
 
 def _swapped(cfg: RunConfig, mode: str) -> str | None:
-    """What of the model the reference has a copy of on the host."""
+    """What of the model has a copy on the host: the reference, or the policy while the reference is evaluated."""
     adapted = cfg.model.peft.peft_scheme != "none"
+    if mode == "cached" and has_new_kl_examples(cfg) and (not adapted or cfg.model.reference.restore_from_path is not None):
+        return "all"
     if mode == "swap":
         return "trained" if adapted and cfg.model.reference.restore_from_path is None else "all"
     # the adapters that training starts from are the reference too

@@ -15,6 +15,7 @@ import torch
 from nemo_kto import locks
 from nemo_kto.locks import locked
 from tests.distributed.ranks import RankPool
+from tests.messages import assert_names
 
 
 def make_rows(first: int, count: int) -> Any:
@@ -130,6 +131,31 @@ def rows_found(folder: Path, model: Path) -> list[int]:
         assert weights.stat().st_size == before.st_size
         found.append(CacheUser(folder, model).reference.cache.size)
     return [*found, CacheUser(folder, model.rename(folder / "moved")).reference.cache.size]
+
+
+def model_that_changes(folder: Path) -> list[str]:
+    """What is said when the reference's weights are about to be read again: unchanged, others, and gone."""
+    from nemo_kto.errors import UserError
+    from nemo_kto.parallel import state
+
+    state.init_distributed(layout=state.Layout(), seed=0)
+    model = make_model(folder / "model")
+    cache = CacheUser(folder, model).reference.cache
+    cache.check_models()
+    found = []
+    for spoil in (lambda: (model / "model.safetensors").write_bytes(b"weighty"), lambda: model.rename(folder / "moved")):
+        spoil()
+        try:
+            cache.check_models()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_reference_that_is_not_the_same_any_more_is_not_read_again(ranks: RankPool, tmp_path: Path) -> None:
+    ((changed, gone),) = ranks.run(1, model_that_changes, tmp_path)
+    for text in (changed, gone):
+        assert_names(text, str(tmp_path / "model"), "changed or are gone", "restore", "same command")
 
 
 def two_jobs(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ def test_a_cache_that_is_filled_epoch_by_epoch_gives_the_numbers_of_a_swap(
     assert abs(swapped[3]["train/rewards_all_mean"] - swapped[0]["train/rewards_all_mean"]) > 1e-4, "the policy must move"
     assert_same(run(*given, CACHED, world_size=world_size), swapped, steps=4)
     assert kl_estimates(run.folder / "2")[:3] == kl_estimates(run.folder / "1")[:3]
+
+
+def test_a_run_that_is_resumed_without_its_cache_computes_what_is_left(job: Callable[[str], Job], tmp_path: Path) -> None:
+    """From the middle of the first epoch: the rest of it beforehand, and the second one when it begins."""
+    run, first, second = job("kto"), tmp_path / "first", tmp_path / "second"
+    given = [*TWO_EPOCHS, CACHED, "trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=4"]
+    whole = run(*given, folder=first)
+    shutil.copytree(first / "checkpoints/step_000001", second / "checkpoints/step_000001")
+    shutil.copy(first / "metrics.jsonl", second)
+    shutil.rmtree(tmp_path / "cache/reference")
+    assert_same(run(*given, folder=second), whole, steps=4)
+    assert run.parts()
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])

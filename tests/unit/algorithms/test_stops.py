@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.telemetry.timers import StopReason
 from tests.unit.algorithms.parts import Run
 
@@ -135,6 +136,53 @@ def test_a_signal_during_the_validation_after_the_time_is_up() -> None:
     run.fit()
     assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
     assert run.trainer.ended_early
+
+
+class Preparation(Callback):
+    """What prepares an epoch, at which steps, and during which one the run is asked to stop."""
+
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.stops_at = stops_at
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        self.steps.append(trainer.step)
+
+    @property
+    def stops(self) -> bool:
+        return self.steps[-1:] == [self.stops_at]
+
+
+def test_each_epoch_is_prepared_before_its_first_step_and_where_the_run_resumes() -> None:
+    whole, again = Preparation(), Preparation()
+    first = Run(max_epochs=3, callbacks=[whole]).fit()
+    assert whole.steps == [0, 10, 20]
+    stopped_first = Run(max_epochs=3, max_steps=13).fit()
+    second = resumed(stopped_first, max_epochs=3, callbacks=[again])
+    assert again.steps == [13, 20]
+    assert losses(stopped_first, second)[-2:] == losses(first)[-2:]
+
+
+@pytest.mark.parametrize("interval", [0, 10])
+def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
+    """The last step is saved once, whether that was due or not, and nothing else is done."""
+    preparation, settings = Preparation(stops_at=10), {"max_epochs": 3, "save_interval": interval}
+    run = stopped(lambda run: preparation.stops, callbacks=[preparation], **settings)
+    assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (10, [10], [])
+    assert (run.trainer.ended_early, run.notes.ended) == (True, ["success"])
+    again = resumed(run, **settings)
+    assert losses(run, again) == losses(Run(**settings).fit())
+
+
+@pytest.mark.parametrize(("interval", "validated"), [(0, [10]), (5, [5, 10])])
+def test_the_time_is_up_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
+    """The run ends as after any last step: it has a validation, the lines of the log that are left, and a checkpoint."""
+    preparation = Preparation(stops_at=10)
+    settings = {"max_epochs": 3, "val_check_interval": interval, "log_every_n_steps": 4, "callbacks": [preparation]}
+    run = Run(max_time="00:00:01:00", clock=lambda: 100.0 * preparation.stops, **settings).fit()
+    assert run.notes.steps_with("val/loss") == validated
+    assert (run.notes.steps_with("train/loss"), run.notes.saved_steps) == ([4, 8, 10], [10])
+    assert not run.trainer.ended_early, "the model is exported"
 
 
 def test_the_time_of_a_run_begins_with_its_process_and_one_step_is_taken_at_least() -> None:

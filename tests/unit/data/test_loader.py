@@ -14,7 +14,7 @@ from nemo_kto.data.cache import KTO_EXAMPLES
 from nemo_kto.data.collate import kto_custom_collate
 from nemo_kto.data.dataset import KTODataset, build_splits
 from nemo_kto.data.examples import KTOExample
-from nemo_kto.data.loader import build_dataloader
+from nemo_kto.data.loader import build_dataloader, every_example
 from nemo_kto.data.sampler import GlobalBatchSampler
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -50,6 +50,17 @@ def same(a: list[dict], b: list[dict]) -> bool:
     return len(a) == len(b) and all(
         x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in zip(a, b, strict=True)
     )
+
+
+def test_every_example_is_the_first_epoch_and_what_it_leaves_out(dataset: KTODataset) -> None:
+    training = loader(dataset)
+    training.batch_sampler.set_position(3, 8)  # where a run may stand does not matter
+    everything = every_example(training)
+    batches = list(everything)
+    assert (len(everything), [len(batch["samples"]) for batch in batches]) == (4, [8, 8, 8, 2])
+    assert same(batches[:3], list(loader(dataset)))
+    texts = {tuple(tokens) for batch in batches for tokens in batch["samples"].tolist()}
+    assert len(texts) == len(dataset) == 26
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
