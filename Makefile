@@ -1,8 +1,8 @@
 # make quickstart   align a small real model on this machine, in minutes
-# make test         check that the numbers are correct
+# make test         check that the numbers are correct (make check: linters and unit tests alone, in less than 90 seconds)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, test-slurm,
-# gpu (tests and benchmarks on a GPU), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of
-# TRL), wheel, clean.
+# golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), image-test, audit, bench (a KTO step against
+# TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -26,19 +26,21 @@ N ?= 200
 MODEL ?= $(HOME)/.cache/nemo_kto/quickstart/SmolLM2-135M-Instruct
 # The newest TRL that `make gpu` compares with.
 TRL ?= 1.16.*
-# Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures.
+# Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures. Files keep
+# their order, in which those of unit tests are last: long files would leave one worker without work in the end.
 WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # An installation prints nothing for minutes, and an environment takes seconds to create: this shows that they still run.
 STILL_RUNS := (while sleep 3 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
 NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUNS)
 # What the newest megatron-core and torch could change: models, gradients, steps, checkpoints, messages; at a sample of layouts.
 DISTRIBUTED312 := {layouts,experts,pipeline_stages,gradients,logprobs,context,load_balance,main_grad,fp8,offload}
 DISTRIBUTED312 += {lora*,dora,checkpoint*,elastic,export,moments,overlap,traffic,plan_activations,engine_names,no_waiting}
-TESTS312 := $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
+TESTS312 := tests/unit/models/test_attention.py tests/unit/parallel/test_kernels.py
+TESTS312 += $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs test test-full test-slow test-py312 chaos test-slurm gpu image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 chaos test-slurm gpu image-test audit lint bench wheel clean
 
 help:
 	@sed -n '1,6s/^# //p' Makefile
@@ -69,6 +71,14 @@ lint: $(VENV)/.test
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive nemo_kto examples
 	$(BIN)/hadolint Dockerfile
 	grep -rlE '^#!.*\b(ba)?sh' .ci examples tests/slurm | xargs $(BIN)/shellcheck
+
+# What takes less than 90 seconds, once installed.
+check: lint
+	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) tests/unit tests/test_*.py
+
+# After a change that is meant to change numbers.
+golden: $(VENV)/.test
+	$(BIN)/python -m tests.distributed.golden
 
 test: lint
 	$(BIN)/python $(PYTEST) -m 'not slow and not slurm' $(PYTEST_FLAGS)

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.launch import build, compose
 from nemo_kto.parallel import device, state
-from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.parallel.dtypes import DTYPES
 from nemo_kto.telemetry.throughput import device_peak_flops
 
 LORA = [

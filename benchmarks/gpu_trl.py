@@ -34,12 +34,12 @@ def now() -> float:
 
 
 class Counted(KTOTrainer):
-    """Counts the tokens of the samples and of the KL examples, without their padding."""
+    """Counts the tokens of the samples, without their padding."""
 
     tokens: Any = 0
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        self.tokens = self.tokens + sum(mask.sum() for name, mask in inputs.items() if name.endswith("attention_mask"))
+        self.tokens = self.tokens + inputs["completion_attention_mask"].sum()
         return super().training_step(model, inputs, *arguments, **options)
 
 

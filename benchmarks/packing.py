@@ -69,7 +69,7 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     """The trainer, and its batch of all rows with log-probs of a reference."""
     from nemo_kto.launch import build, compose
     from nemo_kto.parallel import state
-    from nemo_kto.parallel.precision import DTYPES
+    from nemo_kto.parallel.dtypes import DTYPES
 
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,7 +106,7 @@ def measure(trainer: Any, batch: Any, way: dict[str, Any], figures: Figures) -> 
     engine.limits = replace(engine.limits, **{"packed": False, **way})
     samples, kl_samples = trainer.model.sequences(batch)
     carried = sum(each.padded_tokens(engine.limits) for each in (samples, kl_samples))
-    figures.padding = 1 - int(samples.lengths_B.sum() + kl_samples.lengths_B.sum()) / carried
+    figures.padding = 1 - int(samples.lengths_B.sum()) / carried
     trainer.model.zero_grad()
     device.synchronize()
     started = clock()
@@ -133,7 +133,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from transformers import AutoTokenizer
 
     from nemo_kto.data.examples import KTOExample
-    from nemo_kto.data.shares import KTOCosts, SequenceCost, balanced_shares, every_nth
+    from nemo_kto.data.shares import KTOCosts, balanced_shares, every_nth
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.flops import ModelFlops, Passes
     from nemo_kto.models.spans import packed_rows
@@ -144,8 +144,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     )
     prompts, answers = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("prompt", "completion"))
     cost, kl_cost = (
-        SequenceCost(per_token=operations.per_token, per_pair=operations.per_token_pair)
-        for operations in map(flops.of_passes, (Passes(forward=2, backward=1), Passes(forward=2)))
+        operations.of_tokens for operations in map(flops.of_passes, (Passes(forward=2, backward=1), Passes(forward=2)))
     )
     costs = KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=SEQ_LENGTH)
     examples = [
@@ -201,10 +200,10 @@ def main() -> None:
         for name in list(ways) * arguments.rounds:
             measure(trainer, batch, ways[name], found[name])
             print(f"{name}: {found[name].seconds[-1]:.1f} s", file=sys.stderr)
-        samples, kl_samples = trainer.model.sequences(batch)
+        samples, _ = trainer.model.sequences(batch)
         told = f"{arguments.reviews} reviews, {arguments.hardware}, {arguments.threads} threads"
         print(f"\n{told}, medians of {arguments.rounds} rounds\n")
-        print(table(found, int(samples.lengths_B.sum() + kl_samples.lengths_B.sum())))
+        print(table(found, int(samples.lengths_B.sum())))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def tokenise(model: Path, file: Path, folder: Path, workers: int) -> None:
     )
     broken = RowErrors()
     began = time.monotonic()
-    table, _ = cache.open(file, broken=broken)
+    table, _ = cache.open([file], broken=broken)[file]
     seconds = time.monotonic() - began
     broken.raise_if_any()
     assert table is not None

@@ -1,18 +1,20 @@
-"""Files of others that are read with one clear error; files and folders of ours that appear complete or not at all."""
+"""File I/O: files of others are opened safely and read with one clear error; our own are written atomically."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nemo_kto.errors import UserError
 
@@ -20,8 +22,104 @@ logger = logging.getLogger(__name__)
 
 _OUTSIDE = "copy it there, or download the model again"
 _CHUNK_BYTES = 2**24
+_UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
 _HASH = re.compile(rb"[0-9a-f]{64}")
 WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
+MAX_FILE_BYTES = 2**28  # of a file that is read as a whole: the largest tokenizer.json has a tenth of that
+MAX_LINE_BYTES = 2**26  # of a line: a row of ten million tokens fits
+_KINDS = {
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a folder",
+}
+# What files of other formats begin with; the first that fits counts.
+_FORMATS = (
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer; run `git lfs pull` in the clone that it is from"),
+    (b"\x1f\x8b", "compressed with gzip; decompress it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd; decompress it with unzstd"),
+    (b"\xfd7zXZ\0", "compressed with xz; decompress it with unxz"),
+    (b"BZh", "compressed with bzip2; decompress it with bunzip2"),
+    (b"PK\x03\x04", "a zip archive; unpack it"),
+    (b"PAR1", "a Parquet file; convert it with pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True)"),
+    (b"ARROW1", "an Arrow file; convert it with datasets.Dataset.from_file(FILE).to_json(NEW)"),
+    (b"GGUF", "a GGUF model; take the model's safetensors files"),
+    (b"\x80\x02", "a pickle; write the file again in its own format"),
+    (b"\x80\x04", "a pickle; write the file again in its own format"),
+    (b"\xff\xfe\0\0", "UTF-32 text; convert it with iconv -f UTF-32 -t UTF-8"),
+    (b"\0\0\xfe\xff", "UTF-32 text; convert it with iconv -f UTF-32 -t UTF-8"),
+    (b"\xff\xfe", "UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
+    (b"{\0", "UTF-16 text; convert it with iconv -f UTF-16LE -t UTF-8"),
+    (b"\0{", "UTF-16 text; convert it with iconv -f UTF-16BE -t UTF-8"),
+    (b"<!doctype html", "a web page; download the file itself"),
+    (b"<html", "a web page; download the file itself"),
+)
+
+
+def open_file(file: str | Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading.
+
+    Anything else is refused without waiting for it: a FIFO would block until it has a writer, a device may never end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; ``strerror`` says which.
+    """
+    _refuse_irregular(file, os.stat(file))  # before it is opened, as that alone may move a device
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _refuse_irregular(file, os.fstat(handle))
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _refuse_irregular(file: str | Path, found: os.stat_result) -> None:
+    if (kind := _kind(found)) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind} and must be a regular file", str(file))
+
+
+def _kind(found: os.stat_result) -> str | None:
+    return None if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+
+
+def irregular(file: Path) -> str | None:
+    """The kind of a file that is no regular one, such as "a folder"; None for a regular file, and where there is none."""
+    try:
+        return _kind(os.stat(file))
+    except OSError:
+        return None
+
+
+def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file of limited size.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more than ``limit`` bytes; ``strerror`` says which.
+    """
+    with open_file(file) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        content = handle.read(limit + 1) if size <= limit else b""
+    if max(size, len(content)) > limit:
+        text = f"it must have at most {limit:,} bytes, got {max(size, len(content)):,}"
+        raise OSError(errno.EFBIG, text, str(file))
+    return content
+
+
+def read_lines(handle: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file; of one of more than MAX_LINE_BYTES the first MAX_LINE_BYTES + 1, and nothing after it."""
+    while line := handle.readline(MAX_LINE_BYTES + 1):
+        yield line
+        if len(line) > MAX_LINE_BYTES:
+            return
+
+
+def other_format(start: bytes) -> str | None:
+    """The name of a well-known format and the remedy, by the first bytes of a file; None if it has none of these."""
+    text = start.lstrip().lower() if start[:1] in b"< \r\n\t" else start
+    return next((told for magic, told in _FORMATS if text.startswith(magic)), None)
 
 
 def read_json(file: Path, *, remedy: str = "download or write it again") -> dict[str, Any]:
@@ -31,9 +129,13 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
         UserError: the file cannot be read, or is no JSON object; names it, and ends with the remedy.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_bytes(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    if (told := other_format(raw)) is not None:
+        raise UserError(f"{file} must be JSON, but it is {told}")
+    try:
+        content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # bytes that are no text, text that is no JSON, brackets without end
         raise UserError(f"{file} must be JSON, got something else ({error}); {remedy}") from error
     if not isinstance(content, dict):
@@ -111,12 +213,13 @@ def make_folder(folder: Path, *, private: bool) -> None:
 
 
 @contextlib.contextmanager
-def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
+def publish_file(target: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
     """Give a path to write to. At the end of the block the file there gets the name ``target``.
 
     Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once. The
     content is on disk before the name is, so that a crash of the machine leaves the whole file or the one before.
-    ``private``: only the user may read it, also while it is written; else the umask decides.
+    ``private``: only the user may read it, also while it is written; else the umask decides. ``durable``: False for a file
+    whose content is checked whenever it is read: it may be damaged after a crash of the machine, and costs no waiting.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
@@ -124,18 +227,20 @@ def publish_file(target: Path, *, private: bool = False) -> Iterator[Path]:
             writing.touch(mode=0o600, exist_ok=False)
         yield writing
         if writing.exists():
-            flush(writing)
+            if durable:
+                flush(writing)
             writing.replace(target)
-            flush(target.parent)
+            if durable:
+                flush(target.parent)
     finally:
         writing.unlink(missing_ok=True)
 
 
-def remove_unpublished(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes have left of a file, or of all files of a folder, which nobody may be writing now."""
-    left = re.compile((r"\..+" if name is None else re.escape(f".{name}")) + "-[0-9a-f]{32}")
+def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove what killed processes have left of files of these names, or of all, which nobody may be writing now."""
     for path in folder.iterdir():
-        if left.fullmatch(path.name) and path.is_file():
+        left = _UNPUBLISHED.fullmatch(path.name)
+        if left and (names is None or left[1] in names) and path.is_file():
             path.unlink(missing_ok=True)
 
 

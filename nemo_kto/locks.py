@@ -114,7 +114,7 @@ def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]
         try:
             file = target.with_name(f".{target.name}{part}.lock")
             lock.enter_context(locked(file, when_held=lambda who: _say_wait(who, target), private=private))
-            remove_unpublished(target.parent, target.name)
+            remove_unpublished(target.parent, {target.name})
         except OSError as error:
             logger.warning("%s is written without a lock: %s", target, error.strerror)
         yield

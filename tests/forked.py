@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -81,7 +82,7 @@ def run(
     """The finished process with its output; waits until every process that holds the output has ended.
 
     Args:
-        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
+        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``; ``-P`` may stand before them.
         cwd: working directory.
         env: the whole environment.
         preload: modules that are imported before the process begins; it must not matter that they are.
@@ -177,7 +178,11 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     """Be what a new interpreter with these arguments would be."""
     signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     null = os.open(os.devnull, os.O_RDONLY)
-    for target, file in enumerate((null, *files)):
+    given = (*((0, null), (1, files[0]), (2, files[1])), *zip(request.get("pass_fds", []), files[2:], strict=True))
+    moved = [(target, fcntl.fcntl(file, fcntl.F_DUPFD, 100)) for target, file in given]  # out of the way of the targets
+    for file in (null, *files):
+        os.close(file)
+    for target, file in moved:
         os.dup2(file, target)
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands it down as ignored
@@ -190,16 +195,17 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    first, *others = request["arguments"]
+    is_safe = request["arguments"][0] == "-P"
+    first, *others = request["arguments"][is_safe:]
     sys.argv = list(others) if first == "-m" else [first, *others]
+    added = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(os.path.abspath(first)))
+    sys.path[:1] = [] if is_safe else [added]
     if first == "-m":
-        sys.path[0] = os.getcwd()
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         del sys.argv[1]
         exec(compile(others[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(first))
         runpy.run_path(first, run_name="__main__")
 
 
@@ -211,12 +217,14 @@ class _Rank:
 
     nursery: socket.socket
 
-    def __init__(self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool) -> None:
+    def __init__(
+        self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
+    ) -> None:
         assert args[:2] == [sys.executable, "-u"]
         assert start_new_session
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
-        request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked}
-        socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2])
+        request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked, "pass_fds": list(pass_fds)}
+        socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2, *pass_fds])
         self.args, self.pid, self.returncode = args, int(self.nursery.recv(_SIZE)), None
 
     def poll(self) -> int | None:
@@ -250,7 +258,7 @@ def _nurse() -> tuple[dict[str, Any], list[int]]:
         return {}, []
     ours.close()
     while True:
-        message, files, _, _ = socket.recv_fds(theirs, _SIZE, 2)
+        message, files, _, _ = socket.recv_fds(theirs, _SIZE, 16)
         if not message:
             os._exit(0)
         if not (parent := os.fork()):

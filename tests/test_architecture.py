@@ -85,7 +85,7 @@ PACKAGES = {
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.
-ALL_MAY_IMPORT = names("__version__ errors files locks")
+ALL_MAY_IMPORT = names("__version__ errors files hashes lazy locks")
 _TOP_LEVEL = frozenset(f"nemo_kto.{name}" for name in ALL_MAY_IMPORT)
 # The files that may name torch.cuda: one uses it, the other puts answers for the CPU in its place.
 DEVICE_FILES = names("parallel/device.py parallel/cpu.py")

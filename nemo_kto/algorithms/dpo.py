@@ -91,10 +91,7 @@ class DPOTrainer:
             return self.cfg
         batch_size = getattr(self.train_dataloader.batch_sampler, "global_batch_size", None)
         clips = getattr(getattr(self.optimizer, "config", None), "clip_grad", None)
-        asked = self.cfg.get("gradient_clip_val", clips)
-        if clips is not None and asked != clips:
-            raise ValueError(f"gradient_clip_val must be that of the optimizer, which clips, {clips}, got {asked}")
-        return TrainerConfig.of(self.cfg, global_batch_size=batch_size)
+        return TrainerConfig.of(self.cfg, global_batch_size=batch_size, clip_grad=clips)
 
     def _set_lengths(self, batches: int) -> None:
         self.steps_per_epoch = self._cfg.steps_per_epoch(batches)
@@ -147,17 +144,8 @@ class DPOTrainer:
         self.run_timer.start_time()
         try:
             self._begin()
-            started = time.perf_counter()
-            for batch in self._remaining_batches():
-                self.optimizer.zero_grad()
-                self.model.zero_grad()
-                before = self.model.state_dict()
-                loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-                figures = self._optimizer_step(loss, before)
-                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
-                if self._end_step():
-                    break
-                started = time.perf_counter()
+            while not self._is_over and not self._ends_early and self._begin_epoch() and self._train_epoch():
+                pass
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_exception(self, error)
@@ -167,12 +155,45 @@ class DPOTrainer:
 
     def _begin(self) -> None:
         """What comes before the first step of this start."""
+        self._first_step = self.step
         for callback in self.callbacks:
             callback.on_fit_start(self)
         if self.validation_due or (self._cfg.val_before_training and self.step == 0):
             self._validate()
             if self.step and (self._is_over or self._ends_early) and not self.validation_due:
                 self._save()  # in the place of the checkpoint without the validation
+
+    def _begin_epoch(self) -> bool:
+        """Let the callbacks prepare the epoch; False if the run had to stop meanwhile and ends with the last step."""
+        for callback in self.callbacks:
+            callback.on_train_epoch_start(self)
+        self.timers.report_and_reset()  # what they took is not part of a step
+        if self.step == self._first_step or not self._must_stop():
+            return True
+        if not self._ends_early and not self._due(self.val_interval):
+            self._validate()
+        if not self.ended_early:
+            self._log()
+        if not self._ends_early or not self._due(self.save_interval):
+            self._save()
+        return False
+
+    def _train_epoch(self) -> bool:
+        """Take the steps from the present one to the end of the epoch; False if the run ends before that, or with it."""
+        self._set_position()
+        left = self.steps_per_epoch - self.step % self.steps_per_epoch
+        started = time.perf_counter()
+        for batch in islice(self.augment_dataloader(self.train_dataloader), left):
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+            before = self.model.state_dict()
+            loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
+            figures = self._optimizer_step(loss, before)
+            self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+            if self._end_step():
+                return False
+            started = time.perf_counter()
+        return True
 
     def _end_step(self) -> bool:
         """Validate and save where that is due; True if the run ends here."""
@@ -195,10 +216,6 @@ class DPOTrainer:
         if not self._ends_early:
             self.stop = self.run_timer.stop_reason() or self.stop
         return self.stop is not None
-
-    def _must_end_early(self) -> bool:
-        self._must_stop()
-        return self._ends_early
 
     def _optimizer_step(self, loss: float, before: Mapping[str, Any]) -> dict[str, float]:
         """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
@@ -318,13 +335,6 @@ class DPOTrainer:
         if self.early_stopping is not None:
             self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 
-    def _remaining_batches(self) -> Iterator[Any]:
-        """Augmented batches from the present step to the last, epoch after epoch."""
-        while not self._is_over and not self._ends_early:
-            self._set_position()
-            left = self.steps_per_epoch - self.step % self.steps_per_epoch
-            yield from islice(self.augment_dataloader(self.train_dataloader), left)
-
     def _set_position(self) -> None:
         """Let the next iteration over the training examples begin with the next step."""
         done = self.step % self.steps_per_epoch
@@ -363,7 +373,7 @@ class DPOTrainer:
             parts, batches = [], sum(each.batches for each in self.val_sets)
             for part in self._validation_batches():
                 parts.append(part)
-                if self._must_end_early() and len(parts) < batches:
+                if self._must_stop() and self._ends_early and len(parts) < batches:
                     return
         metrics = metrics_by_set(parts)
         self.validation_due = False

@@ -39,16 +39,22 @@ class TrainerConfig:
     log_every_n_steps: int = 1
 
     @classmethod
-    def of(cls, section: Mapping[str, Any], *, global_batch_size: int | None = None) -> TrainerConfig:
+    def of(
+        cls, section: Mapping[str, Any], *, global_batch_size: int | None = None, clip_grad: float | None = None
+    ) -> TrainerConfig:
         """From a mapping such as the section ``trainer.NAME`` of a configuration.
 
         Args:
             section: names and values of the attributes, and perhaps ``gradient_clip_val``, which is the optimizer's.
             global_batch_size: where ``section`` does not say it.
+            clip_grad: norm that the optimizer clips gradients to, if it does.
 
         Raises:
-            ValueError: a name is unknown or missing.
+            ValueError: a name is unknown or missing, or ``gradient_clip_val`` is not what the optimizer clips to.
         """
+        asked = section.get("gradient_clip_val", clip_grad)
+        if clip_grad is not None and asked != clip_grad:
+            raise ValueError(f"gradient_clip_val must be that of the optimizer, which clips, {clip_grad}, got {asked}")
         given = {str(name): value for name, value in section.items() if name != "gradient_clip_val"}
         if global_batch_size is not None:
             given.setdefault("global_batch_size", global_batch_size)
@@ -102,27 +108,26 @@ def fraction_of(total: int, fraction: float) -> int:
     return int(total * fraction + 1e-9)  # 0.29 of 100 is 28.999999999999996 in floating point
 
 
-def batches_of_run(cfg: TrainerConfig, train: Loader[Raw], validation: Mapping[str, Loader[Raw]]) -> Iterator[Raw]:
-    """What the loaders will yield during a whole run from its first step on: every epoch, then the validation batches once.
+def steps_to_epoch_end(cfg: TrainerConfig, batches: int, *, step: int) -> int:
+    """Optimizer steps from ``step`` to the end of its epoch, or of the run, over ``batches`` global batches an epoch."""
+    steps = cfg.steps_per_epoch(batches)
+    return max(0, min(steps - step % steps, cfg.total_steps(batches) - step))
 
-    Args:
-        cfg: how long the run is.
-        train: as the trainer takes it; its position is left anywhere.
-        validation: name of each validation set -> its loader.
-    """
+
+def batches_to_epoch_end(cfg: TrainerConfig, train: Loader[Raw], *, step: int) -> Iterator[Raw]:
+    """What the loader yields from ``step`` to the end of its epoch, or of the run; its position is left anywhere."""
     batches = len(train.batch_sampler)
-    steps, left = cfg.steps_per_epoch(batches), cfg.total_steps(batches)
-    epoch = 0
-    while left > 0:
-        train.batch_sampler.set_position(epoch, 0)
-        yield from islice(train, min(steps, left))
-        left -= steps
-        epoch += 1
+    epoch, done = divmod(step, cfg.steps_per_epoch(batches))
+    train.batch_sampler.set_position(epoch, done * cfg.global_batch_size)
+    yield from islice(train, steps_to_epoch_end(cfg, batches, step=step))
+
+
+def validation_batches(cfg: TrainerConfig, validation: Mapping[str, Loader[Raw]]) -> Iterator[Raw]:
+    """What the loaders yield in one validation; ``validation``: name of each set -> its loader."""
     for loader in validation.values():
         yield from islice(loader, limit_batches(len(loader.batch_sampler), cfg.limit_val_batches))
 
 
-def number_of_batches(cfg: TrainerConfig, train: Loader[Raw], validation: Mapping[str, Loader[Raw]]) -> int:
-    """How many :func:`batches_of_run` yields."""
-    lengths = (len(loader.batch_sampler) for loader in validation.values())
-    return cfg.total_steps(len(train.batch_sampler)) + sum(limit_batches(each, cfg.limit_val_batches) for each in lengths)
+def number_of_validation_batches(cfg: TrainerConfig, validation: Mapping[str, Loader[Raw]]) -> int:
+    """How many :func:`validation_batches` yields."""
+    return sum(limit_batches(len(loader.batch_sampler), cfg.limit_val_batches) for loader in validation.values())

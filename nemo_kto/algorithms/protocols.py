@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Batch = TypeVar("Batch", contravariant=True)
 Raw = TypeVar("Raw", covariant=True)

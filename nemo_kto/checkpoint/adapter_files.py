@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError
-from nemo_kto.files import file_inside, read_json
+from nemo_kto.files import file_inside, irregular, read_json
 from nemo_kto.models.lora_mappings import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
 from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
 
@@ -96,10 +96,12 @@ def is_our_adapter(folder: Path) -> bool:
 
 def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
     """The configuration, and the shape of each tensor."""
-    if absent := [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]:
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    kinds = {name: irregular(folder / name) or "not there" for name in files if not (folder / name).is_file()}
+    if kinds:
+        told = " and ".join(f"{name} is {kind}" for name, kind in kinds.items())
         raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {' and '.join(absent)} is not there; "
-            "load it with peft and write it with save_pretrained"
+            f"{folder} must be an adapter in PEFT's format, but {told}; load it with peft and write it with save_pretrained"
         )
     config, weights = (file_inside(folder, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return read_json(config), tensor_shapes(weights)

@@ -1,8 +1,10 @@
-"""A reference policy whose log-probs were computed before training."""
+"""A reference policy whose log-probs are precomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ from nemo_kto.checkpoint.reference_cache import ReferenceCache, sequence_keys
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.parallel import state
 
 _FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
 
@@ -31,23 +34,37 @@ class CachedReference:
         """
         return torch.cat([self._logprobs(sequences) for sequences in parts])
 
-    def precompute(self, batches: Iterable[Sequence[SequenceBatch]], engine: LogProbEngine) -> None:
-        """Compute what the cache does not have; collective. The model must be the reference, and every rank gives as many.
+    def precompute(
+        self,
+        batches: Iterable[Sequence[SequenceBatch]],
+        engine: LogProbEngine,
+        *,
+        active: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """Compute the log-probs that the cache lacks; collective. Every rank gives as many batches.
 
         Args:
-            batches: the sequences of each batch of the run.
+            batches: the sequences of each batch.
             engine: runs the model.
+            active: gives a context in which the model is the reference; it is entered when the first log-prob is missing.
         """
-        for number, parts in enumerate(batches, start=1):
-            for sequences in parts:
-                keys_B2 = sequence_keys(sequences)
-                missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
-                unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
-                logps_B = engine.logprobs(unknown)  # nothing may be missing here, and something on another rank
-                if len(missing):
-                    self.cache.add(keys_B2[missing], logps_B.numpy())
-            if number % _FLUSH_EVERY == 0:
-                self.cache.flush()
+        with contextlib.ExitStack() as reference:
+            is_active = False
+            for number, parts in enumerate(batches, start=1):
+                for sequences in parts:
+                    keys_B2 = sequence_keys(sequences)
+                    missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
+                    if not state.largest(len(missing)):
+                        continue
+                    if not is_active:
+                        reference.enter_context(active())
+                        is_active = True
+                    unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
+                    logps_B = engine.logprobs(unknown)  # nothing may be missing here, and something on another rank
+                    if len(missing):
+                        self.cache.add(keys_B2[missing], logps_B.numpy())
+                if number % _FLUSH_EVERY == 0:
+                    self.cache.flush()
         self.cache.flush()
 
     def _logprobs(self, sequences: SequenceBatch) -> torch.Tensor:

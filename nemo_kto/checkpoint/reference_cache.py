@@ -54,15 +54,35 @@ class ReferenceCache:
             UserError: a file cannot be read.
         """
         self._private = not shared
+        self._models = models
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
         with state.main_process_first(doing="checking the reference log-probs"):
             hashes = [content_hash(model, model_files(model), cache_dir=folder, shared=shared) for model in models]
+            self._hashes = hashes
             about = {"format": _FORMAT, "models": hashes, **settings}
             self.folder = folder / "reference" / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             if state.is_first_of_machine():
                 self._prepare(json.dumps({**about, "folders": [str(model.resolve()) for model in models]}, indent=2))
         self._open()
+
+    def check_models(self) -> None:
+        """Compare the files of the reference model, which are about to be read again, with what they were; collective.
+
+        Raises:
+            UserError: they are others, or gone.
+        """
+        cache_dir = self.folder.parent.parent
+        with state.main_process_first(doing="checking the reference model"):
+            for model, known in zip(self._models, self._hashes, strict=True):
+                try:
+                    found = content_hash(model, model_files(model), cache_dir=cache_dir, shared=not self._private)
+                except OSError:
+                    found = None
+                if found != known:
+                    text = "must keep its files until the run ends: the reference is loaded again when an epoch begins"
+                    what = "cannot be read any more" if found is None else "have changed"
+                    raise UserError(f"{model} {text}, but they {what}; restore them and start the same command again")
 
     @property
     def size(self) -> int:
@@ -78,6 +98,10 @@ class ReferenceCache:
             state.from_rank_zero(lambda: lock.enter_context(writer), doing="waiting for another job's log-probs")
             self._open()
             yield
+
+    def refresh(self) -> None:
+        """Take over what other jobs have written; collective."""
+        self._open()
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+from nemo_kto.errors import UserError, either, printable
+from nemo_kto.files import file_inside, irregular, open_file, other_format, read_json
 
-from nemo_kto.errors import UserError, either
-from nemo_kto.files import file_inside, read_json
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # the one file of a model without an index
 WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
 _REMEDY = "download or write it again"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
 BLOCKS, SCALES = "_blocks", "_scales"  # what the names of weights in MXFP4 end in (checkpoint/mxfp4.py), whose type is
 _PACKED = "U8"
+_FORMAT_BYTES = 64  # which show a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 Shapes = dict[str, tuple[int, ...]]
@@ -46,8 +50,11 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
     try:
-        with file.open("rb") as handle:
+        with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
+            if (told := other_format(handle.read(_FORMAT_BYTES))) is not None:
+                raise UserError(f"{file} must be a safetensors file, but it is {told}")
             handle.seek(0)
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > _MAX_HEADER_BYTES:
@@ -74,14 +81,15 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
                 pass
             case _:
-                raise _Broken(f"its header does not say what {name} is")
+                raise _Broken(f"its header does not say what {printable(name, 100)} is")
         is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
         if dtype not in _FLOATS and not is_packed:
             floats = either([*_FLOATS])
-            raise _Broken(f"{name} is {dtype} and not {floats}, perhaps quantized; start from the unquantized model")
+            got = f"{printable(name, 100)} is {printable(dtype, 20)}"
+            raise _Broken(f"{got} and not {floats}, perhaps quantized; start from the unquantized model")
         size = 1 if is_packed else _FLOATS[dtype]
         if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
-            raise _Broken(f"its header contradicts itself about {name}")
+            raise _Broken(f"its header contradicts itself about {printable(name, 100)}")
         shapes[name], end = tuple(shape), max(end, last)
     if end != data_bytes:
         raise _Broken(f"it has {data_bytes} bytes of weights, and its header names {end}: it was cut short or changed")
@@ -91,26 +99,47 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
 def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """File and shape of every weight in a folder; reads only the headers of the files.
 
+    Where there is an index, only the files that it names are read, and each weight must be in the one file that it is mapped
+    to. Weights in these files that the index leaves out are weights too, as in transformers.
+
     Raises:
-        UserError: there are no safetensors, not all that the index names, or they cannot be read; lists all such files.
-            Or one lies outside the folder.
+        UserError: there are no safetensors, not all that the index names, they cannot be read, or the index contradicts
+            them; lists all such files. Or one lies outside the folder.
     """
-    files = _weight_files(folder)
-    if absent := [file.name for file in files if not file.is_file()]:
+    weight_map = _read_index(folder)
+    files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
+    if absent := [f"{file.name} is {irregular(file) or 'not there'}" for file in files if not file.is_file()]:
         raise UserError(
-            f"{folder} must hold its weights as safetensors, but {', '.join(absent)} is not there; "
+            f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
             "load the model with transformers and write it with save_pretrained"
         )
+    if folder / SINGLE not in files and (folder / SINGLE).is_file():  # which transformers would read, and not the index
+        told = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
+        raise UserError(f"{told}; remove the one that is not the model")
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    wrong = []
+    wrong, repeated = [], []
     for file in files:
         try:
-            found |= {name: (file, shape) for name, shape in tensor_shapes(file).items()}
+            shapes = tensor_shapes(file)
         except UserError as error:
             wrong.append(str(error))
+            continue
+        repeated += [f"{name} in {found[name][0].name} and in {file.name}" for name in shapes if name in found]
+        found |= {name: (file, shape) for name, shape in shapes.items()}
+    if repeated:
+        wrong.append(f"{folder} must hold each weight in one file, got {_first_of(repeated)}; {_REMEDY}")
+    mapped = {} if wrong or weight_map is None else weight_map
+    lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name][0] != file]
+    if lost:
+        told = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
+        wrong.append(f"{told}; {_REMEDY}")
     if wrong:
         raise UserError("\n  ".join(wrong))
     return found
+
+
+def _first_of(mistakes: Sequence[str]) -> str:
+    return mistakes[0] if len(mistakes) == 1 else f"{len(mistakes)} mistakes, such as {mistakes[0]}"
 
 
 def is_our_model(folder: Path) -> bool:
@@ -121,14 +150,16 @@ def is_our_model(folder: Path) -> bool:
         return False
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _read_index(folder: Path) -> dict[str, Path] | None:
+    """File of each weight that the index names; None for a model in a single file, which has no index."""
     index = folder / INDEX
     if not index.is_file():
-        return [file_inside(folder, "model.safetensors")]
+        return None
     files = read_json(file_inside(folder, INDEX)).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise UserError(f"{index} must have a weight_map from the name of each weight to its file; {_REMEDY}")
-    return [file_inside(folder, name) for name in sorted(set(files.values()))]
+    paths = {file: file_inside(folder, file) for file in set(files.values())}
+    return {name: paths[file] for name, file in files.items()}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -171,6 +202,8 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._shard:
+            from safetensors.torch import save_file
+
             save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
             self._parts.append(list(self._shard))
             self._shard, self._shard_bytes = {}, 0

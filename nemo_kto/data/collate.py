@@ -79,7 +79,8 @@ def kto_custom_collate(
         eos_id: fills up the sequences on the right, and ends documents for the next three.
         reset_position_ids: positions start again at 0 after each EOS.
         reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
-        eod_mask_loss: the token after an EOS is not trained on (the EOS itself still is).
+        eod_mask_loss: the token after an EOS, which begins another document, is not trained on; the EOS itself is. That is
+            Megatron's loss mask, which leaves out what is predicted from an EOS.
         seq_length: longest sequence; the responses of KL examples are cut to fit. None: no limit.
         pad_to_multiple: the common length S is a multiple of it.
         with_kl, kept: also make KL examples; numbers of the examples to keep, B of them, None for all.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 import datasets
 import numpy as np
 import torch.utils.data
+from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
@@ -30,12 +31,14 @@ from nemo_kto.data.prefix import (
     validation_names,
     validation_split,
 )
-from nemo_kto.data.reader import Fields
+from nemo_kto.data.reader import Fields, FileColumns
 from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
 
 if TYPE_CHECKING:
     import pyarrow
+
+_NAMED_FILES = 3  # with a warning each
 
 Example = TypeVar("Example")
 
@@ -231,6 +234,7 @@ def build_splits(
     fields: Mapping[str, str] | None = None,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
+    cache_verified: bool = False,
     preprocess_workers: int | None = 1,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
@@ -245,11 +249,9 @@ def build_splits(
             itself names the splits.
         tokenizer: the model's.
         seq_length, truncation_mode: see ``truncation.Truncation``.
-        cache_dir: folder of the tokenised examples.
         seed: order of the examples within a blend.
         fields: columns to rename, see ``reader.Fields``.
-        cache_shared: others may read the tokenised examples, as the umask says; else only the user.
-        preprocess_workers, progress: see ``cache.TokenCache``.
+        cache_dir, cache_shared, cache_verified, preprocess_workers, progress: see ``cache.TokenCache``.
         min_validation_rows: a validation set of fewer rows is joined to the training rows, or left out where it has
             files of its own; it is refused where it has a name.
 
@@ -266,6 +268,7 @@ def build_splits(
         encoder=encoder,
         truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,
+        verified=cache_verified,
         preprocess_workers=preprocess_workers,
         progress=progress,
     )
@@ -280,11 +283,11 @@ def build_splits(
 
 def _open_all(
     sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
-) -> tuple[dict[Source, datasets.Dataset], dict[Source, list[FileOfTable]]]:
+) -> tuple[dict[Source, Table], dict[Source, list[FileOfTable]]]:
     """Every source's examples and files; all are read before any broken row is raised. Unused columns go to ``warnings``."""
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
-    opened = {file: cache.open(file, broken=broken) for file in files}
+    opened = cache.open(list(files), broken=broken)
     found = {column for _, columns in opened.values() for column in columns.found}
     if missing := [column for column in cache.fields.columns.values() if column not in found]:
         has = ", ".join(sorted(found)) or "none"
@@ -292,18 +295,32 @@ def _open_all(
             f"model.data.fields must name columns of the rows, got {missing[0]}, which no row has; they have {has}"
         )
     broken.raise_if_any()
-    for file, (_, columns) in opened.items():
-        if columns.unused:
-            warnings.append(f"{file}: columns that are not used: {columns.unused_text()}")
+    warnings += _unused_columns({file: columns for file, (_, columns) in opened.items()})
     tables = {file: table for file, (table, _) in opened.items() if table is not None}
     every = [source for group in sources.values() for source in group]
-    joined = {source: datasets.concatenate_datasets([tables[file] for file in source.files]) for source in every}
+    joined = {source: concat_tables([tables[file] for file in source.files]) for source in every}
     return joined, {source: [FileOfTable(Path(file), len(tables[file])) for file in source.files] for source in every}
+
+
+def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
+    """A warning for each file with columns that are not used; one for all files with the same ones where they are many."""
+    alike: dict[tuple[str, ...], list[Path]] = {}
+    for file, columns in of_files.items():
+        if columns.unused:
+            alike.setdefault(tuple(sorted(columns.unused)), []).append(file)
+    for files in alike.values():
+        if len(files) <= _NAMED_FILES:
+            yield from (f"{file}: columns that are not used: {of_files[file].unused_text()}" for file in files)
+            continue
+        total = FileColumns()
+        for file in files:
+            total.merge(of_files[file])
+        yield f"{files[0]} and {len(files) - 1:,} other files: columns that are not used: {total.unused_text()}"
 
 
 def _ranges(
     sources: dict[str, tuple[Source, ...]],
-    tables: Mapping[Source, datasets.Dataset],
+    tables: Mapping[Source, Table],
     splits_string: str | None,
     min_validation_rows: int,
     warnings: list[str],
@@ -325,7 +342,7 @@ def _ranges(
 
 def _assemble(
     make: Callable[..., AnyDataset],
-    tables: Mapping[Source, datasets.Dataset],
+    tables: Mapping[Source, Table],
     files: Mapping[Source, Sequence[FileOfTable]],
     ranges: Sequence[Range],
     seed: int,
@@ -345,14 +362,15 @@ def _assemble(
     if blended := [weight for weight in weights if weight is not None]:
         chosen, within = blend([len(own) for own in places], blended, seed=seed)
         index = np.array([own[0] for own in places])[chosen] + within
-    return make(table=datasets.concatenate_datasets(parts), index=index, files=made_of)
+    return make(table=datasets.Dataset(concat_tables(parts)), index=index, files=made_of)
 
 
-def _cut(table: datasets.Dataset, splits_string: str) -> dict[str, tuple[int, int]]:
+def _cut(table: Table, splits_string: str) -> dict[str, tuple[int, int]]:
     """The rows of a source that each split gets: the first, and the one after the last."""
 
     def is_second_of_pair(place: int) -> bool:
-        return table[place]["line"] == table[place - 1]["line"]
+        first, second = table.slice(place - 1, 2).column("line").to_pylist()
+        return bool(first == second)
 
     shares = split_shares(splits_string, len(table))
     return dict(zip(SPLITS, split_ranges(len(table), shares, is_second_of_pair), strict=True))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
+from datasets.table import MemoryMappedTable
 
 from nemo_kto.files import kept_hash, make_folder, publish_file
+from nemo_kto.hashes import MIN_KEPT_BYTES
 
 if TYPE_CHECKING:
     import pyarrow
@@ -21,7 +22,7 @@ _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # where an example came f
 def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
     """Hash of examples and their order.
 
-    Every file is hashed once and its hash kept beside it, so that millions of examples cost no more than the index does.
+    The hash of every large file is kept beside it, so that millions of examples cost no more than the index does.
 
     Args:
         files: of ``TokenCache``, one after the other.
@@ -36,19 +37,24 @@ def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
 
 def _file_hash(file: Path) -> str:
     """Of token ids, labels, rewards and weights, however the file groups them; its name says all that it was made of."""
-    kept = file.parent / "hashes" / f"{file.stem}.sha256"
+    kept, state = file.parent / "hashes" / f"{file.stem}.sha256", file.stat()
+    if state.st_size < MIN_KEPT_BYTES:
+        return _content_hash(file)
     if (known := kept_hash(kept)) is not None:
         return known
-    table = Dataset.from_file(str(file)).data
-    whole = hashlib.sha256()
+    found, private = _content_hash(file), not state.st_mode & 0o077  # as the file itself
+    make_folder(kept.parent, private=private)
+    with publish_file(kept, private=private, durable=False) as writing:
+        writing.write_text(found, encoding="ascii")
+    return found
+
+
+def _content_hash(file: Path) -> str:
+    table, whole = MemoryMappedTable.from_file(str(file)), hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
         if name == "weight" and not _has_weights(table.column(name)):
             continue  # rows without weights have the hash that they had before there were weights
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
-    private = not file.stat().st_mode & 0o077  # as the file itself
-    make_folder(kept.parent, private=private)
-    with publish_file(kept, private=private) as writing:
-        writing.write_text(whole.hexdigest(), encoding="ascii")
     return whole.hexdigest()
 
 

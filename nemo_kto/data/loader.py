@@ -6,8 +6,9 @@ import atexit
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +63,16 @@ def build_dataloader(
         worker_init_fn=_ignore_stop_signals,
         # Without one of its own, every iteration draws from torch's global generator, and a resumed run (which
         # iterates less often) would get other random numbers than the run it continues.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def every_example(loader: Any) -> DataLoader[Any]:
+    """A loader of the first epoch of another one, with the incomplete batch at the end that training leaves out."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=replace(loader.batch_sampler, drop_last=False),
+        collate_fn=loader.collate_fn,
         generator=torch.Generator().manual_seed(0),
     )
 

@@ -12,27 +12,8 @@ from dataclasses import dataclass
 from nemo_kto.data.collate import kl_partners_of
 from nemo_kto.data.examples import DPOExample, KTOExample
 
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceCost:
-    """The work of one or more passes over one sequence, in any unit.
-
-    Attributes:
-        per_token: of the linear layers.
-        per_pair: of the attention, for a token and a token that it sees.
-    """
-
-    per_token: float
-    per_pair: float
-
-    def __call__(self, length: int) -> float:
-        """Of so many tokens.
-
-        Examples:
-            >>> SequenceCost(per_token=10.0, per_pair=1.0)(3)
-            36.0
-        """
-        return self.per_token * length + self.per_pair * length * (length + 1) / 2
+SequenceCost = Callable[[int], float]
+"""The work of one or more passes over a sequence of so many tokens, in any unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.algorithms.callbacks import (
     Callback,
     LoggerCallback,
+    PrecomputeReference,
     ReferenceSync,
     SpikeCallback,
     StragglerCallback,
@@ -25,7 +27,7 @@ from nemo_kto.algorithms.callbacks import (
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.skipping import SkippedSteps
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_optimizer import build_optimizer_and_schedule
@@ -49,8 +51,8 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.parallel import device, ranks, signals, state, watchdog
-from nemo_kto.parallel.precision import DTYPES
-from nemo_kto.telemetry.loggers import RunLogger
+from nemo_kto.parallel.dtypes import DTYPES
+from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
@@ -80,6 +82,8 @@ def _train(cfg: RunConfig) -> None:
     cfg, why = resolve_precision(cfg)
     state.raise_together(state.attempt(lambda: check_gpu(cfg)), "{}")
     state.raise_together(state.attempt(lambda: check_memory(cfg, _machines(cfg))), "{}")
+    with watchdog.phase("opening the logs"):
+        check_logs(cfg)
     with watchdog.phase("preparing data"):
         start = prepare(cfg)
     if start.run.finished is not None:
@@ -154,7 +158,8 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
     timers = PhaseTimers(synchronize=device.synchronize, observe=watchdog.phase)
     data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
-    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer)
+    first_step = start.run.resumed_step or 0
+    reference = build_reference(cfg, policy, engine, data, trainer_cfg, timers, run_timer, first_step=first_step)
     make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
     model = make_model(engine=engine, reference=reference.policy, objective=build_objective(cfg), phase=timers.phase)
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
@@ -240,6 +245,8 @@ def build_callbacks(
 ) -> list[Callback]:
     """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
     callbacks: list[Callback] = []
+    if reference.precompute is not None:
+        callbacks.append(PrecomputeReference(precompute=reference.precompute))
     if state.world_size() > 1:
         callbacks.append(
             StragglerCallback(
@@ -265,20 +272,38 @@ def build_callbacks(
     return [*callbacks, *(find_callback(spec)() for spec in cfg.trainer.callbacks)]
 
 
+def check_logs(cfg: RunConfig) -> None:
+    """Check that the logs of a new run can be opened; collective. A resumed run goes on without one that cannot.
+
+    Raises:
+        UserError: names those that cannot.
+    """
+
+    def check() -> None:
+        settings = cfg.exp_manager
+        if not named_checkpoints(Path(settings.explicit_log_dir) / CHECKPOINTS):
+            check_loggers(**_logger_settings(cfg))
+
+    state.from_rank_zero(check, doing="opening the logs")
+
+
+def _logger_settings(cfg: RunConfig) -> dict[str, Any]:
+    settings = cfg.exp_manager
+    return {
+        "folder": Path(settings.explicit_log_dir),
+        "tensorboard": settings.create_tensorboard_logger,
+        "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
+        "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+        "redact": redacted,
+    }
+
+
 def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:
     """Where metrics are written; only rank 0 writes. Collective: a log that cannot be opened is an error of every rank."""
-    settings, made = cfg.exp_manager, list[RunLogger]()
+    made = list[RunLogger]()
 
     def make() -> None:
-        run_logger = RunLogger(
-            folder=Path(settings.explicit_log_dir),
-            enabled=state.is_rank_zero(),
-            resumed_step=resumed_step,
-            tensorboard=settings.create_tensorboard_logger,
-            wandb=settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
-            mlflow=settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
-            redact=redacted,
-        )
+        run_logger = RunLogger(enabled=state.is_rank_zero(), resumed_step=resumed_step, **_logger_settings(cfg))
         run_logger.log_hyperparams(public_config(cfg))
         made.append(run_logger)
 

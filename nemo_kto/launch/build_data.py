@@ -44,8 +44,11 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         DataError: rows cannot be used, or there are too few to train on.
     """
     with state.main_process_first(doing="reading and tokenising the rows"):
-        progress = partial(progress_bar, shown=state.is_rank_zero())
-        splits = cfg.recipe.build_splits(source_settings(cfg, tokenizer) | {"progress": progress}, cfg.data_options())
+        settings = source_settings(cfg, tokenizer) | {
+            "progress": partial(progress_bar, shown=state.is_rank_zero()),
+            "cache_verified": not state.is_first_of_machine(),  # which has just read it
+        }
+        splits = cfg.recipe.build_splits(settings, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
     data_parallel = parallel_state.get_data_parallel_world_size()

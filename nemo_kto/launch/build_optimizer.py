@@ -13,7 +13,7 @@ from nemo_kto.launch.build_policy import Policy
 from nemo_kto.launch.schema import RunConfig, ScheduleConfig
 from nemo_kto.models.optimizer import build_optimizer, build_scheduler
 from nemo_kto.parallel import state
-from nemo_kto.parallel.precision import DTYPES, MOMENTS
+from nemo_kto.parallel.dtypes import DTYPES, MOMENTS
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,34 @@
-"""From a configuration to the reference policy: how it is held, and its log-probs where they are computed beforehand."""
+"""From a configuration to the reference policy: its mode, and its log-probs where they are precomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import get_model_config
 
-from nemo_kto.algorithms.duration import TrainerConfig, batches_of_run, number_of_batches
+from nemo_kto.algorithms.duration import (
+    TrainerConfig,
+    batches_to_epoch_end,
+    number_of_validation_batches,
+    steps_to_epoch_end,
+    validation_batches,
+)
 from nemo_kto.checkpoint.adapter import load_adapter, read_adapter_settings
 from nemo_kto.checkpoint.cached_reference import CachedReference
 from nemo_kto.checkpoint.checkpoint_files import is_checkpoint
 from nemo_kto.checkpoint.distributed import load_weights_only, saved_adapters
+from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.reference_cache import ReferenceCache
 from nemo_kto.checkpoint.sources import ModelSource, find_source
+from nemo_kto.data.loader import every_example
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_policy import Policy, load_base_weights, load_policy_weights
 from nemo_kto.launch.choices import choose_mode
@@ -25,7 +37,7 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
-from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
+from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights, host_copy
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, signals, state
 from nemo_kto.parallel.overlap import finish_gathers
@@ -34,10 +46,17 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 
 class ReferenceSetup(NamedTuple):
-    """The reference of a run, if it has one; ``synced_weights`` where it is moved towards the policy now and then."""
+    """The reference of a run.
+
+    Attributes:
+        policy: None where the loss needs no reference.
+        synced_weights: those that are moved towards the policy now and then, if any are.
+        precompute: computes the log-probs from a step to the end of its epoch, where some are left for later epochs.
+    """
 
     policy: ReferencePolicy | None
     synced_weights: SwappedWeights | None = None
+    precompute: Callable[[int], None] | None = None
 
 
 def build_reference(
@@ -48,10 +67,15 @@ def build_reference(
     trainer_cfg: TrainerConfig,
     timers: PhaseTimers,
     run_timer: RunTimer,
+    *,
+    first_step: int,
 ) -> ReferenceSetup:
     """The reference, and with it the weights that the policy starts from.
 
     Where the reference is another model, its weights are in the model while they are kept or evaluated.
+
+    Args:
+        first_step: optimizer steps that were done before this start.
 
     Raises:
         UserError: there is another model, which is not there or of another shape.
@@ -65,10 +89,13 @@ def build_reference(
         load_model(policy, other)
     if mode == "cached":
         cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
-        with timers.phase("reference"):
-            _precompute(cached, cfg, engine, data, trainer_cfg, run_timer)
-        timers.report_and_reset()  # not the phases of a step
-        setup = ReferenceSetup(cached)
+        precomputation = Precomputation(cfg, cached, engine, data, trainer_cfg, timers, run_timer, first_step)
+        precomputation.before_training()
+        later = None
+        if precomputation.has_later_epochs:
+            active = _reference_again(cfg, policy, other, cached, engine, timers)
+            later = partial(precomputation.at_epoch_start, active=active)
+        setup = ReferenceSetup(cached, precompute=later)
     else:
         setup = _hold(cfg, policy, other, engine, timers, adapter=mode == "adapter")
     if other is not None:
@@ -133,39 +160,138 @@ def _hold(
     return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
 
 
-def _precompute(
-    reference: CachedReference,
+def _reference_again(
     cfg: RunConfig,
+    policy: Policy,
+    other: ModelSource | None,
+    cached: CachedReference,
     engine: LogProbEngine,
-    data: RunData,
-    trainer_cfg: TrainerConfig,
-    run_timer: RunTimer,
-) -> None:
-    """Compute the log-probs of the run that the cache does not have; the model must be the reference."""
-    cache, settings = reference.cache, cfg.model.data
-    rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
-    reasons: list[StopReason] = []
+    timers: PhaseTimers,
+) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the model is the reference, after the policy has moved; call while it has not."""
+    if policy.adapters is not None and other is None:
+        live = _hold(cfg, policy, None, engine, timers, adapter=True).policy
+        assert isinstance(live, LiveReference)
+        return live.active
+    return partial(_reloaded, policy, other, cached.cache)
 
-    def until_stopped() -> Iterator[Sequence[SequenceBatch]]:
-        for batch in batches:
-            if (reason := run_timer.stop_reason()) is not None:
-                reasons.append(reason)
-                return
-            yield cfg.recipe.sequences(data.collate_fn(batch))
 
-    with cache.one_job(str(rows)), signals.deferred():
-        known = cache.size
-        batches = progress_bar(
-            batches_of_run(trainer_cfg, data.train, data.validation),
-            total=number_of_batches(trainer_cfg, data.train, data.validation),
-            title="reference",
-            shown=state.is_rank_zero(),
-        )
-        reference.precompute(until_stopped(), engine)
-        if reasons:
-            leave(f"stopped by {reasons[0].text} in the reference pass, with {cache.size} log-probs in {cache.folder}", cfg)
-    if state.is_rank_zero():
-        print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
+@contextlib.contextmanager
+def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
+    """Within the block the model has the reference's weights, read from their files; afterwards the policy's, bit for bit.
+
+    The policy's weights of this rank are in host memory meanwhile.
+
+    Raises:
+        UserError: the files are not those that the run was started with.
+    """
+    cache.check_models()
+    finish_gathers(policy.chunks)
+    weights = [weight for chunk in policy.chunks for weight in chunk.parameters()]
+    kept, generators = [host_copy(weight) for weight in weights], get_rng_state()
+    try:
+        if other is None:
+            load_policy_weights(policy)
+        else:
+            load_model(policy, other)
+        yield
+    finally:
+        set_rng_state(generators)  # as if nothing had been built
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
+
+
+@dataclass(frozen=True)
+class Precomputation:
+    """Computes the reference log-probs of a run: of its first epoch and its validations before training, of others later.
+
+    The examples of later epochs are those of the first, but for KL examples, which are formed within a batch, and for those
+    that ``limit_train_batches`` left out.
+
+    Attributes:
+        first_step: steps that were done before this start.
+    """
+
+    cfg: RunConfig
+    cached: CachedReference
+    engine: LogProbEngine
+    data: RunData
+    trainer_cfg: TrainerConfig
+    timers: PhaseTimers
+    run_timer: RunTimer
+    first_step: int
+
+    @property
+    def has_later_epochs(self) -> bool:
+        """Whether this start goes beyond its first epoch."""
+        batches = len(self.data.train.batch_sampler)
+        return self.first_step + self._steps(self.first_step) < self.trainer_cfg.total_steps(batches)
+
+    def before_training(self) -> None:
+        """Those of the epoch that the run begins with or resumes in, and of the validation examples; collective.
+
+        The model must be the reference.
+
+        Raises:
+            Stopped: the run must stop before all are computed.
+        """
+        length, validation = self.trainer_cfg, self.data.validation
+        train, number = batches_to_epoch_end(length, self.data.train, step=self.first_step), self._steps(self.first_step)
+        if self._covers_later_epochs():
+            loader = every_example(self.data.train)
+            train, number = iter(loader), len(loader)
+        number += number_of_validation_batches(length, validation)
+        cache, settings = self.cached.cache, self.cfg.model.data
+        rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
+        with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
+            known, batches = cache.size, chain(train, validation_batches(length, validation))
+            reason = self._compute(batches, number, active=contextlib.nullcontext)
+            if reason is not None:
+                text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"
+                leave(text, self.cfg)
+        self.timers.report_and_reset()  # not the phases of a step
+        if state.is_rank_zero():
+            print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
+
+    def at_epoch_start(self, step: int, *, active: Callable[[], AbstractContextManager[None]]) -> None:
+        """Those from ``step`` to the end of its epoch; collective. Where the run must stop, the rest is left out.
+
+        Args:
+            step: optimizer steps done.
+            active: gives a context in which the model is the reference.
+        """
+        if step == self.first_step:
+            return
+        with self.timers.phase("reference"):
+            self.cached.cache.refresh()  # without a lock: a run that waits for another job's cannot be stopped
+            batches = batches_to_epoch_end(self.trainer_cfg, self.data.train, step=step)
+            self._compute(batches, self._steps(step), active=active)
+
+    def _steps(self, step: int) -> int:
+        return steps_to_epoch_end(self.trainer_cfg, len(self.data.train.batch_sampler), step=step)
+
+    def _covers_later_epochs(self) -> bool:
+        """Whether all that later epochs need is known once each example has been evaluated."""
+        batches = len(self.data.train.batch_sampler)
+        uses_all = self.trainer_cfg.steps_per_epoch(batches) == batches
+        return self.has_later_epochs and uses_all and not self.cfg.loss.record.needs_z0
+
+    def _compute(
+        self, batches: Iterator[Any], number: int, *, active: Callable[[], AbstractContextManager[None]]
+    ) -> StopReason | None:
+        """Why the run must stop; None if it need not, and all log-probs of the ``number`` of batches are computed."""
+        reasons: list[StopReason] = []
+
+        def until_stopped() -> Iterator[Sequence[SequenceBatch]]:
+            for batch in progress_bar(batches, total=number, title="reference", shown=state.is_rank_zero()):
+                if (reason := self.run_timer.stop_reason()) is not None:
+                    reasons.append(reason)
+                    return
+                yield self.cfg.recipe.sequences(self.data.collate_fn(batch))
+
+        self.cached.precompute(until_stopped(), self.engine, active=active)
+        return reasons[0] if reasons else None
 
 
 def _open_cache(cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine) -> ReferenceCache:

@@ -13,7 +13,7 @@ from nemo_kto.data.reader import Fields
 from nemo_kto.data.records import RowErrors
 from nemo_kto.data.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
-from nemo_kto.launch.preview import integer_from
+from nemo_kto.launch.arguments import integer_from
 from nemo_kto.recipes import RECIPES
 from nemo_kto.telemetry.progress import progress_bar
 
@@ -81,7 +81,7 @@ def _files(named: Sequence[str]) -> list[Path]:
     files, missing = list[Path](), []
     for name in named:
         path = Path(name)
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
         files += found
         if not found:
             missing.append(f"got {name}, which {'has no jsonl file' if path.is_dir() else 'does not exist'}")

@@ -45,13 +45,18 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     settings = cfg.model.reference
     if not cfg.loss.record.needs_reference:
         return "none", f"{cfg.loss.preference_loss} needs no reference"
+    by_epoch = cfg.loss.record.needs_z0 and cfg.loop.max_epochs > 1  # KL examples are formed within a batch
     if settings.mode != "auto":
-        return settings.mode, "set by the user"
+        note = "; KL examples are evaluated when their epoch begins" if settings.mode == "cached" and by_epoch else ""
+        return settings.mode, f"set by the user{note}"
     if settings.sync_interval:
         return "swap", "it is synced with the policy, so that its log-probs change"
     if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
         return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
-    return "cached", "it does not change: one pass over the data serves this run, its validations and later runs"
+    why = "it does not change: one pass over the data serves this run, its validations and later runs"
+    if by_epoch:
+        why = "it does not change: samples are evaluated once, and KL examples, new in each epoch, when their epoch begins"
+    return "cached", why
 
 
 def reference_passes(cfg: RunConfig) -> tuple[int, int]:

@@ -13,21 +13,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import hydra
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from nemo_kto import __version__
 from nemo_kto.errors import UserError
-from nemo_kto.launch import compose
 from nemo_kto.launch.entry import look_at_checkpoints
-from nemo_kto.launch.job import Job, refuse_mistakes
-from nemo_kto.launch.keys import as_text
-from nemo_kto.launch.migration import forced
-from nemo_kto.launch.redaction import redacted
 from nemo_kto.parallel import device, ranks, signals
 from nemo_kto.recipes import RECIPES, Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
+
+# Hydra, and what imports it, is imported by those commands alone that compose a configuration.
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from nemo_kto.launch.job import Job
 
 # Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
 _SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
@@ -73,7 +72,7 @@ _TRAINING_USAGE = """\
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 -m nemo_kto.launch.cli {recipe.name} ..., or srun
+  Ranks that are there already:     torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
   See what would be run:            --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
@@ -96,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in RECIPES:
-        train(RECIPES[command], arguments[1:])
+        gc.disable()  # most of what a refused command line costs are imports, and what they bring stays
+        try:
+            train(RECIPES[command], arguments[1:])
+        finally:
+            gc.enable()
     elif command == "export":
         _export(arguments[1:])
     elif command == "plan":
@@ -156,6 +159,7 @@ def _plan(argv: Sequence[str]) -> None:
     gc.disable()  # as above
     set_up_logging(rank=0)
     from nemo_kto.launch.plan import main as plan
+    from nemo_kto.launch.redaction import redacted
 
     try:
         sys.exit(plan(argv))
@@ -166,9 +170,14 @@ def _plan(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
+    from nemo_kto.launch import compose
+    from nemo_kto.launch.job import Job, refuse_mistakes
+    from nemo_kto.launch.keys import as_text
+    from nemo_kto.launch.migration import forced
+
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
-    ranks.end_with_launcher()
     try:
+        ranks.end_with_launcher()
         world = ranks.detect_world()
     except UserError as error:
         ranks.fail(error, world=None)
@@ -208,6 +217,10 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
     """Let Hydra read sys.argv and run the job, once or several times."""
+    import hydra
+
+    from nemo_kto.launch import compose
+
     began = False
 
     def run(config: DictConfig) -> None:

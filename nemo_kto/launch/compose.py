@@ -270,10 +270,11 @@ def find_mistakes(
         judge: what is wrong with a configuration; the second one has right values in the place of wrong ones.
         sweep: several values for a key are allowed; each is looked at, with the first ones of the other keys.
     """
-    fallback, file = load(source=Source(recipe.config_name)), f"{source.config_name}.yaml"
+    ours, file = Source(recipe.config_name), f"{source.config_name}.yaml"
+    fallback = load(source=ours)
     with _opened(source) as composed:
         try:
-            basis = composed([])
+            basis = fallback if source == ours else composed([])
             found = recipe_of(basis)
         except (UserError, *WRONG) as error:
             return [ConfigError(file, f"does not compose: {reason(error)}")]
@@ -294,7 +295,7 @@ def find_mistakes(
             faults: dict[str, ConfigError] = {}
             try:
                 try:
-                    config = composed(job)
+                    config = composed(job) if job else basis
                 except WRONG:
                     faults = {text: fault for text in job if (fault := _fault(text, composed, recipe))}
                     config = composed([text for text in job if text not in faults])

@@ -21,7 +21,7 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.summary import say_end
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.parallel import state
-from nemo_kto.parallel.precision import DTYPES
+from nemo_kto.parallel.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
 

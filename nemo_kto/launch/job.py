@@ -24,7 +24,7 @@ from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.launch.slurm import requeue
-from nemo_kto.parallel import device, launcher, ranks, signals
+from nemo_kto.parallel import device, ranks, signals
 from nemo_kto.recipes import Recipe
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
@@ -84,6 +84,7 @@ class Job:
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
+        gc.enable()
         unused = list(unused_keys(cfg)) if sweep else []
         for mistake in unused if self.world is None or self.world.rank == 0 else ():
             print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
@@ -93,6 +94,8 @@ class Job:
         if self.world is None and count > 1:
             own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
             command = self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            from nemo_kto.parallel import launcher
+
             launcher.spawn_ranks(count, command, stop_signals=cfg.trainer.stop_signals)
         else:
             for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
@@ -100,8 +103,16 @@ class Job:
             self._train(cfg)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
-        """What the interpreter must be given to come here again: the script that was called, or this module."""
-        program = [str(self.script)] if self.script else ["-m", "nemo_kto.launch.cli", self.recipe.name]
+        """Arguments with which the interpreter comes here again: by the script that was called, or by this module.
+
+        With -P, nothing is imported from the working directory: it may be the folder of a model that somebody else made. A
+        script may need the modules beside it, as it did when it was called. -P is for this interpreter and the processes of
+        multiprocessing that it starts; a variable of the environment would reach the programs of a user's callbacks as well.
+        """
+        if self.script is None:
+            program = ["-P", "-m", "nemo_kto.launch.cli", self.recipe.name]
+        else:
+            program = [*(["-P"] if sys.flags.safe_path else []), str(self.script)]
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:

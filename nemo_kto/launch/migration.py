@@ -10,6 +10,8 @@ Keys of NeMo-Aligner's configuration files that have no meaning here are accepte
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +26,13 @@ _PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # of +KEY=VALUE; groups, as i
 
 def aligner_key(key: str, algorithm: str) -> AlignerKey | None:
     """The entry of a key that NeMo-Aligner has and we have not, or of a key in a section that it has; else None."""
-    entries = (entry.of(algorithm) for entry in ALIGNER)
-    return next((entry for entry in entries if key == entry.key or key.startswith(f"{entry.key}.")), None)
+    entries, sections = _aligner_keys(algorithm), itertools.accumulate(key.split("."), "{}.{}".format)
+    return next((entries[name] for name in sections if name in entries), None)
+
+
+@functools.cache
+def _aligner_keys(algorithm: str) -> dict[str, AlignerKey]:
+    return {entry.key: entry for entry in (each.of(algorithm) for each in ALIGNER)}
 
 
 def forced(override: str, algorithms: Sequence[str]) -> str:

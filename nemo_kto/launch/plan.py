@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.launch import compose
+from nemo_kto.launch.arguments import integer_from
 from nemo_kto.launch.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
 from nemo_kto.launch.plan_search import best_layouts
 from nemo_kto.launch.plan_text import plan_text, search_text
-from nemo_kto.launch.preview import integer_from
 from nemo_kto.launch.rules import broken_rules
 from nemo_kto.launch.rules_gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
 from nemo_kto.launch.schema import RunConfig

@@ -23,7 +23,8 @@ from nemo_kto.models.memory import RankMemory, Training, stages_memory
 from nemo_kto.models.speed import Speed, step_speed
 from nemo_kto.models.traffic import Step
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import DTYPES, MOMENTS, PRECISIONS, bf16_support, product_flops
+from nemo_kto.parallel.dtypes import DTYPES, MOMENTS
+from nemo_kto.parallel.precision import PRECISIONS, bf16_support, product_flops
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, find_checkpoints
 from nemo_kto.checkpoint.distributed import checkpoint_dtype
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
-from nemo_kto.parallel.precision import DTYPES, PRECISIONS, bf16_support
+from nemo_kto.parallel.dtypes import DTYPES
+from nemo_kto.parallel.precision import PRECISIONS, bf16_support
 
 logger = logging.getLogger(__name__)
 

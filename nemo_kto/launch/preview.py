@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_kto.data.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
+from nemo_kto.launch.arguments import integer_from
 from nemo_kto.launch.rules import broken_rules
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.recipes import RECIPES, Recipe
@@ -61,17 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
     return parser
-
-
-def integer_from(least: int) -> Callable[[str], int]:
-    """What makes an integer of an argument of the command line."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
-        return int(text)
-
-    return read
 
 
 def _quoted(text: str) -> str:
@@ -143,9 +134,8 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:
     """The lines of a file up to its row of this number; lines without a row are kept, so that rows keep their numbers."""
     found = 0
-    with open(file, "rb") as lines:
-        for line in lines:
-            yield line
-            found += not line.isspace()
-            if found == count:
-                return
+    for _, line in WHOLE_FILE.lines(file):
+        yield line
+        found += not line.isspace()
+        if found == count:
+            return

@@ -6,9 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_kto.files import publish_file
-from nemo_kto.launch.schema import RunConfig
+
+if TYPE_CHECKING:
+    from nemo_kto.launch.schema import RunConfig
 
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would be found in words too

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.checkpoint.sources import is_peft_folder
+from nemo_kto.checkpoint.sources import irregular_files, is_peft_folder
 from nemo_kto.data.prefix import check_validation_names, read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
@@ -37,6 +37,7 @@ def broken_rules(
     """
     checks: list[Callable[[RunConfig], Errors]] = [
         _callbacks,
+        _run_folder,
         _files,
         _data_files,
         set_name_rules,
@@ -108,6 +109,16 @@ def _checkpoints(cfg: RunConfig) -> Errors:
             yield ConfigError(f"exp_manager.create_{package}_logger", f"cannot be true: {missing_package(package)}")
 
 
+def _run_folder(cfg: RunConfig) -> Errors:
+    folder = Path(os.path.abspath(cfg.exp_manager.explicit_log_dir))
+    above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        why = "is no folder" if not os.path.isdir(above) else "cannot be written"
+        text = f"must be a folder that can be written, got {folder}: {above} {why}"
+        remedy = "choose another with exp_manager.exp_dir, exp_manager.name or exp_manager.explicit_log_dir"
+        yield ConfigError("exp_manager.explicit_log_dir", f"{text}; {remedy}", about_files=True)
+
+
 def _files(cfg: RunConfig) -> Errors:
     key, folder = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
     if is_peft_folder(Path(folder)):
@@ -115,7 +126,8 @@ def _files(cfg: RunConfig) -> Errors:
         yield ConfigError(key, f"must be a model, got {folder}, which holds adapters in PEFT format; {remedy}")
     elif not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "trainer.json")):
         form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
-        yield ConfigError(key, f"{form}, got {folder}; download it or correct the path", about_files=True)
+        got = f"{folder}{irregular_files(Path(folder))}"
+        yield ConfigError(key, f"{form}, got {got}; download it or correct the path", about_files=True)
     adapter = cfg.model.peft.restore_from_path
     if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"

@@ -12,7 +12,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch.packages import transformer_engine_version
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import DTYPES, PRECISIONS
+from nemo_kto.parallel.precision import PRECISIONS
 
 OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
 _FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
@@ -84,6 +84,7 @@ def check_gpu(cfg: RunConfig) -> None:
     Raises:
         UserError: what is asked for cannot be done; all of it.
     """
+    from nemo_kto.parallel.dtypes import DTYPES
     from nemo_kto.parallel.kernels import uses_transformer_engine
 
     works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and not be importable

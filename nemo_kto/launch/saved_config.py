@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_kto.files import publish_file
+from nemo_kto.files import open_file, publish_file
 from nemo_kto.launch.compose import WRONG, known_keys
 from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.schema import RunConfig
@@ -35,7 +35,9 @@ def save_config(config: RunConfig) -> None:
 def _load(file: Path) -> DictConfig | None:
     """The configuration that was saved; None, and a warning, where a crash has damaged it."""
     try:
-        if isinstance(before := OmegaConf.load(file), DictConfig) and "algorithm" in before:
+        with open_file(file) as handle:
+            before = OmegaConf.load(handle)
+        if isinstance(before, DictConfig) and "algorithm" in before:
             return before
     except (*WRONG, ValueError):
         pass

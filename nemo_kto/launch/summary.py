@@ -23,8 +23,8 @@ from nemo_kto.launch.choices import choose_mode
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.parallel import device, state
+from nemo_kto.parallel.dtypes import DTYPES
 from nemo_kto.parallel.kernels import MAX_CONNECTIONS, slow_paths
-from nemo_kto.parallel.precision import DTYPES
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
 

@@ -19,13 +19,18 @@ and gives [N], one loss for each example, between 0 and its weight. No communica
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from nemo_kto.lazy import lazy_import
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
 
 def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
@@ -173,8 +178,10 @@ def reward_sums(log_ratios_N: Tensor, valid_N: Tensor, *, beta: float) -> dict[s
 
 
 def kto_metric_sums(
-    losses_N: Tensor,
     *,
+    weighted_preference_losses_N: Tensor,
+    weighted_sft_losses_N: Tensor,
+    sft_scale: float | Tensor,
     preference_losses_N: Tensor,
     sft_losses_N: Tensor,
     log_ratios_N: Tensor,
@@ -186,20 +193,28 @@ def kto_metric_sums(
     """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
 
     Args:
-        losses_N, preference_losses_N: loss of each example, all its terms together, and its KTO loss by itself.
-        sft_losses_N: negative log-prob of its response; counts where the example is desirable.
+        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss of each example, with all their
+            weights; the second one counts where the example is desirable.
+        sft_scale: valid examples of the global batch divided by its desirable ones: the gradient is divided by the number of
+            all examples, and the SFT term is a mean over the desirable ones.
+        preference_losses_N, sft_losses_N: the same terms without weights: its KTO loss and the negative log-prob of its
+            response.
         logps_N: the policy's log-prob of each response.
         log_ratios_N, desirable_N, beta: as a loss takes them.
         valid_N: True for examples with a response token; the others are in no sum and no count but ``invalid_rows``.
 
     Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of ``losses_N``), sums in float64 without gradient, and
-        counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``, ``rejected_rows``).
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; only for this global batch, because of
+        ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``,
+        ``rejected_rows``).
     """
     desirable_N, undesirable_N = valid_N & desirable_N.bool(), valid_N & ~desirable_N.bool()
     rewards_N = beta * log_ratios_N.detach().double()
+    scaled_sft_N = torch.where(desirable_N, sft_scale * weighted_sft_losses_N, 0)
     return {
-        "loss_sum": torch.where(valid_N, losses_N, 0).sum(),
+        "loss_sum": (torch.where(valid_N, weighted_preference_losses_N, 0) + scaled_sft_N).sum(),
+        "weighted_preference_loss_sum": masked_sum(weighted_preference_losses_N, valid_N),
+        "weighted_sft_loss_sum": masked_sum(weighted_sft_losses_N, desirable_N),
         "rows": valid_N.sum(),
         "invalid_rows": (~valid_N).sum(),
         "chosen_rows": desirable_N.sum(),
@@ -222,16 +237,20 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             loss has a reference point, and ``delta_sum`` over so many ``delta_batches`` where it has delta.
 
     Returns:
-        loss (0 where no example is valid), preference_loss, sft_loss (over desirable examples), kl (the reference point),
+        loss (the preference term over all examples plus the SFT term over the desirable ones; 0 where no example is valid),
+        preference_loss, sft_loss (over desirable examples), kl_unclamped (mean log-ratio of the KL examples), kl (the same,
+        not below 0: of a single global batch, its reference point),
         delta (that of the batch; of several, their mean), same_prompt_pairs (KL examples with a response to their own
         prompt), rewards_{chosen,rejected}_mean, rewards_margin, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows,
         invalid_rows. What has no example is left out: a class that is absent, the margin without both classes, the standard
         deviation (of the sample) of one example.
     """
     rows = sums["rows"]
-    metrics = {"loss": sums["loss_sum"] / max(rows, 1)}
+    preference_term = sums["weighted_preference_loss_sum"] / max(rows, 1)
+    metrics = {"loss": preference_term + sums["weighted_sft_loss_sum"] / max(sums["chosen_rows"], 1)}
     if "kl_rows" in sums:
-        metrics["kl"] = max(0.0, sums["kl_sum"] / max(sums["kl_rows"], 1))
+        metrics["kl_unclamped"] = sums["kl_sum"] / max(sums["kl_rows"], 1)
+        metrics["kl"] = max(0.0, metrics["kl_unclamped"])
     if "delta_batches" in sums:
         metrics["delta"] = sums["delta_sum"] / sums["delta_batches"]
     if "same_prompt_pairs" in sums:

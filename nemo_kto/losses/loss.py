@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_type_hints
-
-from torch import Tensor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_type_hints
 
 from nemo_kto.errors import UserError, either, import_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Option(NamedTuple):
@@ -72,12 +74,12 @@ class Loss:
     @property
     def options(self) -> dict[str, Option]:
         """Name -> type and default of each option; NameError if an annotation of ``function`` names what does not exist."""
-        hints = get_type_hints(self.function, include_extras=True)
-        return {
-            name: Option(hints.get(name, type(parameter.default)), parameter.default)
-            for name, parameter in self._keywords().items()
-            if parameter.default is not parameter.empty
-        }
+        given = {name: each for name, each in self._keywords().items() if each.default is not each.empty}
+        # those of tensors stay unread: torch takes seconds to import
+        annotated = {name: each.annotation for name, each in given.items() if each.annotation is not each.empty}
+        known = getattr(inspect.unwrap(self.function), "__globals__", {})
+        hints = get_type_hints(SimpleNamespace(__annotations__=annotated), known, include_extras=True)
+        return {name: Option(hints.get(name, type(each.default)), each.default) for name, each in given.items()}
 
     @property
     def inputs(self) -> set[str]:

@@ -15,16 +15,21 @@ and gives [P], one loss for each pair. No communication, no configuration, no st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
-from torch import Tensor
 
+from nemo_kto.lazy import lazy_import
 from nemo_kto.losses.anchored import apo_down_losses, apo_zero_losses, bco_pair_losses, nca_pair_losses, sppo_hard_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
 LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
 SmallProbability = Annotated[float, Gt(0), Lt(0.5)]

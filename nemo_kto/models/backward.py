@@ -18,6 +18,7 @@ class Block(NamedTuple):
     """A part of a layer with a residual connection around it; experts and a shared expert have the same one.
 
     Attributes:
+        layer: number of its layer, from 0.
         name: ``ATTENTION``, ``MLP``, ``EXPERTS`` or ``SHARED_EXPERTS``.
         adapted: its parameters that have adapters, once for all experts.
         enters: there is a gradient of its input.
@@ -25,6 +26,7 @@ class Block(NamedTuple):
         leaves: there is one of what it adds.
     """
 
+    layer: int
     name: str
     adapted: tuple[ParamMapping, ...]
     enters: bool
@@ -53,7 +55,7 @@ def blocks_of(
             found = [adapted[name] if selected else () for name in names]
             for name, mappings in zip(names, found, strict=True):
                 columns = any(split_dimension(mapping) == 0 for mapping in mappings)
-                yield Block(name, mappings, enters, enters or columns, enters or bool(mappings))
+                yield Block(layer, name, mappings, enters, enters or columns, enters or bool(mappings))
             enters = enters or any(found)
 
 

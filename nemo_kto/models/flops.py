@@ -7,10 +7,11 @@ which no gradient comes back from an adapter. DoRA's norms of rows, which do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nemo_kto.models.architecture import Architecture
@@ -36,32 +37,67 @@ class Passes(NamedTuple):
     backward: int = 0
 
 
+class AttentionWindow(NamedTuple):
+    """The tokens that a token attends to in a layer: itself and earlier ones.
+
+    Attributes:
+        size: how many at most; None for no limit.
+        chunked: the limit is the chunk of the sequence that the token is in, instead of a window that slides.
+    """
+
+    size: int | None
+    chunked: bool = False
+
+    def pairs(self, length: int) -> int:
+        """Pairs of a token and a token that it attends to, in a sequence of ``length`` tokens.
+
+        Examples:
+            >>> AttentionWindow(None).pairs(5), AttentionWindow(2).pairs(5), AttentionWindow(2, chunked=True).pairs(5)
+            (15, 9, 7)
+        """
+        if self.size is None:
+            return _triangle(length)
+        if self.chunked:
+            return length // self.size * _triangle(self.size) + _triangle(length % self.size)
+        return _triangle(length) - _triangle(max(0, length - self.size))
+
+
+def _triangle(number: int) -> int:
+    return number * (number + 1) // 2
+
+
 class Flops(NamedTuple):
     """Operations of a pass, or of several.
 
     Attributes:
         per_token: of linear layers.
         per_token_mlp: those of them that are in the MLPs.
-        per_token_pair: of attention scores and values, for each token and each token that it may see.
+        per_token_pair: of attention scores and values, for each token and each token that it attends to, by the window of
+            the layers.
         per_response_token: of the output layer, which only response tokens meet.
     """
 
     per_token: int
     per_token_mlp: int
-    per_token_pair: int
+    per_token_pair: Mapping[AttentionWindow, int]
     per_response_token: int
+
+    def attention(self, length: int) -> int:
+        """Of attention scores and values over a sequence of ``length`` tokens."""
+        return sum(operations * window.pairs(length) for window, operations in self.per_token_pair.items())
+
+    def of_tokens(self, length: int, responses: int = 0) -> int:
+        """Over a sequence of ``length`` tokens, of which so many are response tokens."""
+        return self.per_token * length + self.attention(length) + self.per_response_token * responses
 
     def of_rows(self, rows: int, width: int) -> int:
         """Over so many rows of ``width`` tokens, all but the first of them an answer."""
-        pairs = width * (width + 1) // 2
-        return rows * (self.per_token * width + self.per_token_pair * pairs + self.per_response_token * (width - 1))
+        return rows * self.of_tokens(width, width - 1)
 
     def of(self, sequences: SequenceBatch) -> Tensor:
-        """Over the sequences, without their padding: 0-d float64. Half of all pairs are causal."""
-        lengths_B = sequences.lengths_B.double()
-        pairs = (lengths_B * (lengths_B + 1) / 2).sum()
-        responses = sequences.response_counts_B.sum()
-        return self.per_token * lengths_B.sum() + self.per_token_pair * pairs + self.per_response_token * responses
+        """Over the sequences, without their padding: 0-d float64."""
+        lengths, responses = sequences.lengths_B.tolist(), sequences.response_counts_B.tolist()
+        return torch.tensor(sum(map(self.of_tokens, lengths, responses)), dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +123,31 @@ class ModelFlops:
         added = [] if adapters is None else [*_of_adapters(architecture, blocks, adapters)]
         trained = added if adapters is not None else frozen
         back = [each.times(each.has_gradient) for each in [*frozen, *added]] + trained
-        heads = 4 * architecture.num_attention_heads * architecture.head_dim
-        attentions = [block for block in blocks if block.name == ATTENTION]
+        attention = _attention(architecture, blocks, of_gradients=False)
         output = 2 * architecture.hidden_size * architecture.vocab_size
         return cls(
-            forward=_sum([*frozen, *added], heads * len(attentions), output),
-            disabled=_sum(frozen, heads * len(attentions), output),
+            forward=_sum([*frozen, *added], attention, output),
+            disabled=_sum(frozen, attention, output),
             backward=_sum(
-                back,
-                2 * heads * sum(block.inside for block in attentions),
-                output * (1 if adapters is not None else 2),
+                back, _attention(architecture, blocks, of_gradients=True), output * (1 if adapters is not None else 2)
             ),
         )
 
     def of_passes(self, passes: Passes) -> Flops:
         """Of so many of each."""
         kinds = (self.forward, self.disabled, self.backward)
-        return Flops(*(sum(map(int.__mul__, passes, counts)) for counts in zip(*kinds, strict=True)))
+
+        def total(counts: Sequence[int]) -> int:
+            return sum(map(int.__mul__, passes, counts))
+
+        return Flops(
+            per_token=total([each.per_token for each in kinds]),
+            per_token_mlp=total([each.per_token_mlp for each in kinds]),
+            per_token_pair={
+                window: total([each.per_token_pair[window] for each in kinds]) for window in self.forward.per_token_pair
+            },
+            per_response_token=total([each.per_response_token for each in kinds]),
+        )
 
 
 class _Product(NamedTuple):
@@ -118,13 +162,26 @@ class _Product(NamedTuple):
         return self._replace(operations=number * self.operations)
 
 
-def _sum(products: list[_Product], per_token_pair: int, per_response_token: int) -> Flops:
+def _sum(products: list[_Product], per_token_pair: Mapping[AttentionWindow, int], per_response_token: int) -> Flops:
     return Flops(
         per_token=sum(each.operations for each in products),
         per_token_mlp=sum(each.operations for each in products if each.is_mlp),
         per_token_pair=per_token_pair,
         per_response_token=per_response_token,
     )
+
+
+def _attention(architecture: Architecture, blocks: Sequence[Block], *, of_gradients: bool) -> dict[AttentionWindow, int]:
+    """Operations of scores and values for each pair of tokens, by the window of the layers: forward, or back."""
+    operations = 4 * architecture.num_attention_heads * architecture.head_dim
+    found: dict[AttentionWindow, int] = {}
+    for block in blocks:
+        if block.name == ATTENTION:
+            size = architecture.windows[block.layer]
+            window = AttentionWindow(size, chunked=architecture.chunked and size is not None)
+            times = 2 * block.inside if of_gradients else 1
+            found[window] = found.get(window, 0) + times * operations
+    return found
 
 
 def _of_weights(architecture: Architecture, block: Block) -> Iterator[_Product]:

@@ -41,12 +41,12 @@ class LiveReference:
             disables_adapters: which is without its adapters.
         """
         self._engine = engine
-        self._active = active
+        self.active = active
         self.passes = Passes(disabled=1) if disables_adapters else Passes(forward=1)
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""
-        with self._active():
+        with self.active():
             return torch.cat([self._engine.logprobs(sequences) for sequences in parts])
 
 
@@ -80,7 +80,7 @@ class SwappedWeights:
             phase: names the swap to a timer.
         """
         self.parameters = list(parameters)
-        self.host = [_host_copy(parameter) for parameter in self.parameters]
+        self.host = [host_copy(parameter) for parameter in self.parameters]
         self.values = [host.float() for host in self.host] if moves else self.host
         self._finish_gathers, self._phase = finish_gathers, phase
 
@@ -119,6 +119,7 @@ class SwappedWeights:
             host.copy_(value)
 
 
-def _host_copy(parameter: Tensor) -> Tensor:
+def host_copy(parameter: Tensor) -> Tensor:
+    """A copy in host memory, pinned where the parameter is on a GPU."""
     copy = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
     return copy.copy_(parameter.detach())

@@ -50,11 +50,10 @@ def _busiest(training: Training, step: Step) -> Traffic:
 def _again(training: Training, step: Step) -> int:
     """Operations of what is recomputed: of all layers, of the MLPs, or the attention's own products."""
     forward = training.flops.forward
-    pairs = step.rows * step.width * (step.width + 1) // 2
     if training.recompute == "full":
-        return forward.per_token * step.tokens + forward.per_token_pair * pairs
+        return step.rows * forward.of_tokens(step.width)
     of_mlps = forward.per_token_mlp * step.tokens if "mlp" in training.recomputed else 0
-    return of_mlps + (forward.per_token_pair * pairs if "core_attn" in training.recomputed else 0)
+    return of_mlps + (step.rows * forward.attention(step.width) if "core_attn" in training.recomputed else 0)
 
 
 def _slowest_stage(training: Training, step: Step) -> float:

@@ -171,13 +171,11 @@ def _answer_tensor_types() -> None:
 
 
 def _patch_megatron() -> None:
-    """Names that megatron-core uses without having imported them where Transformer Engine is absent, and needless copies."""
+    """Leave out copies that one rank, or a CPU, does not need."""
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = _as_number_or_tensor
     mappings._gather_along_first_dim = _of_any_size(mappings._gather_along_first_dim, _gather_of_any_size)
     mappings._reduce_scatter_along_first_dim = _of_any_size(

@@ -6,19 +6,32 @@ import contextlib
 import functools
 import os
 import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from nemo_kto.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 _COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+_DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, Tegra's, those of Windows' Linux, and AMD's
 
 
 def on_gpu() -> bool:
     """True where CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
-    return torch.cuda.is_available() and os.environ.get("NEMO_KTO_FORCE_CPU") != "1"
+    return os.environ.get("NEMO_KTO_FORCE_CPU") != "1" and _may_have_gpu() and torch.cuda.is_available()
+
+
+def _may_have_gpu() -> bool:
+    """False on a machine without a GPU's driver, where torch need not be imported to find none."""
+    return "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in _DRIVER_FILES)
 
 
 def force_cpu() -> None:
@@ -54,7 +67,12 @@ def device_name() -> str:
 
 
 def select() -> None:
-    """Make this rank's GPU the one that torch uses; nothing on the CPU."""
+    """Make this rank's GPU the one that torch uses, and keep fp32 products fp32.
+
+    NVIDIA's images allow TF32, which has 10 bits of the 23, through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     if on_gpu():
         torch.cuda.set_device(current_device())
 

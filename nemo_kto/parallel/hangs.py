@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import linecache
 import os
@@ -79,17 +80,30 @@ def main_frame(thread_id: int) -> FrameType | None:
     return sys._current_frames().get(thread_id)
 
 
-def is_marked(frame: FrameType | None) -> bool:
-    """Whether this call was seen here before: a thread that is stuck is in the same call each time.
+_awaits_main_thread = False
 
-    Ids of frames and places in the code tell nothing, since a loop of collectives comes by them again and again. The mark is
-    the frame's own switch for debuggers: it goes with the frame and keeps nothing alive.
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _in_main_thread(_: int | None) -> int:
+    global _awaits_main_thread
+    _awaits_main_thread = False
+    return 0
+
+
+def main_thread_ran() -> bool:
+    """Whether the main thread has run Python code since this was called last; it runs none inside one call of a library.
+
+    The interpreter makes pending calls in the main thread, between two instructions. Frames would tell less (a loop of
+    collectives comes by the same place again and again), and keeping or marking them would keep tensors alive or disturb a
+    debugger.
     """
-    if frame is None:
-        return False
-    seen = not frame.f_trace_lines
-    frame.f_trace_lines = False
-    return seen
+    global _awaits_main_thread
+    ran = not _awaits_main_thread
+    if ran:
+        _awaits_main_thread = True
+        if ctypes.pythonapi.Py_AddPendingCall(_in_main_thread, None) != 0:  # too many are pending
+            _awaits_main_thread = False
+    return ran
 
 
 def doing(frame: FrameType | None, *, device_busy: bool) -> str:

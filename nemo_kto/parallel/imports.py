@@ -49,6 +49,14 @@ class _MegatronFinder(MetaPathFinder):
         return None if on_gpu() else _uncompiled(name, path)
 
 
+def define_missing_names() -> None:
+    """Define what megatron-core 0.16.1 uses without having imported it where Transformer Engine is absent, on any device."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def prepare_imports() -> None:
     """Have megatron-core imported, where there is no GPU to use, as it is where it has none of the packages for GPUs.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,11 +45,12 @@ def adds_products() -> bool:
     return device.on_gpu() and bool(layers._grad_accum_fusion_available)
 
 
-@cache
+@functools.cache
 def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     """torch's flash attention over sequences of unlike length, for half precision on GPUs; None where there is none.
 
-    torch has it since 2.10, and with sliding windows since 2.11.
+    torch has it since 2.10, with sliding windows since 2.11, and with grouped heads (``enable_gqa``) in later releases.
+    Where it lacks these, keys and values are repeated for each query head.
     """
     if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -57,7 +58,26 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+    options = inspect.signature(varlen_attn).parameters
+    if "window_size" not in options:
+        return None
+    return varlen_attn if "enable_gqa" in options else functools.partial(_with_repeated_heads, varlen_attn)
+
+
+def _with_repeated_heads(
+    kernel: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *lengths: object,
+    enable_gqa: bool,
+    **options: object,
+) -> torch.Tensor:
+    """Attention of grouped heads with a kernel that knows only as many key heads as query heads; [tokens, heads, size]."""
+    if enable_gqa:
+        repeats = query.size(1) // key.size(1)
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    return kernel(query, key, value, *lengths, **options)
 
 
 def slow_paths(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,8 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
     Signals that ask the run to stop are passed on, and the ranks take as long as they need. A second SIGINT ends them at
     once, and so do signals that are not among ``stop_signals``.
 
-    They meet in a folder that only this user can open, and listen on the loopback interface only.
+    They meet in a file without a name, which is gone with the last of them, and listen on the loopback interface only.
+    What they leave behind is killed; processes that this one had started otherwise are spared.
 
     Args:
         count: number of ranks.
@@ -56,36 +55,47 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
     if rendezvous.loopback() is None:
         ranks.fail(UserError(_NO_LOOPBACK), world=None)
     ranks.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
-    with tempfile.TemporaryDirectory(prefix="nemo_kto_ranks_") as scratch:  # only this user can open it
+    with contextlib.ExitStack() as files:
+        store, *errors = (files.enter_context(_file_in_memory()) for _ in range(1 + count))
         started: list[_Rank] = []
         try:
             with _passing_on(stop_signals, started) as arrived:
                 with signals.blocked():
-                    for rank in range(count):
-                        started.append(_start(rank, count, command, Path(scratch)))
+                    for rank, error in enumerate(errors):
+                        started.append(_start(rank, count, command, store=store, error=error))
                 for number in tuple(arrived):  # meanwhile, by way of another thread
                     _send(number, started)
                 failures = _wait(started)
         except _Ended as end:
             sys.exit(128 + end.number)
         finally:
-            _end_descendants()
+            _end_descendants(started)
         if failures:
             sys.exit(_report(_first(failures), count))
 
 
+@contextlib.contextmanager
+def _file_in_memory() -> Iterator[int]:
+    """The number of an open file without a name: it cannot be cleaned out of /tmp, and ends with the last process."""
+    number = os.memfd_create("nemo_kto")
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """A rank that was started here; ``error_file`` is where it leaves its last words."""
+    """A rank that was started here; ``error_file`` is where it leaves the message with which it ends."""
 
     number: int
     process: Popen[bytes]
     error_file: str
 
 
-def _start(rank: int, count: int, command: Sequence[str], scratch: Path) -> _Rank:
+def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: int) -> _Rank:
+    """``store``, ``error``: numbers of open files, which the rank inherits: one of all ranks, one of its own."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    error_file = str(scratch / f"error{rank}.json")
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -94,13 +104,27 @@ def _start(rank: int, count: int, command: Sequence[str], scratch: Path) -> _Ran
         "MASTER_ADDR": rendezvous.LOCAL,  # nothing listens there: they meet in the file
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        ranks.ERROR_FILE: error_file,
+        ranks.ERROR_FILE: _path_of(error),
         ranks.STARTED_BY: str(os.getpid()),
         ranks.STARTED_AT: str(ranks.started_at()),
-        rendezvous.STORE_FILE: str(scratch / "store"),
+        ranks.STORE_FILE: _path_of(store),
     }
-    process = Popen([sys.executable, *command], env={**os.environ, **variables}, start_new_session=True)
-    return _Rank(number=rank, process=process, error_file=error_file)
+    environment = {**os.environ, **_search_path(), **variables}
+    process = Popen([sys.executable, *command], env=environment, start_new_session=True, pass_fds=(store, error))
+    return _Rank(number=rank, process=process, error_file=_path_of(error))
+
+
+def _search_path() -> dict[str, str]:
+    """PYTHONPATH, if this package was found in the working directory (``python -m``), which the ranks do not search."""
+    root = str(Path(__file__).parents[2])
+    if sys.path[0] != root:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def _path_of(number: int) -> str:
+    """A path to an open file, in this process and in those that inherit it."""
+    return f"/proc/self/fd/{number}"
 
 
 class _Ended(BaseException):
@@ -185,11 +209,11 @@ def _first(failures: Iterable[_Failure]) -> _Failure:
 
 
 def _when(failure: _Failure) -> int:
-    """Nanoseconds; the time within the error file has whole seconds, and ranks fail within milliseconds of each other."""
-    try:
-        return os.stat(failure.error_file).st_mtime_ns
-    except OSError:
-        return failure.timestamp * 10**9
+    """Nanoseconds; ranks fail within milliseconds of each other, and the ends of processes are noticed later."""
+    with contextlib.suppress(OSError):
+        if (written := os.stat(failure.error_file)).st_size:
+            return written.st_mtime_ns
+    return failure.timestamp * 10**9
 
 
 def _report(failure: _Failure, count: int) -> int:
@@ -209,16 +233,21 @@ def _report(failure: _Failure, count: int) -> int:
     return code
 
 
-def _recorded(error_file: str) -> str | None:
-    """The traceback of a rank, or the message of its UserError."""
-    try:
-        message = json.loads(Path(error_file).read_text())["message"]
-        return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+def _recorded(error_file: str) -> str:
+    """The traceback of a rank, or the message of its UserError; empty if it left neither."""
+    with contextlib.suppress(OSError):
+        return Path(error_file).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
-def _end_descendants() -> None:
+def _end_descendants(started: Sequence[_Rank]) -> None:
+    """Kill the ranks and what they started, but nothing else that descends from this process.
+
+    What a rank starts is in its session or has its environment, also when the rank is gone; a daemon that has left both
+    lives on.
+    """
+    sessions = {rank.process.pid for rank in started}
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions or process.environ().get(ranks.STARTED_BY) == str(os.getpid()):
+                process.kill()

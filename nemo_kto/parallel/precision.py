@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
+from nemo_kto.lazy import lazy_import
 from nemo_kto.parallel import device
 
-DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # values of model.optim.moments_dtype
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
 # Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
 # keeps fp32 main weights however it is spelled.
 PRECISIONS = {

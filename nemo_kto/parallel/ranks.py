@@ -28,9 +28,12 @@ from nemo_kto.parallel import signals
 USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
 SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
-STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher, in the environment of the ranks it starts
+# The environment of the ranks that ``launcher.py`` starts.
+STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
 STARTED_AT = "NEMO_KTO_STARTED_AT"  # when the run began, in seconds since 1970
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name too
+ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # where a rank leaves the message that the launcher prints
+STORE_FILE = "NEMO_KTO_STORE_FILE"  # the store through which the ranks meet
+_TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_RANKS = 10**6
 _UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
 _PR_SET_PDEATHSIG = 1
@@ -118,51 +121,86 @@ def _from_slurm(environ: MutableMapping[str, str]) -> None:
 
 
 def has_launcher() -> bool:
-    """Whether this rank was started by :func:`~nemo_kto.parallel.launcher.spawn_ranks`, which decides for all its ranks."""
-    return STARTED_BY in os.environ
+    """Whether this rank was started by :func:`~nemo_kto.parallel.launcher.spawn_ranks`, which prints for all its ranks."""
+    return os.environ.get(STARTED_BY) == str(os.getppid())
+
+
+_began: float | None = None
 
 
 def started_at() -> float:
-    """When the run began, in seconds since 1970: when its first process was started, or what :func:`begin_now` noted."""
-    if (noted := os.environ.get(STARTED_AT)) is not None:
-        return float(noted)
+    """When the run began, in seconds since 1970: when its first process was started, or the last :func:`begin_now`."""
+    if _began is not None:
+        return _began
+    return float(os.environ[STARTED_AT]) if has_launcher() else created()
+
+
+def created() -> float:
+    """When this process was created, in seconds since 1970."""
     import psutil
 
     return psutil.Process().create_time()
 
 
+def resume_sibling(process: int, *, created: float) -> None:
+    """Send SIGCONT to a stopped rank of this machine.
+
+    The id and the time come from another rank, and may be wrong: the process may be gone and its id used again, or be one of
+    another container. So only a process with the same parent as this one is signalled, and only if it was created then.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, ValueError):
+        found = psutil.Process(process)
+        if found.ppid() == os.getppid() and found.create_time() == created and found.status() == psutil.STATUS_STOPPED:
+            found.resume()
+
+
 def begin_now() -> None:
     """Let the run begin now: the next job of a sweep runs in a process that was started long ago."""
-    os.environ[STARTED_AT] = str(time.time())
+    global _began
+    _began = time.time()
 
 
 def end_with_launcher() -> None:
-    """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then."""
-    launcher = os.environ.get(STARTED_BY)
-    if launcher is None:
+    """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then.
+
+    Raises:
+        UserError: the environment is that of a rank, but this process is not one, as where a rank starts another program.
+    """
+    left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE) if name in os.environ]
+    if not left:
         return
+    if not has_launcher():
+        left += [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        raise UserError(
+            f"{STARTED_BY} must be the id of the process that started this one, {os.getppid()}, got "
+            f"{os.environ.get(STARTED_BY)}: the environment is left from a rank of another run; unset {', '.join(left)}"
+        )
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # killed before the line above
+    if not has_launcher():  # killed before the line above
         os._exit(1)
 
 
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process: of a UserError with its message and status 2, of any other error with its traceback and status 1.
 
-    A rank started by :func:`~nemo_kto.parallel.launcher.spawn_ranks` leaves the words to the process that started it, which
-    prints those of the rank that failed first and not those of the ranks that failed because of it. Elsewhere the ranks
+    A rank started by :func:`~nemo_kto.parallel.launcher.spawn_ranks` leaves the message to the launcher, which
+    prints that of the rank that failed first and not those of the ranks that failed because of it. Elsewhere the ranks
     after the first wait before they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
     """
     if isinstance(error, UserError):
         _say(str(error), world=world)
         exit_rank(USAGE_ERROR, world=world)
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    text = "".join(traceback.format_exception(error))
+    if has_launcher():
+        _record(text)
+    else:
+        if os.environ.get(_TORCHRUN_ERROR_FILE):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if os.environ.get(ERROR_FILE):
-        get_error_handler().record_exception(error)  # type: ignore[arg-type]
-    if STARTED_BY not in os.environ:
-        rank = f"rank {world.rank}: " if world is not None else ""
-        print(rank + "".join(traceback.format_exception(error)), file=sys.stderr)
+            get_error_handler().record_exception(error)  # type: ignore[arg-type]
+        print(f"rank {world.rank}: {text}" if world is not None else text, file=sys.stderr)
     exit_rank(1, world=world)
 
 
@@ -174,7 +212,7 @@ def end_early(message: str, *, world: World | None) -> NoReturn:
 
 
 def _say(message: str, *, world: World | None) -> None:
-    if STARTED_BY in os.environ:
+    if has_launcher():
         _record(message)
         return
     if world is not None and world.rank > 0:
@@ -191,10 +229,11 @@ def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
         wait: another rank says the same; wait before speaking, as :func:`fail` does.
     """
     _record(message)  # torchrun prints it in its own report, which is long
-    if STARTED_BY not in os.environ:
+    if not has_launcher():
         if wait:
             time.sleep(SECONDS_TO_SPEAK)
-        os.write(2, f"nemo-kto: {message}\n".encode())
+        with contextlib.suppress(OSError):  # the terminal is closed
+            os.write(2, f"nemo-kto: {message}\n".encode(errors="backslashreplace"))
     ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
     ending.start()
     ending.join(2)  # longer only where output is blocked
@@ -202,8 +241,10 @@ def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
 
 
 def _record(message: str) -> None:
-    """Leave a message where the launcher reads it; torch's own function would write a traceback."""
-    if file := os.environ.get(ERROR_FILE):
+    """Leave a message for the process that started this rank; torch's own function would write a traceback."""
+    if has_launcher():
+        Path(os.environ[ERROR_FILE]).write_text(message, encoding="utf-8", errors="backslashreplace")
+    elif file := os.environ.get(_TORCHRUN_ERROR_FILE):
         Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of one machine meet: in a file that only this user can open, and over the loopback interface.
+"""How the ranks of one machine meet: in a file that their launcher holds in memory, and over the loopback interface.
 
 Torch's own launcher meets over TCP: it listens at every address of the machine and unpickles what it is sent there.
 """
@@ -16,13 +16,12 @@ import psutil
 import torch.distributed as dist
 
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import watchdog
+from nemo_kto.parallel import ranks, watchdog
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 300.0  # in which rank 0 must listen, at most the timeout of the collectives
 TELL_SECONDS = 15.0  # of waiting for it, after which a line says so
-STORE_FILE = "NEMO_KTO_STORE_FILE"  # where the ranks of this launcher meet, in their environment
 LOCAL = "127.0.0.1"
 
 
@@ -46,7 +45,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
         UserError: the ranks cannot meet: rank 0 cannot be reached or cannot listen, or ranks are missing after the timeout.
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    file = os.environ.get(STORE_FILE)
+    file = os.environ.get(ranks.STORE_FILE)
     if "RANK" in os.environ and file is None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         meeting = Meeting(address=address, port=port, rank=rank, size=size)
@@ -59,7 +58,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # this name, not every name that begins so
         store = dist.HashStore() if file is None else dist.FileStore(file, size)
-        holder = "the file system"
+        holder = "the launcher"
     store.set_timeout(timeout)
     global _joined
     _joined += 1  # the jobs of a sweep may share a store
@@ -77,7 +76,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
 
 def holds_store() -> bool:
     """Whether the store of the ranks ends with this process."""
-    return "RANK" in os.environ and STORE_FILE not in os.environ and os.environ["RANK"] == "0" and not _of_agent()
+    return "RANK" in os.environ and ranks.STORE_FILE not in os.environ and os.environ["RANK"] == "0" and not _of_agent()
 
 
 def _await_all(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> None:

@@ -12,13 +12,12 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -220,8 +219,10 @@ class Watchdog:
         return hangs.doing(hangs.main_frame(self._main), device_busy=device.has_queued_work())
 
     def _look_at_main(self, seconds: float) -> None:
-        frame, doing = hangs.main_frame(self._main), self._doing()
-        same_place = hangs.is_marked(frame) and (doing, self._changes) == self._sample
+        doing = self._doing()
+        # A thread that is not the main one cannot be asked, and one that waits through the store runs code meanwhile.
+        ran = self._main != threading.main_thread().ident or hangs.main_thread_ran()
+        same_place = (doing, self._changes) == self._sample and (not ran or doing == hangs.PATIENT)
         self._stuck = self._stuck + seconds if same_place and doing != hangs.BUSY else 0.0
         self._sample = (doing, self._changes)
 
@@ -295,11 +296,10 @@ class Watchdog:
             time.sleep(min(self._tick, 0.25))
 
     def _wake_stopped(self, lost: Mapping[int, CheckIn]) -> None:
-        """Let a process of this machine that is stopped go on, so that a launcher need not wait until it is killed."""
+        """Let a rank of this machine that is stopped go on, so that a launcher need not wait until it is killed."""
         for one in lost.values():
-            if one.host == socket.gethostname() and one.process > 0:
-                with contextlib.suppress(OSError):
-                    os.kill(one.process, signal.SIGCONT)
+            if one.host == socket.gethostname():
+                ranks.resume_sibling(one.process, created=one.created)
 
     def _on_lost_store(self, reason: str) -> None:
         """Without the store nobody can be asked. This rank may still come to a good end, unless it waits."""
@@ -325,20 +325,28 @@ class Watchdog:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckIn:
-    """Where a rank runs."""
+    """The process of a rank.
+
+    Attributes:
+        host: name of its machine.
+        process: its process id there.
+        created: when it was created, in seconds since 1970.
+    """
 
     host: str
     process: int
+    created: float
 
 
 def check_in(store: dist.Store, rank: int) -> None:
     """Say where this rank runs."""
-    store.set(f"present/{rank}", json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
+    here = CheckIn(host=socket.gethostname(), process=os.getpid(), created=ranks.created())
+    store.set(f"present/{rank}", json.dumps(asdict(here)))
 
 
 def check_in_of(text: str | None) -> CheckIn:
     """What a rank said of itself, if it did."""
-    return CheckIn(host="an unknown machine", process=0) if text is None else CheckIn(**json.loads(text))
+    return CheckIn(host="an unknown machine", process=0, created=0) if text is None else CheckIn(**json.loads(text))
 
 
 _current: Watchdog | None = None

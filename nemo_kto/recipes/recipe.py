@@ -151,7 +151,7 @@ SHARED_METRICS = (
     "loss", "preference_loss", "sft_loss", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean",
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
-# What is reported besides, and ranks no checkpoint: counts, and how evenly experts are chosen.
+# Metrics that rank no checkpoint: the KL estimate before it is clamped, counts, and how evenly experts are chosen.
 OTHER_METRICS = (
-    "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",
+    "kl_unclamped", "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",
 )  # fmt: skip

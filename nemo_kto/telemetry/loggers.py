@@ -6,20 +6,25 @@ prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/...
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
+import os
 import re
+import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import publish_file
+from nemo_kto.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
 _IDENTITY = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # of a run, as services give them
+_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # mlflow's own, whose default of 7 takes minutes
 
 
 class Sink(Protocol):
@@ -92,17 +98,22 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     """The lines of the steps up to ``step``. Where others than the last cannot be read, a copy of the file is kept."""
     if not file.exists():
         return []
-    content, kept, damaged = file.read_bytes(), [], 0
-    *lines, cut = content.split(b"\n")  # a line that was cut when the run was killed is no damage
-    for line in lines:
-        if (metrics := parse_line(line)) is None:
-            damaged += 1
-        elif metrics["step"] <= step:
-            kept.append(line)
-    if damaged or b"\0" in cut:
+    kept, damaged = [], False
+    try:
+        with open_file(file) as lines:
+            for line in read_lines(lines):
+                if not line.endswith(b"\n"):  # one that was cut when the run was killed is no damage
+                    damaged |= b"\0" in line or len(line) > MAX_LINE_BYTES
+                elif (metrics := parse_line(line)) is None:
+                    damaged = True
+                elif metrics["step"] <= step:
+                    kept.append(line[:-1])
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; move it away, or let this user read it") from error
+    if damaged:
         aside = file.with_name(f"{file.name}.damaged")
         with publish_file(aside) as writing:
-            writing.write_bytes(content)
+            shutil.copyfile(file, writing)
         logger.warning("%s is damaged: what can be read of it is kept; the file as it was is now %s", file, aside)
     return kept
 
@@ -184,9 +195,7 @@ class RunLogger:
                 self._sinks[name] = open_sink()
             except Exception as error:  # of services, which raise what they like
                 if resumed_step is None:
-                    told = f"the log {name} must be there when a run begins, but it cannot be opened: {self._told(error)}"
-                    remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
-                    raise UserError(f"{told}; make it reachable{remedy}") from error
+                    raise UserError(_cannot_open(name, self._told(error))) from error
                 self._leave_out(name, error)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -215,7 +224,114 @@ class RunLogger:
         logger.warning("the log %s failed, and the run continues without it: %s", name, self._told(error))
 
     def _told(self, error: Exception) -> str:
-        return self._redact(" ".join(f"{type(error).__name__}: {error}".split()))
+        return self._redact(_one_line(error))
+
+
+def check_loggers(
+    *,
+    folder: Path,
+    tensorboard: bool = True,
+    wandb: Mapping[str, object] | None = None,
+    mlflow: Mapping[str, object] | None = None,
+    redact: Callable[[str], str] = str,
+) -> None:
+    """Check that :class:`RunLogger`, with the same arguments, could open every logger of a new run.
+
+    Packages are imported and services are reached. Nothing is written, and no run is started in a service.
+
+    Raises:
+        UserError: names every logger that cannot be opened.
+    """
+    checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
+    if tensorboard:
+        checks["tensorboard"] = lambda: _check_tensorboard(folder / "tensorboard")
+    if wandb is not None:
+        checks["wandb"] = lambda: _check_wandb(wandb)
+    if mlflow is not None:
+        checks["mlflow"] = lambda: _check_mlflow(mlflow)
+    broken = []
+    for name, check in checks.items():
+        try:
+            check()
+        except Exception as error:  # of services, which raise what they like
+            broken.append(_cannot_open(name, redact(_one_line(error))))
+    if broken:
+        raise UserError("\n  ".join(["nothing was started:", *broken]) if len(broken) > 1 else broken[0])
+
+
+def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:
+    """Raise OSError if something is there that is of another kind or cannot be written."""
+    if path.exists() and not right_kind(path):
+        raise FileExistsError(f"{path} is in the way")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def _check_tensorboard(folder: Path) -> None:
+    import_package("torch.utils.tensorboard", package="tensorboard")
+    _check_path(folder, Path.is_dir)
+
+
+def _check_wandb(arguments: Mapping[str, object]) -> None:
+    wandb = import_package("wandb")
+    if not arguments.get("offline") and os.environ.get("WANDB_MODE", "online") == "online":
+        wandb.login(verify=True)
+
+
+def _check_mlflow(arguments: Mapping[str, object]) -> None:
+    mlflow = import_package("mlflow")
+    if tracking_uri := arguments.get("tracking_uri"):
+        with _environment(_MLFLOW_RETRIES, os.environ.get(_MLFLOW_RETRIES, "1")):
+            mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def import_package(module: str, *, package: str | None = None) -> Any:
+    """Import a module of a logger's package.
+
+    Args:
+        package: that must be installed for it; by default the module itself.
+
+    Raises:
+        UserError: the package is not installed, or it is and cannot be imported.
+    """
+    package = package or module
+    if not installed(package):
+        raise UserError(missing_package(package))
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package that does not fit the others may raise anything
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "of unknown version"
+        raise UserError(
+            f"the package {package} {version} is installed but cannot be imported ({_one_line(error)}); install a version "
+            f"that fits the other packages: pip install -c constraints.txt --upgrade {package}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
+
+
+def _cannot_open(name: str, why: str) -> str:
+    """The message about a logger that a new run cannot start with."""
+    remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
+    return f"the log {name} must be there when a run begins, but it cannot be opened: {why}; make it reachable{remedy}"
 
 
 def installed(package: str) -> bool:
@@ -236,7 +352,11 @@ def _known_identity(file: Path, resumed_step: int | None) -> str | None:
     """The identity under which an outside service knows a resumed run; None for a new run."""
     if resumed_step is None or not file.exists():
         return None
-    if (match := _IDENTITY.fullmatch(file.read_bytes())) is None:
+    try:
+        match = _IDENTITY.fullmatch(read_bytes(file))
+    except OSError:
+        match = None
+    if match is None:
         logger.warning("%s is damaged: the figures of this run continue in a new one there", file)
         return None
     return match[1].decode()
@@ -248,20 +368,28 @@ def _keep_identity(file: Path, identity: str) -> None:
 
 
 def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
+    import_package("wandb")
     from pytorch_lightning.loggers import WandbLogger
 
     file = folder / "wandb_run_id"
     identity = _known_identity(file, resumed_step) or uuid.uuid4().hex[:8]
     _keep_identity(file, identity)
-    return WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
+    wandb_logger = WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
+    _ = wandb_logger.experiment  # opens it
+    return wandb_logger
+
+
+def _tracking_uri(folder: Path, arguments: Mapping[str, object]) -> str:
+    """Where mlflow keeps its runs. It refuses new ones in plain folders, so the default is a database in one file."""
+    return str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
 
 
 def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> MLFlowLogger:
+    import_package("mlflow")
     from pytorch_lightning.loggers import MLFlowLogger
 
-    # mlflow refuses new runs in plain folders, so the default is a database in one file.
-    uri = arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
     file = folder / "mlflow_run_id"
+    uri = _tracking_uri(folder, arguments)
     mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": _known_identity(file, resumed_step)})
     _keep_identity(file, str(mlflow_logger.run_id))
     return mlflow_logger

@@ -140,4 +140,14 @@ def progress_bar(
 
 
 def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:
-    return [f"{label} {metrics[prefix + name]:.4f}" for label, name in SHOWN if prefix + name in metrics]
+    return [
+        f"{label} {metrics[prefix + name]:.4f}{_clamped(metrics, prefix) if name == 'kl' else ''}"
+        for label, name in SHOWN
+        if prefix + name in metrics
+    ]
+
+
+def _clamped(metrics: Mapping[str, float], prefix: str) -> str:
+    """The KL estimate before it was clamped to 0, if it was."""
+    estimate = metrics.get(f"{prefix}kl_unclamped", 0.0)
+    return f" (unclamped {estimate:.2g})" if estimate < 0 else ""

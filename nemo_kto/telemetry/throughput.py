@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from nemo_kto.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 # Dense bf16 with sums in fp32, of cards that Lightning's table lacks, or has with sparsity, of two cards or without tensor
 # cores. By NVIDIA's datasheets; those that state sparsity only are halved, as their footnotes say.
@@ -43,25 +49,31 @@ class ThroughputMeter:
     peak_memory: Callable[[], int]
     peak_flops: float | None = None
 
-    def figures(self, *, seconds: float, tokens: int, padded_tokens: int, flops: float) -> dict[str, float]:
+    def figures(
+        self, *, seconds: float, tokens: int, padded_tokens: int, flops: float, kl_tokens: int = 0
+    ) -> dict[str, float]:
         """Figures of one step, from its wall-clock time and what it asks of the model over the global batch.
 
         Args:
             seconds: of the step.
-            tokens: without padding.
-            padded_tokens: tokens and padding together.
+            tokens: that are trained on, without padding.
+            padded_tokens: tokens, KL tokens and padding together.
             flops: floating-point operations.
+            kl_tokens: of the KL examples, without padding.
 
         Returns:
-            tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank), and
-            mfu (fraction of the devices' peak that the model's operations reached, 0 to 1) where the peak is known.
+            tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank),
+            kl_tokens_per_sec where there are KL examples, and mfu (fraction of the devices' peak that the model's operations
+            reached, 0 to 1) where the peak is known.
         """
         report = {
             "tokens_per_sec": tokens / seconds,
             "tokens_per_sec_per_rank": tokens / seconds / self.world_size,
-            "padding_fraction": 1.0 - tokens / padded_tokens,
+            "padding_fraction": 1.0 - (tokens + kl_tokens) / padded_tokens,
             "peak_memory_gb": self.peak_memory() / 1e9,
         }
+        if kl_tokens:
+            report["kl_tokens_per_sec"] = kl_tokens / seconds
         if self.peak_flops:
             report["mfu"] = flops / seconds / (self.peak_flops * self.world_size)
         return report

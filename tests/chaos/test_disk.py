@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def finishing_saves(job: Job) -> Job:
+    """The same job, whose earlier checkpoint is complete when the next one begins."""
+    return replace(job, overrides=(*job.overrides, "exp_manager.checkpoint_callback_params.async_save=false"))
+
+
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
@@ -50,9 +56,10 @@ FULL = {
 @pytest.mark.parametrize("case", FULL)
 def test_full(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     point, count, left, kept = FULL[case]
+    first = finishing_saves(job) if case == "before_a_save" else job
     with small_disk(tmp_path / "run"):
         fill = Crash(point=point, count=count, shell=FILL.format(folder=tmp_path / "run", left=left))
-        ended = run(job, tmp_path, crash=fill)
+        ended = run(first, tmp_path, crash=fill)
         assert ended.fired
         assert (ended.status != 0, ended.hung, ended.left_running) == (True, False, []), ended.output
         assert str(tmp_path / "run") in ended.last_lines
@@ -65,7 +72,8 @@ def test_full(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path)
 def test_read_only_at_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     with small_disk(folder):
-        ended = run(job, tmp_path, crash=Crash(point="checkpoint", count=2, shell=f"mount -o remount,ro {folder}"))
+        read_only = Crash(point="checkpoint", count=2, shell=f"mount -o remount,ro {folder}")
+        ended = run(finishing_saves(job), tmp_path, crash=read_only)
         assert ended.fired
         assert (ended.status != 0, ended.hung, ended.left_running) == (True, False, []), ended.output
         assert str(folder) in ended.last_lines

@@ -89,6 +89,7 @@ def assert_ended_as_told(ended: Ended, crash: Crash, ranks: int) -> None:
         assert f"nemo-kto: rank {victim[-1]} of {ranks} was killed by SIGKILL" in ended.last_lines
 
 
+@pytest.mark.full
 def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase, who in QUICK:
         crash = of(phase, VICTIMS[who])
@@ -96,6 +97,7 @@ def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path
     assert_resumes(job, tmp_path, whole(job))
 
 
+@pytest.mark.full
 def test_a_mean_of_rewards_outlives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     """At the same layout to the last bit; at another one, whose ranks hold the same rows, to 1e-5."""
     same, other = (tmp_path / name for name in ("same", "other"))

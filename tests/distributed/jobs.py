@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-# What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts.
-_FIGURES = re.compile(r"(train|val)/(loss|kl|delta|acc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)")
+import pytest
+
+# What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts;
+# of a validation set too, where it has one of these names.
+_FIGURES = re.compile(
+    r"(train|val)/(first_|second_)?(loss|kl$|delta|acc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)"
+)
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
@@ -41,9 +47,34 @@ def assert_same(
         assert amount < (first if step == 1 else 1e-4), f"step {step}: {name} is {mine[name]}, expected {other[name]}"
 
 
+PEAK = 1e12  # FLOPs per second of the device of train_with_known_peak
+
+
+def train_with_known_peak(*arguments: Any) -> None:
+    """``train`` on a device whose peak is in the table, so that the utilisation is logged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_kto.launch.build.device_peak_flops", lambda device, dtype, name: PEAK)
+        train(*arguments)
+
+
+def flops(folder: Path, world_size: int) -> list[float]:
+    """FLOPs of each step of a run of ``train_with_known_peak``, computed from the utilisation that it logged."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["perf/mfu"] * row["timing/step_time"] * PEAK * world_size for row in rows if "perf/mfu" in row]
+
+
 def long(algorithm: str = "kto") -> str:
     """The override for ten steps, well into a second epoch, with a validation after every fifth."""
     return f"trainer.{algorithm}.max_steps=10"
+
+
+def length(algorithm: str, steps: int) -> list[str]:
+    """Overrides for a number of steps; validations take two batches, so that their figures are sums over several."""
+    return [
+        f"trainer.{algorithm}.max_steps={steps}",
+        f"trainer.{algorithm}.val_check_interval={min(steps, 5)}",
+        f"trainer.{algorithm}.limit_val_batches=2",
+    ]
 
 
 def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:

@@ -139,6 +139,7 @@ def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
 
     def limited(self: CheckpointManager, trainer_state: dict[str, int], metrics: dict[str, float]) -> None:
         if trainer_state["step"] > 1:
+            self.finish()  # the save of step 1 may still be writing
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
         save(self, trainer_state, metrics)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import assert_same, long, train, trajectory
+from tests.distributed.jobs import assert_same, length, train, trajectory
 from tests.distributed.ranks import RankPool
 
 TP2_PP2 = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
@@ -34,14 +34,14 @@ QUICK = "gemma3_text"
 
 
 @pytest.mark.parametrize(
-    "family", [family if family == QUICK else pytest.param(family, marks=pytest.mark.full) for family in FAMILIES]
+    ("family", "steps"), [(QUICK, 3), *(pytest.param(family, 10, marks=pytest.mark.full) for family in FAMILIES)]
 )
 def test_same_trajectory(
-    family: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+    family: str, steps: int, ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
 ) -> None:
-    model, steps = tiny_checkpoint(family, **FAMILIES[family]), 10
+    model, given = tiny_checkpoint(family, **FAMILIES[family]), length("kto", steps)
     for name, world_size, layout in (("one_rank", 1, []), ("tp2_pp2", 4, TP2_PP2)):
-        ranks.run(world_size, train, model, kto_rows, tmp_path / name, world_size, [*layout, long()])
+        ranks.run(world_size, train, model, kto_rows, tmp_path / name, world_size, [*layout, *given])
     ours, expected = (trajectory(tmp_path / name) for name in ("tp2_pp2", "one_rank"))
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     assert ours != expected, "computed otherwise, and rounded otherwise"

@@ -72,24 +72,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full  # runs of models that are large enough to measure
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
         (1, LORA),
         (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
-        pytest.param(1, ["model.reference.mode=swap"], marks=pytest.mark.full),
-        pytest.param(1, [CACHED, *FULL], marks=pytest.mark.full),
-        pytest.param(1, [CACHED, "trainer.precision=bf16"], marks=pytest.mark.full),
-        pytest.param(2, [CACHED], marks=pytest.mark.full),
-        pytest.param(2, [CACHED, UNSHARDED], marks=pytest.mark.full),
-        pytest.param(2, [CACHED, PIPELINE], marks=pytest.mark.full),
-        pytest.param(2, [CACHED, "model.context_parallel_size=2"], marks=pytest.mark.full),
-        pytest.param(2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"], marks=pytest.mark.full),
-        pytest.param(2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"], marks=pytest.mark.full),
+        (1, ["model.reference.mode=swap"]),
+        (1, [CACHED, *FULL]),
+        (1, [CACHED, "trainer.precision=bf16"]),
+        (2, [CACHED]),
+        (2, [CACHED, UNSHARDED]),
+        (2, [CACHED, PIPELINE]),
+        (2, [CACHED, "model.context_parallel_size=2"]),
+        (2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"]),
+        (2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"]),
         # with one row the libraries' own share would be a sixth of what a rank holds of half a frozen model
-        pytest.param(2, [*LORA, TENSOR, "model.micro_batch_size=2"], marks=pytest.mark.full),
-        pytest.param(2, ["model.reference.mode=swap", TENSOR, *FULL], marks=pytest.mark.full),
-        pytest.param(2, [EXPERTS, CACHED], marks=pytest.mark.full),
+        (2, [*LORA, TENSOR, "model.micro_batch_size=2"]),
+        (2, ["model.reference.mode=swap", TENSOR, *FULL]),
+        (2, [EXPERTS, CACHED]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from nemo_kto import locks
 from nemo_kto.locks import locked
 from tests.distributed.ranks import RankPool
 
@@ -132,28 +133,31 @@ def rows_found(folder: Path, model: Path) -> list[int]:
 
 
 def two_jobs(folder: Path) -> dict[str, Any]:
-    """Another job computes the rows "a" and has the lock for a while; this one wants them too."""
+    """Another job computes the rows "a" and holds the lock until this one waits for it."""
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     model = make_model(folder / "model")
     late = CacheUser(folder, model).reference.cache
-    other, found = CacheUser(folder, model), {}
-    began = time.monotonic()
+    other, found = CacheUser(folder, model), {"waited": False}
     with late.one_job("a"):
         lock = next(late.folder.parent.glob(".*.lock"))
-    ready, tell = os.pipe()
+    (ready, tell), (released, release) = os.pipe(), os.pipe()
     if os.fork() == 0:
         with locked(lock, when_held=lambda who: None):
             os.write(tell, b".")
-            time.sleep(1)
+            os.read(released, 1)
         os._exit(0)
     os.read(ready, 1)
     other.fill(make_rows(5, 4))
-    with late.one_job("b"):
-        found["other rows are not waited for"] = time.monotonic() - began < 1
-    with late.one_job("a"):
-        found["waited"] = time.monotonic() - began >= 1
+    with late.one_job("b"):  # would wait for ever if it waited for the rows "a"
+        found["other rows are not waited for"] = not found["waited"]
+
+    def on_wait(who: str, target: Path) -> None:
+        found["waited"] = True
+        os.write(release, b".")
+
+    with mock.patch.multiple(locks, _say_wait=on_wait, _GRACE_SECONDS=0.0), late.one_job("a"):
         found["rows"] = late.size
     return found
 

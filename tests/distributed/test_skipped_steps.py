@@ -55,7 +55,7 @@ def spoilt_job(
         result = loss(*arguments)
         if not is_bad("loss"):
             return result
-        sums = {**result.sums, "loss_sum": result.sums["loss_sum"] + torch.inf}
+        sums = {name: total + torch.inf if "loss_sum" in name else total for name, total in result.sums.items()}
         return result._replace(loss_sum=result.loss_sum + torch.inf, sums=sums)
 
     def spoil_norm(optimizer: ChainedOptimizer) -> float:

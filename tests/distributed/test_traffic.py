@@ -128,7 +128,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ],
     ),
 }
-QUICK = ("tp2_lora", "sequence_parallel", "pp2_dp2", "tp2_cp2", "tp2_ep2_whole_experts")
+QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2")
 # What the formula counts of each axis; the rest are sums of metrics and the like.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),

@@ -63,9 +63,7 @@ def validations(
 
 
 @pytest.mark.parametrize("algorithm", ["kto", "dpo"])
-def test_the_metrics_are_those_of_separate_runs_and_of_other_layouts(
-    algorithm: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_the_metrics_are_those_of_separate_runs(algorithm: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     files = files_of(tmp_path, algorithm)
     found = validations(ranks, tiny_llama, files, tmp_path / "both", algorithm, both(files))
     assert len(found) == 2
@@ -78,10 +76,19 @@ def test_the_metrics_are_those_of_separate_runs_and_of_other_layouts(
     assert found == expected
     assert [found[1][f"val/{name}_rows"] for name in ("helpful", "harmless")] == [22, 37]
     assert abs(found[1]["val/helpful_loss"] - found[1]["val/harmless_loss"]) > 1e-3, "or equality proves nothing"
-    for layout, overrides in LAYOUTS.items() if algorithm == "kto" else ():
-        other = validations(ranks, tiny_llama, files, tmp_path / layout, algorithm, both(files), *overrides, size=2)
-        for ours, theirs in zip(other, found, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), layout
+
+
+@pytest.mark.full  # with other steps test_layouts.py compares them in the quick matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_metrics_are_those_of_other_layouts(layout: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+    files = files_of(tmp_path, "kto")
+    one, other = (
+        validations(ranks, tiny_llama, files, tmp_path / name, "kto", both(files), *overrides, size=size)
+        for name, size, overrides in (("one", 1, []), ("other", 2, LAYOUTS[layout]))
+    )
+    assert len(one) == 2
+    for ours, theirs in zip(other, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def train_with_forked_workers(*arguments: Any) -> None:

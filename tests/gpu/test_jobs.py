@@ -46,11 +46,11 @@ class Case:
 ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16"
 PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=256")
 QUICK = [
-    Case(name="tokens", overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256")),
     Case(name="bf16", overrides=(IN_BF16,)),
     Case(name="packed", overrides=PACKED),
 ]
 REPEATING = [
+    Case(name="tokens", overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256")),
     Case(name="swap", overrides=("model.micro_batch_size=2",)),
     Case(name="cached", overrides=(CACHED,)),
     Case(

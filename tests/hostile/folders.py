@@ -12,9 +12,10 @@ from typing import Any
 from nemo_kto.checkpoint.adapter_files import read_adapter_settings
 from nemo_kto.checkpoint.huggingface import check_weights
 from nemo_kto.checkpoint.mapping import wanted_adapters, wanted_weights
-from nemo_kto.data.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.records import KTORecord, RowError
 from nemo_kto.errors import UserError
+from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.recipes import KTO
@@ -93,6 +94,14 @@ def replaced_by_folder(file: str) -> Break:
     return apply
 
 
+def replaced_by_pipe(file: str) -> Break:
+    def apply(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return apply
+
+
 def linked(file: str, target: str, *, anew: bool = False) -> Break:
     """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
 
@@ -145,6 +154,11 @@ def indexed(weight_map: object) -> Break:
     return apply
 
 
+def shard(file: str, *names: str) -> Break:
+    """A further file of weights, vectors of zeros."""
+    return lambda folder: write_safetensors(folder / file, dict.fromkeys(names, (8,)))
+
+
 def both(*breaks: Break) -> Break:
     return lambda folder: [each(folder) for each in breaks]
 
@@ -163,7 +177,7 @@ def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
     """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
-        encoder = RecordEncoder(tokenizer=load_tokenizer(model))
+        encoder = RecordEncoder(tokenizer=model_tokenizer(model))
         (encoded,) = encoder.encode([KTORecord(prompt=[USER], response=[ANSWER], desirable=True, line=1)])
         if isinstance(encoded, RowError):
             return str(encoded)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from nemo_kto.launch import cli
+from nemo_kto.launch import cli, job
 from nemo_kto.parallel import launcher
 from tests.tiny import write_stub_adapter, write_stub_model
 
@@ -71,7 +71,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder as the current one, without a launcher's environment; nothing is started there."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", ["nemo-kto"])
-    monkeypatch.setattr(cli.Job, "_train", started)
+    monkeypatch.setattr(job.Job, "_train", started)
     monkeypatch.setattr(launcher, "spawn_ranks", started)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)

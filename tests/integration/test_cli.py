@@ -17,6 +17,7 @@ import nemo_kto
 from nemo_kto.launch import keys
 from nemo_kto.recipes import RECIPES, Recipe
 from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
+from tests.messages import assert_names
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
@@ -54,6 +55,9 @@ def ended(process_id: int) -> bool:
 @of_every_algorithm("kto")
 def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, TELL)
+    # The working directory may be the folder of a model that somebody else made: ranks import nothing from it.
+    for module in ("hydra", "yaml"):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory ran')")
     done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env, fork_ranks=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -75,7 +79,8 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     assert saved["export"]["path"] == f"results/gpt_{name}/hf"  # resolved
     assert saved["model"]["data"]["data_prefix"] == "rows.jsonl"
     # Hydra leaves nothing behind.
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("modules", "model", "rows.jsonl")) == [
+    given = ("modules", "model", "rows.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name not in given) == [
         "rank0-1234.json",
         "rank1-1234.json",
         "results",
@@ -176,6 +181,18 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
         "nemo-kto: rank 0 of 2 was killed by SIGKILL (out of memory?); the other ranks were ended"
     )
     assert ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    "left",
+    [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
+)
+def test_an_environment_that_is_left_from_a_rank_is_refused(tmp_path: Path, left: dict[str, str]) -> None:
+    """As where a callback, in a rank, starts a training of its own."""
+    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, "print('trains')") | left)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))
+    assert "Traceback" not in done.stderr
 
 
 NOTHING_TO_SAVE = "nemo-kto: stopped by {} before the first step, so that there was nothing to save; start the same command"
@@ -309,7 +326,7 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
 
 def test_a_job_of_a_sweep_without_ranks_is_no_rank_of_the_job_before_it(tmp_path: Path) -> None:
     body = "from nemo_kto.data.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
-    env = pretend(tmp_path, body + "print(os.environ['NEMO_KTO_STORE_FILE'].endswith('/store'))")
+    env = pretend(tmp_path, body + "print('NEMO_KTO_STORE_FILE' in os.environ)")
     done = run([*CLI, "kto", *GOOD, "--multirun", "trainer.devices=2,1"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "True\nTrue\n", "nemo-kto: 1 broken row: rows.jsonl:1\n")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.commands import CLI, environment, run_anew
 
 # Python runs sitecustomize at its start, in the ranks too. Torch says that there is a GPU until it is told otherwise, and
@@ -35,14 +37,15 @@ def machine_with_gpu(folder: Path) -> dict[str, str]:
     return {**kept, "USED_BY": str(folder / "used")}
 
 
-def test_neither_training_nor_export_uses_the_gpu(tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_neither_training_nor_export_uses_the_gpu(ranks: int, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     env = machine_with_gpu(tmp_path)
     job = [
         f"pretrained_checkpoint.restore_from_path={tiny_llama}",
         f"model.data.data_prefix={kto_rows}",
         "exp_manager.explicit_log_dir=run",
         "trainer.accelerator=cpu",
-        "trainer.devices=2",
+        f"trainer.devices={ranks}",
         "trainer.kto.max_steps=1",
         "model.global_batch_size=4",
         "model.data.seq_length=64",

@@ -133,7 +133,7 @@ def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]
     ]
     assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
     assert [line for line in errors if not line.startswith(("warning:", "step "))] == errors[:2]
-    assert errors[0].startswith("tokenising rows.jsonl into cache/kto-rows-")
+    assert errors[0] == "tokenising rows.jsonl into cache"
     assert errors[1] == "tokenised 64 rows of rows.jsonl"
 
 

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 # What the Dockerfile copies, too. A copy, because setuptools builds in the folder and reuses what an earlier build left.
@@ -25,6 +27,7 @@ def copy_sources(target: Path) -> Path:
     return target
 
 
+@pytest.mark.full
 def test_the_command_works_from_a_wheel(tmp_path: Path) -> None:
     source = copy_sources(tmp_path / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -27,7 +27,7 @@ LAYOUTS = {
     "ep4": (4, Layout(expert=4)),
     "tp2-pp2": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
 }
-QUICK = ("one", "tp2-ep2-whole-experts", "tp2-ep2")
+QUICK = ("one", "tp2-ep2-whole-experts")
 CASES = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in LAYOUTS]
 
 

@@ -60,7 +60,8 @@ def test_losses_rewards_kl_and_gradient(
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
     rows = {"preference_losses_N": ours, "sft_losses_N": -both("policy"), "log_ratios_N": ratios, "logps_N": both("policy")}
-    sums |= kto_metric_sums(ours, **rows, desirable_N=desirable, valid_N=valid, beta=0.1)
+    rows |= {"weighted_preference_losses_N": ours, "weighted_sft_losses_N": torch.zeros_like(ours)}
+    sums |= kto_metric_sums(**rows, sft_scale=1.0, desirable_N=desirable, valid_N=valid, beta=0.1)
     metrics = kto_metrics({key: value.item() for key, value in sums.items()})
     assert metrics["loss"] == pytest.approx(theirs.nanmean().item(), rel=1e-6)
     if name == "kto":

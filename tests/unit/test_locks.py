@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,11 +46,13 @@ def other_process(action: Callable[[Callable[[], None]], None]) -> Iterator[int]
             os.waitpid(pid, 0)
 
 
-def holder(file: Path, seconds: float = 60.0) -> Callable[[Callable[[], None]], None]:
+def holder(file: Path, released: int | None = None) -> Callable[[Callable[[], None]], None]:
+    """Holds the lock until it is killed, or until the pipe ``released`` has a byte."""
+
     def hold(ready: Callable[[], None]) -> None:
         with locked(file, when_held=lambda who: None):
             ready()
-            time.sleep(seconds)
+            time.sleep(60) if released is None else os.read(released, 1)
 
     return hold
 
@@ -84,8 +87,14 @@ def test_a_second_process_is_told_who_holds_it(tmp_path: Path, monkeypatch: pyte
 
 def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     told: list[str] = []
-    with other_process(holder(tmp_path / "lock", seconds=0.2)) as pid:
-        with locked(tmp_path / "lock", when_held=told.append):
+    released, release = os.pipe()
+
+    def on_wait(who: str) -> None:
+        told.append(who)
+        os.write(release, b".")
+
+    with other_process(holder(tmp_path / "lock", released)) as pid:
+        with locked(tmp_path / "lock", when_held=on_wait):
             assert json.loads(owner_file(tmp_path / "lock").read_text())["pid"] == os.getpid()
         assert [who.split(" on ")[0] for who in told] == [f"process {pid}"]
 
@@ -123,7 +132,10 @@ def test_a_machine_that_gives_no_sign_of_life_is_gone(tmp_path: Path, caplog: py
     ]
 
 
-def test_a_machine_that_lives_holds_it_where_the_kernel_does_not_know(tmp_path: Path) -> None:
+def test_a_machine_that_lives_holds_it_where_the_kernel_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "GONE_SECONDS", 60.0)  # a busy machine may not run the other process for a while
     owner = owned_elsewhere(tmp_path / "lock")
 
     def beat(ready: Callable[[], None]) -> None:
@@ -154,7 +166,9 @@ def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
     with other_process(holder(tmp_path / "lock")) as pid:
-        assert (taken(tmp_path / "lock") or "").startswith(f"process {pid} on ")
+        with monkeypatch.context() as patient:
+            patient.setattr(locks, "GONE_SECONDS", 60.0)
+            assert (taken(tmp_path / "lock") or "").startswith(f"process {pid} on ")
         os.kill(pid, signal.SIGKILL)
         assert taken(tmp_path / "lock") is None
 
@@ -177,7 +191,9 @@ def test_an_owner_whom_another_has_replaced_is_left(tmp_path: Path) -> None:
     assert json.loads(owner_file(file).read_text())["host"] == "node7"
 
 
-def test_two_writers_of_one_cached_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_writers_of_one_cached_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(ready: Callable[[], None]) -> None:
         with one_writer(tmp_path / "rows.arrow", private=True):
             ready()
@@ -185,12 +201,13 @@ def test_two_writers_of_one_cached_file(tmp_path: Path, caplog: pytest.LogCaptur
 
     with other_process(write) as pid:
         who = f"process {pid} on {this_process().host}"
+        say_wait = locks._say_wait
 
-        def kill() -> None:
-            time.sleep(0.5)
+        def kill(*waiting_for: Any) -> None:
+            say_wait(*waiting_for)
             os.kill(pid, signal.SIGKILL)
 
-        locks.threading.Thread(target=kill).start()
+        monkeypatch.setattr(locks, "_say_wait", kill)
         with one_writer(tmp_path / "rows.arrow", private=True):
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]

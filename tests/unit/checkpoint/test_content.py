@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.checkpoint import content
+from nemo_kto import hashes
 from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
 
 
@@ -79,7 +79,7 @@ def test_the_names_of_files_count(model: Path) -> None:
 
 
 def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 7)
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before, kept = hashed(model), list((model.parent / "cache" / "hashes").iterdir())
     assert len(kept) == 1, "config.json is small"
     kept[0].write_text("0" * 64)
@@ -93,7 +93,7 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
 def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
     shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 0)
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 0)
     before = os.umask(0o022)
     try:
         content_hash(model, model_files(model), cache_dir=tmp_path / "cache", shared=shared)
@@ -106,7 +106,7 @@ def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
 def test_a_damaged_hash_is_computed_again(
     damage: bytes, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 7)
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before = hashed(model)
     (kept,) = (model.parent / "cache" / "hashes").iterdir()
     text = kept.read_bytes()
@@ -119,7 +119,7 @@ def test_a_damaged_hash_is_computed_again(
 
 
 def test_another_file_of_the_same_name_size_and_time_is_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_MIN_KEPT_BYTES", 7)
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before, weights = hashed(model), model / "model.safetensors"
     state = weights.stat()
     other = write(model.parent / "elsewhere", model_dot_safetensors="weighty") / "model.safetensors"

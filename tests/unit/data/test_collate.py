@@ -164,6 +164,18 @@ def test_the_attention_mask_hides_later_tokens_and_other_documents() -> None:
     assert batch["position_ids"][0].tolist() == list(range(8))
 
 
+def test_the_loss_mask_after_an_eos_is_that_of_megatron() -> None:
+    """Its mask is of the tokens that are put in; the label of each is the token after it."""
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    plain, masked = (kto_custom_collate(DOCUMENTS, EOS, eod_mask_loss=each) for each in (False, True))
+    for number, length in enumerate(plain["sample_lengths"].tolist()):
+        tokens, labels = (plain[name][number, :length] for name in ("samples", "sample_labels"))
+        _, loss_mask, _ = _get_ltor_masks_and_position_ids(tokens[:-1], EOS, False, False, True, False)
+        expected = torch.where(loss_mask > 0, labels[1:], -100)
+        assert torch.equal(masked["sample_labels"][number, 1:length], expected)
+
+
 def test_the_token_after_an_eos_is_not_trained_on() -> None:
     batch = kto_custom_collate(DOCUMENTS, EOS, eod_mask_loss=True)
     assert batch["sample_labels"][0].tolist() == [-100, -100, -100, 3, EOS, -100, EOS]

@@ -17,6 +17,11 @@ from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 TOKENIZER = chatml_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def keep_every_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_kto.data.fingerprint.MIN_KEPT_BYTES", 0)
+
+
 def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
     settings: dict[str, Any] = {"kind": KTO_EXAMPLES, "make": KTODataset, "tokenizer": TOKENIZER, "seq_length": 32}
     settings |= {"truncation_mode": "keep_end", "seed": 5, "cache_dir": tmp_path / "cache", **changes}

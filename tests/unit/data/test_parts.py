@@ -40,7 +40,8 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "MIN_BYTES", part_bytes)
         cache = TokenCache(folder=folder, fields=Fields({}), preprocess_workers=workers, **settings)
-        table, columns = cache.open(path, broken=broken)
+        ((examples, columns),) = cache.open([path], broken=broken).values()
+    table = examples and Dataset(examples)
     try:
         broken.raise_if_any()
     except DataError as error:
@@ -192,10 +193,16 @@ def numbered(count: int) -> list[FilePart]:
     return [FilePart(number=number) for number in range(count)]
 
 
-def test_the_parts_come_back_in_order_from_processes_of_their_own() -> None:
+def test_the_parts_come_back_in_order_from_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import nothing from the working directory, which may be the folder of a model that somebody else made."""
+    monkeypatch.chdir(tmp_path)
+    for module in ("multiprocessing", "pickle", "signal"):  # what a new process imports first, or its resource tracker
+        (tmp_path / f"{module}.py").write_text("open('imported', 'w')")
     found = list(map_parts(part_work.process_and_number, numbered(20), processes=2, doing="reading", setting="workers"))
     assert [number for _, number in found] == list(range(20))
     assert len({process for process, _ in found} - {os.getpid()}) == 2
+    assert not (tmp_path / "imported").exists()
+    assert "PYTHONSAFEPATH" not in os.environ  # of other programs that are started later
 
 
 def test_a_process_that_is_killed_is_one_error() -> None:

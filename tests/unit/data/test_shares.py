@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.examples import DPOExample, KTOExample
-from nemo_kto.data.shares import DPOCosts, KTOCosts, SequenceCost, balanced_shares
+from nemo_kto.data.shares import DPOCosts, KTOCosts, balanced_shares
 
-COST = SequenceCost(per_token=100.0, per_pair=1.0)
+
+def cost(length: int) -> float:
+    return 100.0 * length + length * (length + 1) / 2
 
 
 def kto_example(prompt: list[int], answer: int) -> KTOExample:
@@ -21,17 +23,15 @@ def test_a_kto_example_costs_its_sample_and_its_kl_example() -> None:
     """Prompts of 1, 2 and 3 tokens; each KL example has the answer of the next, cut to 7 tokens in all."""
     batch = [kto_example([1], 2), kto_example([1, 2], 4), kto_example([1, 2, 3], 6)]
     samples = [4 * (300 + 6), 4 * (600 + 21), 4 * (900 + 45)]
-    of_sample = SequenceCost(per_token=4 * COST.per_token, per_pair=4 * COST.per_pair)
-    of_kl_example = SequenceCost(per_token=2 * COST.per_token, per_pair=2 * COST.per_pair)
-    costs = KTOCosts(cost=of_sample, kl_cost=of_kl_example, seq_length=7)
+    costs = KTOCosts(cost=lambda length: 4 * cost(length), kl_cost=lambda length: 2 * cost(length), seq_length=7)
     kl = [2 * (500 + 15), 2 * (700 + 28), 2 * (500 + 15)]
     assert costs(batch) == [a + b for a, b in zip(samples, kl, strict=True)]
-    assert KTOCosts(cost=of_sample, kl_cost=None, seq_length=7)(batch) == samples
+    assert KTOCosts(cost=lambda length: 4 * cost(length), kl_cost=None, seq_length=7)(batch) == samples
 
 
 def test_a_pair_costs_both_answers() -> None:
     pair = DPOExample(prompt_ids=[1], chosen_ids=[2, 3], rejected_ids=[4], chosen_reward=1.0, rejected_reward=0.0)
-    assert DPOCosts(cost=COST)([pair]) == [306 + 203]
+    assert DPOCosts(cost=cost)([pair]) == [306 + 203]
 
 
 @given(costs=st.lists(st.floats(0.1, 100.0), max_size=40), ranks=st.integers(1, 6))
@@ -44,6 +44,6 @@ def test_each_example_has_one_rank_and_none_has_much_more(costs: list[float], ra
 
 def test_ranks_differ_by_less_than_one_percent_where_lengths_vary_as_in_reviews() -> None:
     draw = random.Random(0)
-    costs = [COST(min(512, max(8, int(draw.lognormvariate(5.0, 0.7))))) for _ in range(64)]
+    costs = [cost(min(512, max(8, int(draw.lognormvariate(5.0, 0.7))))) for _ in range(64)]
     sums = [sum(costs[number] for number in share) for share in balanced_shares(costs, ranks=8)]
     assert max(sums) / (sum(sums) / 8) < 1.02

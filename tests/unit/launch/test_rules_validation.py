@@ -102,7 +102,8 @@ def test_a_set_without_training_rows(said: Said, tmp_path: Path) -> None:
 
 
 def test_all_metrics_that_are_reported_are_known() -> None:
-    ones = dict.fromkeys(["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "sft_rows"], 2.0)
+    ones = dict.fromkeys(["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum"], 2.0)
+    ones |= {"weighted_preference_loss_sum": 2.0, "weighted_sft_loss_sum": 2.0}
     ones |= dict.fromkeys([f"{what}_{kind}_sum" for what in ("rewards", "logps") for kind in ("chosen", "rejected")], 2.0)
     ones |= dict.fromkeys(
         ["rewards_square_sum", "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "correct"],

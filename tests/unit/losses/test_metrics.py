@@ -21,7 +21,9 @@ def sums_of(
 ) -> dict[str, float]:
     losses = kto_losses(ratios, desirable, z0=torch.tensor(0.2), beta=BETA, desirable_weight=1.0, undesirable_weight=2.0)
     sums = kto_metric_sums(
-        losses,
+        weighted_preference_losses_N=losses,
+        weighted_sft_losses_N=-0.1 * logps,
+        sft_scale=valid.sum() / (valid & desirable.bool()).sum().clamp(min=1),
         preference_losses_N=losses,
         sft_losses_N=-logps,
         log_ratios_N=ratios,
@@ -52,7 +54,9 @@ def test_every_metric_by_hand() -> None:
     ratios, logps = torch.tensor([2.0, 4.0, -1.0, 9.0]), torch.tensor([-10.0, -30.0, -5.0, -7.0])
     desirable, valid = torch.tensor([1, 1, 0, 0]), torch.tensor([True, True, True, False])
     sums = kto_metric_sums(
-        torch.tensor([0.25, 0.5, 0.75, 100.0]),
+        weighted_preference_losses_N=torch.tensor([0.25, 0.5, 0.75, 100.0]),
+        weighted_sft_losses_N=torch.tensor([2.0, 6.0, 32.0, 64.0]),
+        sft_scale=1.5,
         preference_losses_N=torch.tensor([0.5, 0.75, 1.0, 50.0]),
         sft_losses_N=torch.tensor([4.0, 8.0, 16.0, 32.0]),
         log_ratios_N=ratios,
@@ -62,13 +66,15 @@ def test_every_metric_by_hand() -> None:
         beta=BETA,
     )
     sums |= kl_sums(torch.tensor([1.0, 3.0, -1.0, 50.0]), valid)
+    assert sums["loss_sum"].item() == 1.5 + 1.5 * 8.0
     got = kto_metrics({name: value.item() for name, value in sums.items()})
     assert got == pytest.approx(
         {
-            "loss": 0.5,
+            "loss": 4.5,
             "preference_loss": 0.75,
             "sft_loss": 6.0,
             "kl": 1.0,
+            "kl_unclamped": 1.0,
             "rewards_chosen_mean": 1.5,
             "rewards_rejected_mean": -0.5,
             "rewards_margin": 2.0,
@@ -108,7 +114,9 @@ def test_invalid_rows_get_no_gradient() -> None:
     )
     valid = torch.tensor([True, True, False])
     rows = dict.fromkeys(("preference_losses_N", "sft_losses_N", "log_ratios_N", "logps_N"), ratios)
-    sums = kto_metric_sums(losses, **rows, desirable_N=torch.tensor([1, 0, 1]), valid_N=valid, beta=BETA)
+    rows |= {"weighted_preference_losses_N": losses, "weighted_sft_losses_N": 0.0 * ratios}
+    desirable = torch.tensor([1, 0, 1])
+    sums = kto_metric_sums(**rows, sft_scale=2.0, desirable_N=desirable, valid_N=valid, beta=BETA)
     sums["loss_sum"].backward()
     torch.testing.assert_close(ratios.grad, torch.tensor([-0.125, 0.125, 0.0]))
     assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]
@@ -134,12 +142,23 @@ def test_one_row_has_no_deviation_and_none_has_no_mean() -> None:
     one, true = torch.tensor([1.0]), torch.tensor([True])
     assert "rewards_all_std" not in kto_metrics(sums_of(one, one, one, true))
     nothing = kto_metrics(sums_of(one, one, one, ~true))
-    assert nothing == {"loss": 0.0, "kl": 0.0, "rows": 0, "invalid_rows": 1}
+    assert nothing == {"loss": 0.0, "kl": 0.0, "kl_unclamped": 0.0, "rows": 0, "invalid_rows": 1}
 
 
 def test_a_loss_without_reference_point_logs_no_kl(batch: tuple[torch.Tensor, ...]) -> None:
     assert "kl" in kto_metrics(sums_of(*batch))
     assert "kl" not in kto_metrics(sums_of(*batch, kl=False))
+
+
+def test_the_kl_estimate_is_clamped_once_over_all_examples_and_logged_unclamped_too() -> None:
+    four = torch.ones(4, dtype=torch.bool)
+    below, above = (
+        Metrics(sums_of(values, values, four.long(), four, kl=False) | sums, kto_metrics)
+        for values, sums in ((torch.ones(4), {"kl_sum": -6.0, "kl_rows": 4}), (torch.ones(4), {"kl_sum": 2.0, "kl_rows": 4}))
+    )
+    assert (below["kl"], below["kl_unclamped"]) == (0.0, -1.5)
+    assert (above["kl"], above["kl_unclamped"]) == (0.5, 0.5)
+    assert ((below + above)["kl"], (below + above)["kl_unclamped"]) == (0.0, -0.5), "not the mean of 0 and 0.5"
 
 
 def test_delta_is_logged_as_it_was_and_over_several_batches_as_their_mean(batch: tuple[torch.Tensor, ...]) -> None:

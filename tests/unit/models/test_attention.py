@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import varlen
 
 from nemo_kto.models.attention import TorchAttention
 from nemo_kto.models.families import Temperature
@@ -17,6 +20,7 @@ from nemo_kto.models.packed_sequences import PackedSequences
 from nemo_kto.models.rope import read_rope
 from nemo_kto.models.rotary import RotaryTable
 from nemo_kto.models.temperature import TemperatureTable
+from nemo_kto.parallel import kernels
 from nemo_kto.parallel.cpu import install_cpu_backend
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
@@ -283,6 +287,46 @@ def test_the_kernel_for_rows_is_told_what_the_layer_does(
     found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert len(calls) == (window != (3, 0))
+
+
+def without_grouped_heads(
+    query: Any, key: Any, value: Any, begin_n: Any, _: Any, longest: int, __: int, *, scale: float, window_size: Any
+) -> Any:
+    """torch 2.11's kernel, by its description."""
+    assert query.shape == key.shape == value.shape
+    assert (longest, window_size) == (6, (-1, 0))
+    return torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(each[start:stop].transpose(0, 1) for each in (query, key, value)), is_causal=True, scale=scale
+            ).transpose(0, 1)
+            for start, stop in itertools.pairwise(begin_n.tolist())
+        ]
+    )
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "torch_2_11"])
+def test_the_kernel_for_rows_takes_the_arguments_of_each_torch(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = inspect.signature(varlen.varlen_attn)
+    called: list[inspect.BoundArguments] = []
+
+    def bind(*arguments: Any, **options: Any) -> Any:
+        called.append(installed.bind(*arguments, **options))
+        return arguments[0]
+
+    kernel = functools.wraps(varlen.varlen_attn)(bind) if is_installed else without_grouped_heads
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    layer, row = attention(), [each[:, 0].bfloat16() for each in heads()]
+    expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr("nemo_kto.parallel.device.on_gpu", lambda: True)
+        chosen = kernels.varlen_attention.__wrapped__(torch.bfloat16)
+    monkeypatch.setattr("nemo_kto.models.attention.varlen_attention", lambda dtype: chosen)
+    found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
+    if is_installed:
+        assert [call.arguments["max_q"] for call in called] == [6]
+    else:
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
 
 
 def test_a_row_of_sequences_takes_no_mask() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.flops import Flops, ModelFlops, Passes
+from nemo_kto.models.flops import AttentionWindow, Flops, ModelFlops, Passes
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.models.sequences import SequenceBatch
 from tests.tiny import make_checkpoint
@@ -28,9 +28,42 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
     return SequenceBatch.of(zeros, labels, torch.tensor(lengths), None, None)
 
 
+WINDOWED = {
+    "gemma2": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5},
+    "gpt_oss": {"sliding_window": 5},
+    "llama4_text": {"attention_chunk_size": 5},
+    "mistral": {"sliding_window": 5},
+    "phi3": {"sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_attention_counts_the_tokens_that_a_token_sees(tmp_path: Path, family: str) -> None:
+    """Windows and chunks of five tokens, and sequences that end before, at and after the end of one."""
+    from transformers import AutoConfig
+
+    folder, lengths = make_checkpoint(tmp_path, family, **WINDOWED[family]), [1, 4, 5, 6, 10, 13]
+    architecture, config = read_architecture(folder, tensor_parallel=1), AutoConfig.from_pretrained(folder)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    sees = {
+        "full_attention": lambda query, key: key <= query,
+        "sliding_attention": lambda query, key: query - 5 < key <= query,
+        "chunked_attention": lambda query, key: query // 5 * 5 <= key <= query,
+    }
+    pairs = sum(sees[kind](q, k) for kind in kinds for n in lengths for q in range(n) for k in range(n))
+    flops = ModelFlops.of_model(architecture)
+    heads = 4 * architecture.num_attention_heads * architecture.head_dim
+    for operations, products in ((flops.forward, 1), (flops.disabled, 1), (flops.backward, 2)):
+        attention = operations.of(sequences(lengths, [0] * len(lengths))).item() - operations.per_token * sum(lengths)
+        assert attention == products * heads * pairs
+        assert sum(map(operations.of_tokens, lengths)) == attention + operations.per_token * sum(lengths)
+        assert operations.of_rows(3, 13) == 3 * operations.of_tokens(13, 12)
+
+
 def everything(flops: Flops) -> int:
     """Where every token is an answer, and sees every other."""
-    return LENGTH * (flops.per_token + flops.per_response_token) + LENGTH**2 * flops.per_token_pair
+    return LENGTH * (flops.per_token + flops.per_response_token) + LENGTH**2 * sum(flops.per_token_pair.values())
 
 
 def counted(model: Any, *, trained: bool = True) -> tuple[int, int]:
@@ -44,7 +77,7 @@ def counted(model: Any, *, trained: bool = True) -> tuple[int, int]:
 
 
 def test_by_hand() -> None:
-    flops = Flops(per_token=1000, per_token_mlp=600, per_token_pair=10, per_response_token=7)
+    flops = Flops(per_token=1000, per_token_mlp=600, per_token_pair={AttentionWindow(None): 10}, per_response_token=7)
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
@@ -54,7 +87,7 @@ def test_llama4_by_hand(tmp_path: Path) -> None:
     mixture = 64 * 8 + 2 * 3 * 64 * 48  # the router, the chosen expert and the shared one, which has no gate
     assert flops.per_token_mlp == 2 * (3 * mixture + 3 * 64 * 96)
     assert flops.per_token == flops.per_token_mlp + 2 * 4 * 64 * 8 * (2 * 8 + 2 * 4)
-    assert flops.per_token_pair == 4 * 4 * 8 * 8
+    assert flops.per_token_pair == {AttentionWindow(12, chunked=True): 3 * 4 * 8 * 8, AttentionWindow(None): 4 * 8 * 8}
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_kto.parallel import device
 
@@ -23,6 +24,13 @@ def test_the_least_limit_of_all_control_groups_counts(tmp_path: Path, monkeypatc
     assert least("none", "own", "above", "more", "missing") == 2_000_000
     assert least("none", "more") == whole
     assert least() == whole
+
+
+def test_products_of_fp32_are_not_those_of_tf32() -> None:
+    """NVIDIA's images allow them by an environment variable."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device.select()
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
 
 
 def test_where_limits_are_looked_for() -> None:

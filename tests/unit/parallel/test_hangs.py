@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -101,12 +103,24 @@ def test_what_a_thread_does() -> None:
     assert hangs.doing(None, device_busy=False) == BUSY
 
 
-def test_a_call_is_known_again_and_another_call_of_the_same_function_is_not() -> None:
-    def call() -> tuple[bool, bool]:
-        return hangs.is_marked(sys._getframe()), hangs.is_marked(sys._getframe())
+def test_the_main_thread_runs_code_in_a_loop_of_calls_and_none_inside_one_call() -> None:
+    """The calls of the loop are at the same place each time, as the collectives of a step are."""
 
-    assert [call() for _ in range(3)] == [(False, True)] * 3
-    assert hangs.is_marked(None) is False
+    def look(found: list[bool]) -> None:
+        for _ in range(6):
+            time.sleep(0.05)
+            found.append(hangs.main_thread_ran())
+
+    in_a_loop, inside = list[bool](), list[bool]()
+    watcher = threading.Thread(target=look, args=(in_a_loop,))
+    watcher.start()
+    while watcher.is_alive():
+        time.sleep(0.001)
+    assert any(in_a_loop[2:])
+    watcher = threading.Thread(target=look, args=(inside,))
+    watcher.start()
+    watcher.join()
+    assert not any(inside[2:])
 
 
 def test_a_stack_is_short_and_ends_where_the_thread_is() -> None:

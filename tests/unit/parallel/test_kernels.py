@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
-from nemo_kto.parallel import device, kernels, main_grad
+from nemo_kto.parallel import device, imports, kernels, main_grad
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RICH = {"te": True, "apex": True, "triton": True, "compiler": "/usr/bin/gcc"}
@@ -101,3 +101,15 @@ def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch
     main_grad.add_products_to_main_grads(torch.nn.Sequential(own, engines))
     assert own.gradient_accumulation_fusion is apex
     assert engines.fuse_wgrad_accumulation is True
+
+
+def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.16.1 uses a name that it imports only with it, on GPUs too."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    imports.define_missing_names()
+    weight, tokens = torch.randn(3, 4), torch.randn(2, 4)
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(logits, tokens @ weight.t())

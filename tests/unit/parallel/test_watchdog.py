@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -144,3 +152,57 @@ def test_alone_nobody_watches() -> None:
     watchdog.explain(RuntimeError("Connection closed by peer"))
     watchdog.stop(holds_store=False)
     assert watchdog._current is None
+
+
+def test_a_debugger_sees_every_line_of_a_thread_that_is_watched() -> None:
+    """What traces a frame (a debugger, coverage) must be left alone."""
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        lines.extend([frame.f_lineno] * (event == "line"))
+        return trace
+
+    def waits() -> None:
+        for _ in range(4):
+            time.sleep(0.1)
+
+    store, before = dist.HashStore(), sys.gettrace()
+    watchdog.check_in(store, 0)
+    dog = Watchdog(store=store, rank=0, size=2, timeout=timedelta(seconds=2), holder="the test")
+    sys.settrace(lambda frame, event, _: trace if frame.f_code is waits.__code__ else None)
+    try:
+        waits()
+    finally:
+        sys.settrace(before)
+        dog.stop(holds_store=False)
+    first = waits.__code__.co_firstlineno
+    assert lines == [*[first + 1, first + 2] * 4, first + 1]
+
+
+@pytest.fixture
+def child() -> Iterator[psutil.Process]:
+    with subprocess.Popen(["sleep", "60"]) as started:
+        yield psutil.Process(started.pid)
+        started.kill()
+
+
+def test_only_a_sibling_that_is_the_process_it_was_is_let_go_on(
+    child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked_in = watchdog.CheckIn(host=socket.gethostname(), process=child.pid, created=child.create_time())
+    dog = object.__new__(Watchdog)
+
+    def resumed(*, parent: int, **changes: Any) -> bool:
+        child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        dog._wake_stopped({1: replace(checked_in, **changes)})
+        return child.status() != psutil.STATUS_STOPPED
+
+    assert resumed(parent=os.getpid())
+    assert not resumed(parent=os.getpid() + 1), "another process's child"
+    assert not resumed(parent=os.getpid(), created=checked_in.created - 1), "its id was used again"
+    assert not resumed(parent=os.getpid(), host="elsewhere")
+    for process in (-1, 0, 2**40):  # not of a process
+        dog._wake_stopped({1: replace(checked_in, process=process)})

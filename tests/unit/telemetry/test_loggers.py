@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
-from nemo_kto.telemetry.loggers import RunLogger
+from nemo_kto.telemetry.loggers import RunLogger, check_loggers, import_package
+from tests.messages import assert_names
+
+BLOCK, WHOLE, LAST = 32768, 1, 4  # of the format of wandb's files
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -107,7 +115,8 @@ def test_tensorboard_event_file_reads_back(tmp_path: Path) -> None:
 
 
 def test_mlflow_database_lies_in_the_run_folder(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     logger = quiet(tmp_path, mlflow={"experiment_name": "tests"})
     logger.log_hyperparams({"lr": 9e-6})
     logger.log_metrics({"train/loss": 0.5}, 1)
@@ -124,13 +133,38 @@ def test_mlflow_database_lies_in_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True})
-    logger.log_metrics({"train/loss": 0.5}, 1)
+    logger.log_hyperparams({"lr": 9e-6})
+    for step in (1, 2):
+        logger.log_metrics({"train/loss": 0.5 / step}, step)
     logger.finalize("success")
+    __import__("wandb").finish()  # as at the end of the process
     identity = (tmp_path / "wandb_run_id").read_text().strip()
-    assert list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    (file,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
+    assert wandb_history(file) == [(1, 0.5), (2, 0.25)]
+
+
+def wandb_history(file: Path) -> list[tuple[int, float]]:
+    """Steps and losses of a file that wandb wrote: a log of LevelDB's, in whose chunks are protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, record, found = file.read_bytes(), 7, b"", []
+    assert data.startswith(b":W&B")
+    while position + 7 <= len(data):
+        if (left := BLOCK - position % BLOCK) < 7:  # too little for the header of a chunk
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)  # checksum, size, and which part of a record it is
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (WHOLE, LAST):
+            history = Record.FromString(record).history
+            values = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+            if "train/loss" in values:
+                found.append((values["trainer/global_step"], values["train/loss"]))
+            record = b""
+    return found
 
 
 def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +179,66 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert loggers.installed("leftover_of_a_run") is False
     assert loggers.installed("json") is True
+
+
+PROJECT = {"project": "tests", "name": "one"}
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    """The message about loggers that cannot be opened; nothing is written."""
+    folder.mkdir(exist_ok=True)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError) as raised:
+        check_loggers(**{"folder": folder, "tensorboard": False, **changes})
+    assert sorted(folder.rglob("*")) == before
+    return str(raised.value)
+
+
+def test_loggers_that_can_be_opened_are_checked_without_a_trace(tmp_path: Path) -> None:
+    check_loggers(folder=tmp_path, wandb={**PROJECT, "offline": True}, mlflow={"experiment_name": "tests"})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_all_loggers_that_cannot_be_opened_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    __import__("wandb").teardown()  # of a test before this one: it remembers that it was offline
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a login
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "tensorboard").touch()
+    mlflow = {"tracking_uri": "mlfow://me:secret@host"}
+    said = refused(tmp_path, tensorboard=True, wandb={**PROJECT, "offline": False}, mlflow=mlflow, redact=hide)
+    for name in ("tensorboard", "wandb", "mlflow"):
+        assert_names(said, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
+    assert_names(said, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "wandb login", "mlfow://***@host")
+    assert "secret" not in said
+
+
+def hide(text: str) -> str:
+    return text.replace("me:secret", "***")
+
+
+def test_an_mlflow_server_that_is_down_is_noticed_in_a_second(tmp_path: Path) -> None:
+    with socket.socket() as server:  # bound, and nobody listens
+        server.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        start = time.monotonic()
+        said = refused(tmp_path, mlflow={"experiment_name": "tests", "tracking_uri": uri})
+    assert_names(said, "mlflow", uri.rpartition(":")[2], "create_mlflow_logger=false")
+    assert time.monotonic() - start < 60, "mlflow's own seven attempts take minutes"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+def test_a_broken_package_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "an_old_logger.py").write_text("import a_module_that_newer_pythons_lack\n")
+    (tmp_path / "an_old_logger-1.27.0.dist-info").mkdir()
+    (tmp_path / "an_old_logger-1.27.0.dist-info/METADATA").write_text("Name: an_old_logger\nVersion: 1.27.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError) as raised:
+        import_package("an_old_logger")
+    assert_names(raised.value, "an_old_logger 1.27.0", "a_module_that_newer_pythons_lack", "constraints.txt")
+    assert "not installed" not in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        import_package("a_logger_that_nobody_installed")
+    assert_names(raised.value, "not installed", "pip install a_logger_that_nobody_installed")

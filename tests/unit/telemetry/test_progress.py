@@ -42,6 +42,20 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("unclamped", "text"),
+    [(-0.0312, "kl 0.0000 (unclamped -0.031)"), (-1.2e-6, "kl 0.0000 (unclamped -1.2e-06)"), (0.0, "kl 0.0000")],
+)
+def test_an_estimate_of_kl_that_is_clamped_is_shown_unclamped_too(unclamped: float, text: str) -> None:
+    out = io.StringIO()
+    progress = Progress(total_steps=10, stream=out, clock=Clock())
+    progress.log_metrics({"train/loss": 0.5, "train/kl": 0.0, "train/kl_unclamped": unclamped}, 1)
+    progress.log_metrics({"val/loss": 0.5, "val/kl": 0.0, "val/kl_unclamped": unclamped}, 1)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith(f"step 1/10  loss 0.5000  {text}  ")
+    assert lines[1] == f"step 1/10  validation: loss 0.5000  {text}"
+
+
 def test_a_line_for_each_validation_set() -> None:
     out, titles = io.StringIO(), {"validation helpful": "val/helpful_", "validation harmless": "val/harmless_"}
     progress = Progress(total_steps=10, stream=out, validations=titles)

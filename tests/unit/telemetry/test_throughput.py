@@ -22,6 +22,14 @@ def test_figures_of_a_step() -> None:
     )
 
 
+def test_tokens_of_kl_examples_are_counted_by_themselves() -> None:
+    """They are no tokens that are trained on, but they are padded and fill the devices."""
+    meter = ThroughputMeter(world_size=4, peak_memory=lambda: 0)
+    figures = meter.figures(seconds=2.0, tokens=400, kl_tokens=300, padded_tokens=1000, flops=6000.0)
+    assert (figures["tokens_per_sec"], figures["tokens_per_sec_per_rank"], figures["kl_tokens_per_sec"]) == (200, 50, 150)
+    assert figures["padding_fraction"] == pytest.approx(0.3)
+
+
 def test_no_utilisation_where_the_peak_is_not_known() -> None:
     peak = device_peak_flops(torch.device("cpu"), torch.float32, name="CPU")
     meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0, peak_flops=peak)

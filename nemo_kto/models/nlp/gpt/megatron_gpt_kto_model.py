@@ -146,9 +146,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         """
         unpaired = UnpairedTensors.unpack(batch)
         anchor, batch_sums = self._anchor(unpaired, forward_only=forward_only)
-        # the SFT loss is a mean over desirable examples, the loss as a whole one over all examples
-        sft_weight = self.objective.sft_loss_weight * batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
-        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), anchor, sft_weight)
+        sft_scale = batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
+        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), anchor, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
         nothing = torch.zeros(0, device=device.current_device())
@@ -170,7 +169,9 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         work = self.engine.work_sums(unpaired.samples, passes=passes)
         if loss.needs_z0:
             kl_work, of_kl_examples = self._kl_sums(unpaired)
-            work = {name: work[name] + count for name, count in kl_work.items()}
+            # tokens are those that are trained on; what goes through the model includes the KL examples
+            work |= {name: work[name] + kl_work[name] for name in ("padded_tokens", "flops")}
+            work["kl_tokens"] = kl_work["tokens"]
             sums |= of_kl_examples
         total = sum_over_data_parallel(sums | work)
         named = {name: float(value) for name, value in total.items()}
@@ -204,7 +205,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         self,
         samples: SampleValues,
         anchor: Mapping[str, Tensor],
-        sft_weight: float,
+        sft_scale: float,
         sequence_index_b: Tensor,
         logps_b: Tensor,
     ) -> MicroBatchLoss:
@@ -225,10 +226,12 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **objective.options,
         )
         sft_b = self.sft_losses(logps_b, samples.response_counts_B[sequence_index_b])
-        losses_b = objective.preference_loss_weight * kto_b + sft_weight * torch.where(desirable_b.bool(), sft_b, 0)
+        weights_b = samples.weights_B[sequence_index_b]
         return MicroBatchLoss.of(
             kto_metric_sums(
-                samples.weights_B[sequence_index_b] * losses_b,
+                weighted_preference_losses_N=weights_b * (objective.preference_loss_weight * kto_b),
+                weighted_sft_losses_N=weights_b * (objective.sft_loss_weight * sft_b),
+                sft_scale=sft_scale,
                 preference_losses_N=kto_b,
                 sft_losses_N=sft_b,
                 log_ratios_N=log_ratios_b,

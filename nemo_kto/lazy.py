@@ -1,0 +1,20 @@
+"""Modules that are imported at their first use."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class _LazyModule(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def lazy_import(name: str) -> ModuleType:
+    """Return a stand-in for a module that imports it when one of its attributes is first read.
+
+    For torch, which takes seconds to import, in modules that a command line loads only to be checked. Type checkers are
+    given the real import under TYPE_CHECKING.
+    """
+    return _LazyModule(name)

@@ -1,0 +1,154 @@
+"""The cache of tokenised rows: how often its files are read, and what many small files cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_kto import hashes
+from nemo_kto.data import parts
+from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.records import DataError
+from tests.messages import assert_names
+from tests.unit.data.test_dataset import prompts, splits
+from tests.unit.data.toys import numbered_rows, write_rows
+
+FILES = 12
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The suffixes of the files that were read to be hashed."""
+    files, file_hash = list[str](), hashes.file_hash
+
+    def noting(file: Path) -> str:
+        files.append(file.suffix)
+        return file_hash(file)
+
+    monkeypatch.setattr(hashes, "file_hash", noting)
+    return files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of three rows each."""
+    (tmp_path / "data").mkdir()
+    for number in range(FILES):
+        write_rows(tmp_path / f"data/{number:02}.jsonl", numbered_rows(3, f"file {number} row"))
+    return tmp_path / "data"
+
+
+def expected(names: range = range(FILES)) -> list[str]:
+    return [f"file {number} row {row}:" for number in names for row in range(3)]
+
+
+def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 1)
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
+    for _ in range(3):
+        splits(path, tmp_path)
+        assert read == [".arrow"], "it is read when it is written, and not when it is opened again"
+    (cached,) = (tmp_path / "cache").glob("*.arrow")
+    os.utime(cached)
+    splits(path, tmp_path)
+    assert read == [".arrow"] * 2, "its times are others"
+
+
+def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
+    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read by whoever verifies it
+        assert len(splits(path, tmp_path, cache_verified=verified).train) == 7
+        assert len(read) == times
+
+
+def test_small_files_cost_no_waiting_for_the_disk_and_no_line_of_the_log_each(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, fsync = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (waits.append(handle), fsync(handle)))
+    caplog.set_level(logging.INFO)
+    assert prompts(splits(folder, tmp_path).train) == expected()
+    assert len(waits) <= 4, "those of the lock"
+    assert len(caplog.messages) == 2
+    for message in caplog.messages:
+        assert_names(message, f"{FILES} files", "00.jsonl")
+    assert_names(caplog.messages[0], str(tmp_path / "cache"))
+    assert_names(caplog.messages[1], f"{3 * FILES} rows")
+
+
+def test_groups_of_files_give_the_same_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {file.name: file.read_bytes() for file in cached_files(folder, tmp_path / "whole")}
+    monkeypatch.setattr(parts, "MIN_BYTES", (folder / "11.jsonl").stat().st_size)  # of the others two make a group
+    shown: list[tuple[str, int]] = []
+
+    def progress(items, *, total, title):  # type: ignore[no-untyped-def]
+        shown.append((title, total))
+        return items
+
+    found = cached_files(folder, tmp_path / "cache", progress=progress)
+    assert {file.name: file.read_bytes() for file in found} == whole
+    assert [total for _, total in shown] == [FILES]
+    assert_names(shown[0][0], f"{FILES} files")
+
+
+def cached_files(data: Path, cache: Path, **changes: object) -> list[Path]:
+    assert prompts(splits(data, cache.parent, cache_dir=cache, **changes).train) == expected()
+    return [file for file in cache.iterdir() if file.suffix == ".arrow"]
+
+
+def test_files_that_an_interrupted_run_has_tokenised_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "MIN_BYTES", 1)
+    encoded, encode = list[int](), RecordEncoder.encode
+
+    def counting(self: RecordEncoder, records: list) -> list:
+        if len(encoded) == 5:
+            raise KeyboardInterrupt
+        encoded.append(len(records))
+        return encode(self, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_part_bytes", lambda size: size + 1)
+        patch.setattr(RecordEncoder, "encode", counting)
+        with pytest.raises(KeyboardInterrupt):
+            splits(folder, tmp_path)
+        encoded[:] = [0] * 6
+        splits(folder, tmp_path)
+    assert sum(encoded) == 3 * (FILES - 5)
+
+
+def test_what_a_killed_run_has_left_of_a_file_is_removed(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    names = {file.name for file in cached_files(folder, cache)}
+    (absent,) = cache.glob("kto-05-*.arrow")
+    absent.unlink()
+    left, of_others = (cache / f".{name}-{'0' * 32}" for name in (absent.name, "others.arrow"))
+    left.touch()
+    of_others.touch()
+    assert {file.name for file in cached_files(folder, cache)} == names
+    assert not left.exists()
+    assert of_others.exists(), "another job may be writing it"
+
+
+def test_broken_rows_of_many_files_are_said_together(folder: Path, tmp_path: Path) -> None:
+    write_rows(folder / "03.jsonl", [*numbered_rows(2), {"prompt": "p", "response": "r", "label": "perhaps"}])
+    (folder / "05.jsonl").write_text("")
+    write_rows(folder / "07.jsonl", [{"prompt": "p", "label": True}])
+    with pytest.raises(DataError) as error:
+        splits(folder, tmp_path)
+    assert_names(error.value, "3 broken rows", "03.jsonl:3:", "05.jsonl:1:", "07.jsonl:1:", "perhaps")
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == FILES - 3
+
+
+def test_columns_that_are_not_used_in_many_files_are_one_warning(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        rows = [json.loads(line) | {"id": 1} for line in file.read_text().splitlines()]
+        write_rows(file, [{**row, "source": "x"} for row in rows] if file.stem == "02" else rows)
+    many, one = splits(folder, tmp_path).warnings
+    assert_names(many, str(folder / "00.jsonl"), f"{FILES - 2} other files", f"id ({3 * (FILES - 1)} rows)")
+    assert_names(one, str(folder / "02.jsonl"), "id, source (3 rows)")
