@@ -159,6 +159,16 @@ Their names are errors that name our key, in every section, with hyphens or unde
 | name there | key here |
 |---|---|
 {aliases}
+
+### SFT terms of TRL
+
+TRL's DPOTrainer (loss type `sft`, formerly `rpo_alpha`) and ORPOTrainer take one mean over the tokens of a batch on one
+device. `model.dpo.sft_token_mean=true` is that mean over the tokens of the global batch. `sft_average_log_probs=true` is
+the mean over responses of each one's own mean, and equals it only where all responses have the same length.
+
+`preference_loss=orpo` is the loss of the paper, whose SFT term covers the response. ORPOTrainer's covers the prompt too:
+[algorithms/orpo.md](algorithms/orpo.md#trls-form) has the options for it. ORPOTrainer also puts a BOS token before every
+prompt.
 """
 
 

@@ -138,7 +138,7 @@ _SCHEDULES = "CosineAnnealing, CosineWithRestarts, LinearAnnealing, WSD or const
 _TRL = {
     "beta": f"{_LOSS}.ref_policy_kl_penalty",
     "loss_type": f"{_LOSS}.preference_loss",
-    "rpo_alpha": f"{_LOSS}.sft_loss_weight",
+    "rpo_alpha": f"{_LOSS}.sft_loss_weight (with sft_average_log_probs=true; for pairs sft_token_mean=true is TRL's mean)",
     "max_length": "model.data.seq_length",
     "max_prompt_length": "model.data.seq_length (of prompt and answer; model.data.truncation_mode says what is cut)",
     "max_completion_length": "model.data.seq_length (of prompt and answer)",

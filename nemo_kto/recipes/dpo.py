@@ -62,8 +62,8 @@ class DPORecipe(Recipe):
     def model(self, section: DPOLossConfig, examples: DPODataset, *, lr: float) -> Callable[..., MegatronGPTDPOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
-        options = {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
-        return partial(MegatronGPTDPOModel, **options)
+        token_mean, completion_only = section.sft_token_mean, section.sft_completion_only
+        return partial(MegatronGPTDPOModel, sft_token_mean=token_mean, sft_completion_only=completion_only)
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         from nemo_kto.algorithms.dpo import DPOTrainer

@@ -117,6 +117,7 @@ def test_orpo(ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list
     assert_same(ours, theirs, names | {"logps/chosen": "logps_chosen_mean", "logps/rejected": "logps_rejected_mean"})
 
 
+@pytest.mark.full
 def test_dpo_with_an_sft_term(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list[dict[str, str]], tmp_path: Path
 ) -> None:

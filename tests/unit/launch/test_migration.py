@@ -160,7 +160,7 @@ NAMES = {
     "sync_ref_model": "model.reference.sync_interval (above 0)",
     "ref_model_sync_steps": "model.reference.sync_interval",
     "ref_model_mixup_alpha": "model.reference.sync_alpha",
-    "rpo_alpha": "model.kto.sft_loss_weight",
+    "rpo_alpha": "model.kto.sft_loss_weight (with sft_average_log_probs=true; for pairs sft_token_mean=true is TRL's mean)",
     "logging_dir": "exp_manager.explicit_log_dir",
     "output_dir": "exp_manager.explicit_log_dir",
     "run_name": "exp_manager.name",
@@ -232,7 +232,7 @@ def test_names_of_other_trainers_lead_to_our_keys() -> None:
 
 def test_the_same_with_the_keys_of_the_other_algorithm() -> None:
     ours = {"beta": "model.dpo.ref_policy_kl_penalty"}
-    ours |= {"epochs": "trainer.dpo.max_epochs", "rpo_alpha": "model.dpo.sft_loss_weight"}
+    ours |= {"epochs": "trainer.dpo.max_epochs", "loss_type": "model.dpo.preference_loss"}
     assert mistakes([f"{name}=1" for name in ours], DPO) == [
         f"{name} is {key} here, got {name}=1" for name, key in ours.items()
     ]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_kto.parallel import logprobs
+from nemo_kto.parallel import device, logprobs
 from nemo_kto.parallel.logprobs import vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 100, 576, 8000, 64
@@ -18,7 +18,11 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
     weight_VH = (torch.randn(VOCAB, HIDDEN, generator=draw) * 2 / math.sqrt(HIDDEN)).bfloat16()
-    return hidden_TH, weight_VH, torch.randint(0, VOCAB, (TOKENS,), generator=draw), torch.randn(TOKENS, generator=draw)
+    target_T, arriving_T = torch.randint(0, VOCAB, (TOKENS,), generator=draw), torch.randn(TOKENS, generator=draw)
+    hidden_TH, weight_VH, target_T, arriving_T = (
+        tensor.to(device.current_device()) for tensor in (hidden_TH, weight_VH, target_T, arriving_T)
+    )
+    return hidden_TH, weight_VH, target_T, arriving_T
 
 
 def in_float64(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,7 @@ def test_the_log_ratio_of_slightly_moved_weights() -> None:
     """100 tokens of weights that one small step has moved: the rounding of single tokens must not swamp their difference."""
     hidden_TH, weight_VH, target_T, _ = problem()
     step_VH = 1e-3 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
-    moved_VH = (weight_VH + step_VH / math.sqrt(HIDDEN)).bfloat16()
+    moved_VH = (weight_VH + step_VH.to(weight_VH.device) / math.sqrt(HIDDEN)).bfloat16()
     before_T, after_T = (token_logprobs(hidden_TH, weight, target_T).double() for weight in (weight_VH, moved_VH))
     true = in_float64(hidden_TH, moved_VH, target_T).sum() - in_float64(hidden_TH, weight_VH, target_T).sum()
     assert float(after_T.sum() - before_T.sum()) == pytest.approx(float(true), abs=1e-4)
@@ -57,7 +61,7 @@ def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
     true_hidden_grad, true_weight_grad = torch.autograd.grad(in_float64(*exact, target_T), exact, arriving_T.double())
     hidden_TH.requires_grad_(), weight_VH.requires_grad_()
     if has_main_grad:
-        weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN)  # type: ignore[attr-defined]
+        weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN, device=weight_VH.device)  # type: ignore[attr-defined]
     token_logprobs(hidden_TH, weight_VH, target_T).backward(arriving_T)
     assert hidden_TH.grad is not None
     rounded = relative_error(true_hidden_grad.bfloat16(), true_hidden_grad)
