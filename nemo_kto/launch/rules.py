@@ -12,6 +12,7 @@ from nemo_kto.checkpoint.sources import irregular_files, is_peft_folder
 from nemo_kto.data.prefix import check_validation_names, read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
+from nemo_kto.launch.open_files import limit_mistake
 from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.rules_gpu import computes_here, gpu_rules
 from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
@@ -71,6 +72,8 @@ def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int
 
 
 def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
+    if (text := limit_mistake()) is not None:
+        yield ConfigError("ulimit -n", text)
     nodes, devices = trainer.num_nodes, trainer.devices
     if world is None and nodes > 1:
         remedy = "start the ranks with torchrun or srun, see examples/slurm"

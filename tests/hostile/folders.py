@@ -166,6 +166,11 @@ def both(*breaks: Break) -> Break:
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
+def assert_harmless(said: str) -> None:
+    """No message may control the terminal or fill it, whatever a file holds."""
+    assert all(line.isprintable() and len(line) < 1200 for line in said.split("\n")), said[:2000]
+
+
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
     """What the launcher finds before it starts anything."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]

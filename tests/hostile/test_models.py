@@ -19,6 +19,7 @@ from nemo_kto.errors import UserError
 from tests.hostile.folders import (
     GONE,
     Break,
+    assert_harmless,
     both,
     config,
     content,
@@ -46,7 +47,6 @@ NAMES = (
     *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"),
 )
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
-MAX_LINE = 1200  # characters
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
@@ -456,11 +456,6 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
     "a template that is a number": (
         both(removed(TEMPLATE), fields("tokenizer_config.json", chat_template=5)), "the tokenizer"),
 }  # fmt: skip
-
-
-def assert_harmless(said: str) -> None:
-    """No message may control the terminal or fill it, whatever a file holds."""
-    assert all(line.isprintable() and len(line) < MAX_LINE for line in said.split("\n")), said[:2000]
 
 
 def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
