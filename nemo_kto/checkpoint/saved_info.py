@@ -89,7 +89,8 @@ _STOPPING = {
 def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
     """The settings in the ``adapters`` of a trainer.json; raises all that Python does where they are none."""
     kept = adapters["settings"].items()
-    return LoRASettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in kept})
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept}
+    return LoRASettings(**settings)
 
 
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> str | None:
