@@ -18,20 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+from nemo_kto.checkpoint.saved_info import DTYPES, adapter_settings, find_wrong
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
-from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.files import read_bytes, read_json
 
 CHECKPOINTS = "checkpoints"  # their folder in that of a run
 INFO = "trainer.json"
 _NAME = re.compile(r"step_(\d+)")
 _REMEDY = "take another checkpoint of the run"
-_DTYPES = ("bfloat16", "float32")
 _THREADS = 8  # hashlib lets other threads run while it works
 _CHUNK_BYTES = 2**24
 # What a disk answers where a file is gone or cannot be read any more. Anything else, such as a missing permission or a
 # server that does not answer, says nothing of the file.
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 
 
 class Info(TypedDict, total=False):
@@ -126,8 +125,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     info, records = _read_info(folder)
     for name, record in records.items():
         _check_size(folder, name, record)
+    return Checkpoint(folder, _step_of(folder) or 0, info)
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint; None where its folder has another name."""
     named = _NAME.fullmatch(folder.name)
-    return Checkpoint(folder, int(named[1]) if named else 0, info)
+    return int(named[1]) if named else None
 
 
 def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
@@ -139,9 +143,11 @@ def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
     kept = info.get("files")
     if not isinstance(kept, dict):
         raise DamagedCheckpoint(f"{INFO} has no list of files")
+    if outside := [name for name in kept if os.path.isabs(name) or ".." in Path(name).parts]:
+        raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
     try:
         return {name: Written(*_record(entry)) for name, entry in kept.items()}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedCheckpoint(f"{INFO} has a list of files that this program did not write") from error
 
 
@@ -207,7 +213,7 @@ def check_checkpoint(folder: Path) -> Path | None:
     file = folder / INFO
     info = read_json(file, remedy=_REMEDY)
     sizes, dtype, adapters = info.get("files"), info.get("dtype"), info.get("adapters")
-    if not isinstance(sizes, dict) or dtype not in _DTYPES or not isinstance(adapters, dict | None):
+    if not isinstance(sizes, dict) or dtype not in DTYPES or not isinstance(adapters, dict | None):
         told = f"{file} must have files, dtype and adapters as this program writes them"
         raise UserError(f"{told}, got something else; {_REMEDY}")
     try:
@@ -218,9 +224,7 @@ def check_checkpoint(folder: Path) -> Path | None:
     if adapters is None:
         return None
     try:
-        kept = adapters["settings"].items()
-        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept}
-        LoRASettings(**settings)
+        adapter_settings(adapters)
         return Path(adapters["base_model"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         told = f"{file} must name the base model and the settings of its adapters, got something else ({error})"
@@ -240,16 +244,20 @@ def refuse_damaged(folder: Path, wrong: list[str]) -> None:
 def _read_info(folder: Path) -> tuple[Info, dict[str, Written]]:
     try:
         _check_kind(folder, INFO)
-        info = json.loads((folder / INFO).read_text(encoding="utf-8"))
+        info = json.loads(read_bytes(folder / INFO).decode("utf-8"))
+        if not isinstance(info, dict):
+            raise DamagedCheckpoint(f"{INFO} is no JSON object")
+        if "checksum" in info and info["checksum"] != _checksum(info):
+            raise DamagedCheckpoint(f"{INFO} has another content")
     except OSError as error:
         raise _damaged_or_unreadable(folder, INFO, error) from error
+    except DamagedCheckpoint:
+        raise
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{INFO} is no JSON") from error
-    if not isinstance(info, dict):
-        raise DamagedCheckpoint(f"{INFO} is no JSON object")
-    if "checksum" in info and info["checksum"] != _checksum(info):
-        raise DamagedCheckpoint(f"{INFO} has another content")
     records = file_records(info)
+    if (wrong := find_wrong(info, step=_step_of(folder))) is not None:
+        raise DamagedCheckpoint(f"{INFO} is not what this program writes: {wrong}")
     found: Info = info  # type: ignore[assignment]
     return found, records
 

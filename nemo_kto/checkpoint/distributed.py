@@ -49,8 +49,8 @@ from nemo_kto.checkpoint.checkpoint_files import (
 from nemo_kto.checkpoint.choose import rank_by, verify
 from nemo_kto.checkpoint.companions import read_companions
 from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
-from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, optimizer_state
-from nemo_kto.checkpoint.restricted import load_plain, load_state
+from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
+from nemo_kto.checkpoint.restricted import load_plain, load_state, reading
 from nemo_kto.checkpoint.writing import (
     NO_ROOM,
     FileWriter,
@@ -96,7 +96,8 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     if saved is not None:
         model_state.check_adapters(saved, chunks)
     sharded = model_state.sharded_state(chunks, adapters=saved is not None)
-    model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
+    with reading(path / "state"):
+        model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,18 +237,21 @@ class CheckpointManager:
 
         Raises:
             ValueError: it holds other adapters.
-            UserError: a file of it holds what could run.
+            UserError: a file of it is not what this program writes; names it.
         """
         model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
-        loaded = load_state(self._state(is_loading=True), checkpoint.folder / "state")
-        model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
-        if self.reference_weights is not None:
-            model_state.load_reference(self.chunks, self.reference_weights, loaded)
-        load_optimizer_state(self.optimizer, loaded)
-        self.scheduler.load_state_dict(loaded["scheduler"])
+        folder, trainer = checkpoint.folder, dict(checkpoint.info["trainer"])
+        loaded = load_state(self._state(is_loading=True), folder / "state")
+        with reading(folder / "state"):
+            model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
+            if self.reference_weights is not None:
+                model_state.load_reference(self.chunks, self.reference_weights, loaded)
+            load_optimizer_state(self.optimizer, loaded)
+            load_schedule(self.scheduler, loaded["scheduler"], step=trainer["step"])
         if checkpoint.info["layout"] == _layout():
-            set_rng_state(load_plain(checkpoint.folder / "rng" / f"{state.rank():05d}.pt"))
-        return dict(checkpoint.info["trainer"])
+            with reading(generators := folder / "rng" / f"{state.rank():05d}.pt"):
+                set_rng_state(load_plain(generators))
+        return trainer
 
     def _state(self, *, is_loading: bool) -> ShardedStateDict:
         adapters = self._adapters is not None

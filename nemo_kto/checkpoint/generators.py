@@ -28,9 +28,19 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(kept: Mapping[str, Any]) -> None:
-    """Put back what :func:`get_rng_state` gave."""
+    """Put back what :func:`get_rng_state` gave.
+
+    Raises:
+        ValueError: there are other generators of model-parallel regions; torch, Python and numpy raise their own errors.
+    """
+    tracker = get_cuda_rng_tracker()
+    kinds, ours = (
+        {name: type(each) for name, each in dict(states).items()} for states in (kept["tracker"], tracker.get_states())
+    )
+    if kinds != ours:
+        raise ValueError(f"tracker must hold the generators {', '.join(ours)}, got {', '.join(map(str, kinds))}")
     torch.set_rng_state(kept["torch"])
     device.set_rng_state(kept["device"])
-    get_cuda_rng_tracker().set_states(kept["tracker"])
+    tracker.set_states(kept["tracker"])
     random.setstate(kept["python"])
     np.random.set_state(json.loads(kept["numpy"]))

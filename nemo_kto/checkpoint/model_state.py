@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from nemo_kto.checkpoint.saved_info import adapter_settings
 from nemo_kto.errors import UserError
 from nemo_kto.models.lora import is_adapter
 from nemo_kto.models.lora_settings import LoRASettings
@@ -50,10 +51,7 @@ def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
     """What the content of a trainer.json says of adapters; None if the checkpoint holds all weights of a model."""
     if (kept := info.get("adapters")) is None:
         return None
-    settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in kept["settings"].items()
-    }
-    return SavedAdapters(base_model=Path(kept["base_model"]), settings=LoRASettings(**settings))
+    return SavedAdapters(base_model=Path(kept["base_model"]), settings=adapter_settings(kept))
 
 
 def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:

@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.parallel import device
@@ -52,6 +55,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
 
     Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them.
     """
+    if type(loaded["adam_step"]) is not int or loaded["adam_step"] < 0:
+        raise ValueError(f"adam_step must be an integer of at least 0, got {loaded['adam_step']!r}")
     parts = _parts(optimizer)
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
     for part, its_state in zip(parts, states, strict=True):
@@ -64,6 +69,20 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
         if tensors is not None:
             load_slices(part, tensors)
         _set_counters(part.optimizer, loaded["adam_step"])
+
+
+def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], *, step: int) -> None:
+    """Put back the schedule of the learning rate, as it was after ``step`` steps.
+
+    Raises:
+        ValueError: a number is not finite, or the schedule has not taken as many steps as the run.
+    """
+    for name, value in saved.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} of the schedule must be finite, got {value}")
+    if type(saved["num_steps"]) is not int or not 0 <= saved["num_steps"] <= step:
+        raise ValueError(f"num_steps of the schedule must be an integer from 0 to {step}, got {saved['num_steps']!r}")
+    scheduler.load_state_dict(dict(saved))
 
 
 def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mapping[str, object]]) -> None:

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
+from nemo_kto.files import open_file, read_json
+from nemo_kto.parallel.watchdog import is_lost_connection
 
-_REMEDY = "take another checkpoint"
+_REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER says which are as they were written)"
 _METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
 # Classes without any action, and one function, which looks a name up in a table.
 _NAMED_BY_METADATA = {
@@ -66,13 +67,42 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
     return owner[name]
 
 
-def read_metadata(stream: IO[bytes]) -> Metadata:
-    """The metadata of a checkpoint in torch's distributed format, from an open file.
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that uses what a file or folder of a checkpoint holds: whatever fails there is said of it.
+
+    Python and torch may raise anything where a value is not of the type or the shape that it has in a checkpoint of this
+    program. Errors of the machine and of other ranks stay as they are.
+
+    Raises:
+        UserError: names the path, what failed, and the remedy.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, where)
+        cause = next((failure for failure, _ in failures.values()), error)
+        if isinstance(cause, UserError):
+            raise cause from error
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or is_lost_connection(cause):
+            raise
+        if isinstance(cause, OSError) and cause.strerror:
+            raise UserError(f"{cause.filename or path} cannot be read: {cause.strerror}; {_REMEDY}") from error
+        if (refused := re.search(r"GLOBAL ([\w.]+)", str(cause))) is not None:  # the name that torch does not load
+            raise UserError(f"{path} must hold only tensors and plain data, got {refused[1]}; {_REMEDY}") from error
+        told = (str(cause).splitlines() or [""])[0][:200]
+        got = f"something else ({type(cause).__name__}: {told})"
+        raise UserError(f"{path} must be as this program writes it, got {got}; {_REMEDY}") from error
+
+
+def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
+    """The metadata of a checkpoint in torch's distributed format, from an open file; ``file``: its path, if it has no name.
 
     Raises:
         UserError: it names anything but metadata, or a file outside the folder; names the file.
     """
-    must = f"{stream.name} must hold only checkpoint metadata"
+    file = Path(stream.name) if file is None else file
+    must = f"{file} must hold only checkpoint metadata"
     try:
         metadata = _MetadataUnpickler(stream).load()
         paths = [info.relative_path for info in metadata.storage_data.values()]
@@ -83,7 +113,7 @@ def read_metadata(stream: IO[bytes]) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise UserError(f"{must}, got {type(metadata).__name__}; {_REMEDY}")
     if outside := [path for path in paths if not isinstance(path, str) or Path(path).name != path]:
-        raise UserError(f"{stream.name} must name files of its own folder, got {outside[0]}; {_REMEDY}")
+        raise UserError(f"{file} must name files of its own folder, got {outside[0]}; {_REMEDY}")
     return metadata
 
 
@@ -93,10 +123,8 @@ def load_plain(file: Path) -> Any:
     Raises:
         UserError: it holds anything else, or cannot be read; names the file.
     """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a broken file torch may make anything
-        raise UserError(f"{file} must hold only tensors and plain data, got {_found(error)}; {_REMEDY}") from error
+    with reading(file), open_file(file) as stream:
+        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
@@ -106,31 +134,26 @@ def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
     reads them by the same rules: what was changed in between is refused too.
 
     Raises:
-        UserError: a file holds what could run.
+        UserError: a file holds what could run, or is not what this program writes.
     """
     backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
     found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))
     if found != ("torch_dist", "torch"):  # those of other formats have readers of their own, with pickles of their own
         raise UserError(f"{folder / _BACKENDS} must name the formats torch_dist and torch, got {found}; {_REMEDY}")
-    try:
-        with (folder / _METADATA).open("rb") as stream:
-            read_metadata(stream)
-    except OSError as error:
-        raise UserError(f"{folder / _METADATA} cannot be read: {error.strerror}; {_REMEDY}") from error
+    with reading(folder / _METADATA), open_file(folder / _METADATA) as stream:
+        metadata = read_metadata(stream, file=folder / _METADATA)
+    with reading(folder):
+        for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+            open_file(folder / name).close()  # torch would wait for a pipe
     if (folder / _COMMON).exists():
         load_plain(folder / _COMMON)
     restricted = SimpleNamespace(load=read_metadata, dump=pickle.dump, dumps=pickle.dumps)
-    try:
-        with _replaced(filesystem, "pickle", restricted), _replaced(DefaultLoadPlanner, "load_bytes", _load_bytes):
-            return cast(StateDict, dist_checkpointing.load(sharded, str(folder)))
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, UserError):
-                raise failure from error
-            if isinstance(failure, pickle.UnpicklingError):
-                told = f"the .distcp files in {folder} must hold only tensors and plain data"
-                raise UserError(f"{told}, got {_found(failure)}; {_REMEDY}") from error
-        raise
+    with (
+        reading(folder),
+        _replaced(filesystem, "pickle", restricted),
+        _replaced(DefaultLoadPlanner, "load_bytes", _load_bytes),
+    ):
+        return cast(StateDict, dist_checkpointing.load(sharded, str(folder)))
 
 
 _load_trusted_bytes = DefaultLoadPlanner.load_bytes
@@ -142,12 +165,6 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
     torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
     plain.seek(0)
     _load_trusted_bytes(self, read_item, plain)
-
-
-def _found(error: Exception) -> str:
-    """The name that torch refused, or what it says instead."""
-    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return refused[1] if refused else f"something else ({(str(error) or type(error).__name__).splitlines()[0]})"
 
 
 @contextlib.contextmanager

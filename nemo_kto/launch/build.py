@@ -27,8 +27,9 @@ from nemo_kto.algorithms.callbacks import (
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.skipping import SkippedSteps
-from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, named_checkpoints
+from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, INFO, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.restricted import reading
 from nemo_kto.launch.build_data import RunData, build_data
 from nemo_kto.launch.build_optimizer import build_optimizer_and_schedule
 from nemo_kto.launch.build_policy import Policy, build_policy
@@ -209,8 +210,9 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
         ),
         early_stopping=build_early_stopping(cfg, agree=state.largest),
     )
-    if resumed is not None:
-        trainer.load_state_dict(resumed)
+    if resumed is not None and start.run.checkpoint is not None:
+        with reading(start.run.checkpoint.folder / INFO):
+            trainer.load_state_dict(resumed)
     return trainer
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.checkpoint.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
 from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.restricted import reading
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_stopping import stopped_early
@@ -74,7 +75,9 @@ def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig, newest: Che
     facts = facts_of_run(cfg, data, trainer_cfg)
     if newest is None:
         return Resumption(facts=facts)
-    if changed := differences(_facts_of(newest, facts), facts):
+    with reading(newest.folder / INFO):
+        changed = differences(_facts_of(newest, facts), facts)
+    if changed:
         count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
         lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
         raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))

@@ -5,12 +5,25 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import OmegaConf
 
-from nemo_kto.files import open_file, publish_file
+from nemo_kto.files import publish_file, read_bytes
 from nemo_kto.launch.compose import WRONG, known_keys
 from nemo_kto.launch.redaction import public_config
 from nemo_kto.launch.schema import RunConfig
+
+_MAX_BYTES = 2**18  # what is written has a thirtieth of that
+_ABSENT = object()
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads YAML without aliases, which this program does not write: a few nested ones may stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("there must be no aliases")
+        return super().compose_node(parent, index)
 
 
 def save_config(config: RunConfig) -> None:
@@ -19,28 +32,29 @@ def save_config(config: RunConfig) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     now = OmegaConf.create(public_config(config))
     if file.exists() and config.exp_manager.resume_if_exists:
-        before = _load(file)
-        known = set() if before is None else set(known_keys(before))
+        before, values = _load(file), OmegaConf.to_container(now)
         for key in known_keys(now):
-            if before is None or key not in known:  # cut short, or of an earlier version
-                continue
-            old = OmegaConf.select(before, key, throw_on_resolution_failure=False)
-            new = OmegaConf.select(now, key)
-            if old != new:
+            old, new = _value(before, key), _value(values, key)
+            if old not in (_ABSENT, new):  # absent where the file was cut short, or is of an earlier version
                 print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
 
-def _load(file: Path) -> DictConfig | None:
-    """The configuration that was saved; None, and a warning, where a crash has damaged it."""
+def _load(file: Path) -> object:
+    """The configuration that was saved, with its interpolations as they are; None, and a warning, where it is damaged."""
     try:
-        with open_file(file) as handle:
-            before = OmegaConf.load(handle)
-        if isinstance(before, DictConfig) and "algorithm" in before:
+        before = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
+        if isinstance(before, dict) and "algorithm" in before:
             return before
     except (*WRONG, ValueError):
         pass
     text = "cannot be read and is written again; what has changed since the last start is not known"
     print(f"nemo-kto: {file} {text}", file=sys.stderr)
     return None
+
+
+def _value(values: object, key: str) -> object:
+    for name in key.split("."):
+        values = values.get(name, _ABSENT) if isinstance(values, dict) else _ABSENT
+    return values

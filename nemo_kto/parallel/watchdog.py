@@ -39,6 +39,12 @@ _REMEDY = "the timeout is trainer.timeout_minutes ({minutes} min); raise it if w
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection (was )?(likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of torch says that another rank is gone or late."""
+    of_torch = isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
+    return of_torch or isinstance(error, dist.DistError)
+
+
 class StoreLost(RuntimeError):
     """The store does not answer.
 
@@ -384,10 +390,7 @@ def explain(error: BaseException) -> None:
     """Before this rank ends with an error: add to it which rank was lost, if one was, or tell the others of it."""
     if _current is None:
         return
-    connection = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
-    )
-    if not connection:
+    if not is_lost_connection(error):
         _current.say_farewell(f"{type(error).__name__}: {error}"[:500])
     elif (text := _current.find_lost()) is not None:
         error.args = (f"{error}\n\n{text}",)

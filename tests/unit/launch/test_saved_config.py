@@ -8,10 +8,22 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_kto.launch.saved_config import save_config
+from tests.messages import assert_names
 from tests.unit.launch.conftest import Load
 
+NESTED_ALIASES = b"algorithm: kto\na0: &a0 [x, x]\n" + b"".join(
+    b"a%d: &a%d [%s]\n" % (number, number, b", ".join([b"*a%d" % (number - 1)] * 9)) for number in range(1, 12)
+)
+DAMAGES = [b"", b"\0" * 99, b"\xff\xfe", b"a: [", b"- a\n- b\n", b"text", b"a: *b\n", b"[" * 400, b"[" * 9_999]
+DAMAGES += [
+    NESTED_ALIASES,
+    b"algorithm: kto\n" * 99_999,
+    b"algorithm: kto\n? [a]\n: b\n",
+    b"algorithm: kto\na: !!python/object:os\n",
+]
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 99, b"\xff\xfe", b"a: [", b"- a\n- b\n", b"text", b"a: *b\n", b"[" * 400])
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
 def test_a_damaged_configuration_is_written_again(
     damage: bytes, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -24,3 +36,15 @@ def test_a_damaged_configuration_is_written_again(
     assert file.read_bytes() == content
     text = "cannot be read and is written again; what has changed since the last start is not known"
     assert capsys.readouterr().err == f"nemo-kto: {file} {text}\n"
+
+
+def test_interpolations_of_a_saved_configuration_are_not_resolved(
+    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    config, file = load(f"exp_manager.explicit_log_dir={tmp_path}"), tmp_path / "config.yaml"
+    file.write_text("algorithm: kto\nmodel:\n  seed: ${oc.env:SECRET}\n")
+    save_config(config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert_names(line, "model.seed", "${oc.env:SECRET}", str(config.model.seed))
+    assert "hunter2" not in line
