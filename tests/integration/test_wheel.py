@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import BytesParser
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from tests.conftest import REPOSITORY
 
@@ -76,23 +78,35 @@ def test_the_page_of_an_index_has_no_broken_link(built: Path, monkeypatch: pytes
     assert set(links.findall(said)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
 
 
-def test_constraints_are_within_the_bounds_of_the_package() -> None:
-    bounds = {each.name: each.specifier for each in map(Requirement, requires("nemo-kto") or [])}
-    for file in REPOSITORY.glob("constraints*.txt"):
-        lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
-        pins = dict(line.split("==") for line in lines if line)
-        outside = [f"{name}=={pin}" for name, pin in pins.items() if name in bounds and pin not in bounds[name]]
-        assert not outside, f"{file.name}: {outside}"
-        if file.name == "constraints-lowest.txt":
-            lowest = {
-                name: spec.version
-                for name, found in bounds.items()
-                for spec in found
-                if spec.operator == ">=" and name not in ("setuptools", "transformer-engine")
-            }
-            assert {
-                name for name, least in lowest.items() if not Requirement(f"x=={least}").specifier.contains(pins[name])
-            } == set()
+def bounds() -> dict[str, SpecifierSet]:
+    """The versions that pyproject.toml allows of each package that it needs to run, with its extras."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [
+        each for name, needs in project["optional-dependencies"].items() if name not in ("test", "gpu") for each in needs
+    ]
+    return {each.name: each.specifier for each in map(Requirement, [*project["dependencies"], *extras])}
+
+
+def pins(file: Path) -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_every_package_has_bounds_and_the_lower_ones_are_those_that_are_tested() -> None:
+    unbound = [name for name, found in bounds().items() if {each.operator for each in found} != {">=", "<"}]
+    assert not unbound
+    lowest, tested = {}, pins(REPOSITORY / "constraints-lowest.txt")
+    for name, found in bounds().items():
+        (lowest[name],) = [Version(each.version) for each in found if each.operator == ">="]
+    assert lowest == {name: Version(tested[name]) for name in lowest}
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-py312.txt"])
+def test_constraints_are_within_the_bounds(file: str) -> None:
+    known = bounds()
+    assert not [
+        f"{name}=={pin}" for name, pin in pins(REPOSITORY / file).items() if name in known and pin not in known[name]
+    ]
 
 
 def test_the_command_works_from_a_wheel(built: Path, tmp_path: Path) -> None:
