@@ -1,31 +1,48 @@
 # nemo_kto on NVIDIA's PyTorch image, with CUDA, NCCL, torch and Transformer Engine that were built for each other.
 #
 #   docker build -t nemo_kto .
-#   docker build -t nemo_kto --build-arg BASE_IMAGE=nvcr.io/nvidia/nemo:26.02 .
+#   docker build -t nemo_kto --build-arg BASE_IMAGE=nvcr.io/nvidia/nemo:26.02 --build-arg EXTRAS=wandb,mlflow .
 #   docker run --rm --gpus all -v "$PWD:/workspace" nemo_kto nemo-kto kto ...
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE_IMAGE}
-ARG MEGATRON_CORE=0.16.1
 
 # The image's constraint file pins libraries that we need in other versions; the next step pins what must stay.
 ENV PIP_CONSTRAINT="" \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
+    PIP_NO_CACHE_DIR=1 \
+    PIP_ROOT_USER_ACTION=ignore
 
 WORKDIR /opt/nemo_kto
-COPY setup.py pyproject.toml README.md LICENSE ./
+# The packages are a layer of their own, which a change of the sources leaves as it is. torch and everything compiled against it
+# must not change: with these constraints pip fails instead of replacing them. The others are those of our constraints, or what
+# the base image has if that will do.
+ARG EXTRAS=""
+COPY pyproject.toml constraints.txt constraints-py312.txt benchmarks/gpu_report.py ./
+RUN case "$(python3 --version)" in *3.12.*) tested=constraints-py312.txt ;; *) tested=constraints.txt ;; esac \
+    && python3 gpu_report.py --pins "$tested" > /opt/constraints.txt \
+    && python3 -c 'import sys, tomllib; \
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+extras = project["optional-dependencies"]; \
+print(*project["dependencies"], *(each for name in sys.argv[1].split(",") if name for each in extras[name]), sep="\n")' \
+        "${EXTRAS}" > /opt/requirements.txt \
+    && python3 -m pip install --constraint /opt/constraints.txt --requirement /opt/requirements.txt
+
+COPY setup.py README.md LICENSE ./
 COPY nemo_kto nemo_kto
 COPY conf conf
 COPY examples examples
+RUN python3 -m pip install --no-deps .
 
-# torch and everything compiled against it must not change: with these constraints pip fails instead of replacing them.
-RUN python3 -c 'from importlib.metadata import distributions as d; \
-stay = ("torch", "triton", "pytorch-triton", "transformer-engine", "transformer_engine", "flash", "apex", "nvidia"); \
-found = {(p.metadata["Name"], p.version) for p in d()}; \
-print(*(f"{n}=={v}" for n, v in sorted(found) if n and n.lower().startswith(stay)), sep="\n")' > /opt/base-image.txt \
-    && python3 -m pip install --no-deps "megatron-core==${MEGATRON_CORE}" \
-    && python3 -m pip install --constraint /opt/base-image.txt .
+ARG BASE_IMAGE
+ARG VERSION=""
+ARG REVISION=""
+LABEL org.opencontainers.image.title="nemo_kto" \
+      org.opencontainers.image.description="KTO, DPO and their variants on megatron-core" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
 
 # Works for any user: caches and runs go to a folder that every user may write to.
 ENV HOME=/workspace \

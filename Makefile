@@ -1,8 +1,8 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct (make check: linters and unit tests alone, in less than 90 seconds)
-# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, chaos, test-slurm,
-# golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), image-test, audit, bench (a KTO step against
-# TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
+# Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
+# packages), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), image-test, audit,
+# bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -11,14 +11,15 @@ SHELL := /bin/bash
 
 # The newest Python tested with the pinned versions comes first. Override: make PYTHON=/path/to/python VENV=.venv-mine
 first_that_runs = $(shell for python in $(1); do "$$python" --version >/dev/null 2>&1 && { command -v "$$python"; break; }; done; true)
-PYTHON ?= $(call first_that_runs,python3.11 python3.12 python3.10 python3)
+PYTHON ?= $(call first_that_runs,python3.11 python3.12 python3.13 python3)
 PYTHON312 ?= $(call first_that_runs,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
 VENV ?= .venv
 VENV312 ?= .venv-py312
+VENV_LOWEST ?= .venv-lowest
 CONSTRAINTS ?= $(if $(findstring 3.12,$(shell $(PYTHON) --version)),constraints-py312.txt,constraints.txt)
 BASE_IMAGE ?=
 BIN := $(VENV)/bin
-REQUIREMENTS := setup.py $(CONSTRAINTS)
+REQUIREMENTS := pyproject.toml setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
 N ?= 200
@@ -40,7 +41,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/parallel/test_kernels
 TESTS312 += $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 chaos test-slurm gpu image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest chaos test-slurm gpu image-test audit lint bench wheel clean
 
 help:
 	@sed -n '1,6s/^# //p' Makefile
@@ -105,7 +106,7 @@ $(VENV)/.slurm: $(VENV)/.test
 image-test: $(VENV)/.made
 	PYTHON=$(BIN)/python .ci/image $(BASE_IMAGE)
 
-$(VENV312)/.test: setup.py constraints-py312.txt
+$(VENV312)/.test: pyproject.toml setup.py constraints-py312.txt
 	$(STILL_RUNS) $(PYTHON312) -m venv $(VENV312)
 	$(NOT_SILENT) $(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
 	touch $@
@@ -117,6 +118,16 @@ else
 test-py312: $(VENV312)/.test
 	$(VENV312)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(TESTS312)
 endif
+
+# The lower bounds of pyproject.toml: unit tests, and steps, checkpoints and an export on ranks. Its torch is one for CUDA, of 7 GB.
+$(VENV_LOWEST)/.test: pyproject.toml setup.py constraints-lowest.txt
+	$(STILL_RUNS) $(PYTHON) -m venv $(VENV_LOWEST)
+	$(NOT_SILENT) $(VENV_LOWEST)/bin/python -m pip install $(PIP_FLAGS) -c constraints-lowest.txt -e '.[test]'
+	touch $@
+
+test-lowest: $(VENV_LOWEST)/.test
+	$(VENV_LOWEST)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) \
+		tests/unit tests/distributed/test_{gradients,logprobs,checkpoint,export}.py
 
 # What is pinned, against the advisories of the package index; without a network it says so.
 audit: $(VENV)/.made

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_report.py [--trl-python PYTHON] [--minutes 14]
     python benchmarks/gpu_report.py --check    status 2 and a message where there is no GPU; any Python 3 will do
-    python benchmarks/gpu_report.py --pins     what is compiled against this interpreter's torch, as constraints for pip
+    python benchmarks/gpu_report.py --pins [CONSTRAINTS]    constraints for pip: what is installed and compiled against this
+                                               interpreter's torch, and the file's versions of what is not installed
     python benchmarks/gpu_report.py --toy --page FILE    a sample on the CPU too: a test of this program
 
 The interpreter needs this repository's test packages. Where something is missing (TRL, Transformer Engine, a second GPU),
@@ -55,10 +56,24 @@ def gpu_count() -> int:
     return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
-def pins() -> list[str]:
-    """Constraints that make pip fail instead of replacing torch and what was compiled with it."""
+def pins(constraints: str = "") -> list[str]:
+    """Constraints that make pip fail instead of replacing torch and what was compiled with it.
+
+    Args:
+        constraints: versions, line by line. They hold for packages that are not installed, and for megatron-core: the others
+            stay as they are if they can.
+    """
     found = {(package.metadata["Name"], package.version) for package in metadata.distributions()}
-    return [f"{name}=={version}" for name, version in sorted(found) if name and name.lower().startswith(_WITH_TORCH)]
+    kept = [f"{name}=={version}" for name, version in sorted(found) if name and name.lower().startswith(_WITH_TORCH)]
+    stay = {_normal(name) for name, _ in found if name} - {"megatron-core"}
+    return kept + [
+        line for line in constraints.splitlines() if line[:1].isalnum() and _normal(line.split("==")[0]) not in stay
+    ]
+
+
+def _normal(name: str) -> str:
+    """The name of a package as indexes compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def version_of(package: str) -> str:
@@ -174,14 +189,14 @@ def slug(device: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--pins", action="store_true")
+    parser.add_argument("--pins", nargs="?", const=os.devnull, type=Path, metavar="CONSTRAINTS")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--trl-python", default=sys.executable, help="the interpreter that has the TRL to compare with")
     parser.add_argument("--minutes", type=float, default=14.0, help="for the benchmarks; the tests take up to 10 more")
     parser.add_argument("--page", type=Path, help="file to write; by default docs/gpu/DEVICE.md")
     arguments = parser.parse_args()
-    if arguments.pins:
-        print("\n".join(pins()))
+    if arguments.pins is not None:
+        print("\n".join(pins(arguments.pins.read_text())))
         return
     if not arguments.toy and not gpu_count():
         print(NO_GPU, file=sys.stderr)

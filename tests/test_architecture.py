@@ -44,7 +44,7 @@ PACKAGES = {
     "losses": Package(outside=names("torch annotated_types"), never=names("torch.distributed torch.cuda")),
     "data": Package(
         own=names("losses"),
-        outside=names("torch numpy typing_extensions"),
+        outside=names("torch numpy"),
         never=names("torch.distributed torch.cuda"),
         only_in=(
             ("transformers", names("chat.py dataset.py")),
@@ -58,7 +58,7 @@ PACKAGES = {
     ),
     "models": Package(
         own=names("losses data parallel"),
-        outside=names("torch megatron.core transformer_engine typing_extensions"),
+        outside=names("torch megatron.core transformer_engine"),
         only_in=(("transformers", names("architecture.py gpt.py table.py dense.py rope.py")),),
     ),
     "checkpoint": Package(
@@ -72,7 +72,7 @@ PACKAGES = {
     ),
     "algorithms": Package(
         own=names("losses data telemetry"),
-        outside=names("torch typing_extensions"),
+        outside=names("torch"),
         never=names("torch.distributed torch.cuda"),
     ),
     "recipes": Package(

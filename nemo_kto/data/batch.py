@@ -7,8 +7,9 @@ key. The reference log-probs are attached by ``augment_dataloader``.
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict
+
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
 
 class KTOBatch(TypedDict):

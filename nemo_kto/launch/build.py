@@ -275,7 +275,7 @@ def build_callbacks(
 
 
 def check_logs(cfg: RunConfig) -> None:
-    """Check that the logs of a new run can be opened; collective. A resumed run goes on without one that cannot.
+    """Check that the logs of a new run can be opened; collective. A resumed run continues without them.
 
     Raises:
         UserError: names those that cannot.
