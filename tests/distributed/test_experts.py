@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep4": (4, ["model.expert_model_parallel_size=4"]),
     "dp2": (2, []),
 }
-ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
+ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
 LAYOUTS |= {
     "packed_ep2": (2, [EP2, *ROWS]),
     "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS]),
