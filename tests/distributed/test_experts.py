@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep4": (4, ["model.expert_model_parallel_size=4"]),
     "dp2": (2, []),
 }
-ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=90"]
+ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
 LAYOUTS |= {
     "packed_ep2": (2, [EP2, *ROWS]),
     "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS]),
@@ -64,14 +64,14 @@ QUICK = [
     ("kto_lora_experts", "ep2"),
 ]
 OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2", "packed_ep2", "packed_cp2_ep2")
+EVERY_CASE = [
+    *((run, layout) for run in RUNS for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS) if layout != "one_rank"),
+    ("kto_lora", "ep2_overlap"),
+    ("kto_sinks", "tp2_ep2"),
+]
 CASES = [
     *(pytest.param(*case, 3, id="-".join(case)) for case in QUICK),
-    *(
-        pytest.param(run, layout, 10, id=f"{run}-{layout}-10", marks=pytest.mark.full)
-        for run in RUNS
-        for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS)
-        if layout != "one_rank"
-    ),
+    *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),
 ]
 Start = Callable[[str, str, int, Path], list[dict[str, float]]]
 
