@@ -166,10 +166,8 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
     max_steps = trainer_cfg.total_steps(len(data.train.batch_sampler))
     if trainer_cfg.max_steps > max_steps and state.is_rank_zero():
         prefix, epochs = f"trainer.{cfg.recipe.name}", trainer_cfg.max_epochs
-        text = (
-            f"must be at most {max_steps} for {epochs} epoch{'s' * (epochs > 1)}, got {trainer_cfg.max_steps}; the run ends "
-        )
-        logger.warning(f"{prefix}.max_steps {text}after step {max_steps}, raise {prefix}.max_epochs to train longer")
+        text = f"must be at most {max_steps} for {epochs} epoch{'s' * (epochs > 1)}, got {trainer_cfg.max_steps}; the run "
+        logger.warning(f"{prefix}.max_steps {text}ends after step {max_steps}, raise {prefix}.max_epochs to train longer")
     optimizer, scheduler = build_optimizer_and_schedule(cfg, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
         folder=Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS,
