@@ -294,8 +294,8 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
     with pytest.raises(UserError) as missing:
         read_adapter_settings(tmp_path / "empty")
     assert str(missing.value) == (
-        f"{tmp_path / 'empty'} must be an adapter in PEFT's format, but adapter_config.json and adapter_model.safetensors "
-        "is not there; load it with peft and write it with save_pretrained"
+        f"{tmp_path / 'empty'} must be an adapter in PEFT's format, but adapter_config.json is not there and "
+        "adapter_model.safetensors is not there; load it with peft and write it with save_pretrained"
     )
 
 
