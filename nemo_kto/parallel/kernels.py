@@ -65,14 +65,14 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
 
 
 def _with_repeated_heads(
-    kernel: Callable[..., torch.Tensor],
+    kernel: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *lengths: object,
     enable_gqa: bool,
     **options: object,
-) -> torch.Tensor:
+) -> Any:
     """Attention of grouped heads with a kernel that knows only as many key heads as query heads; [tokens, heads, size]."""
     if enable_gqa:
         repeats = query.size(1) // key.size(1)

@@ -135,7 +135,7 @@ def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], 
 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
-    """On a rank: sequences evaluated without gradient, before training and in a run of three steps."""
+    """On a rank: sequences evaluated without gradient, before training and in a run of seven steps."""
     from nemo_kto.models.engine import LogProbEngine
     from nemo_kto.models.optimizer import build_optimizer
 
@@ -153,8 +153,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
         patch.setattr("nemo_kto.launch.build_optimizer.build_optimizer", noted)
-        short = ["trainer.kto.limit_train_batches=2", "trainer.kto.max_steps=3", "trainer.kto.limit_val_batches=0"]
-        train(model, rows, folder, 1, [*short, *overrides])
+        train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 
 
@@ -166,10 +165,10 @@ def test_the_reference_is_evaluated_once_and_for_the_first_epoch_before_the_opti
         (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
         return list(counts)
 
-    samples = kl_rows = 3 * 16  # into a second epoch: 32 samples once, and 16 of them again, with KL rows of their own
+    samples = kl_rows = 7 * 16  # into a second epoch: 96 samples once, and 16 of them again, with KL rows of their own
     later = 16  # KL rows of the second epoch
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
-    assert passes(2, CACHED) == [32 + 32, later + kl_rows], "KL rows of an epoch when it begins"
+    assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 
