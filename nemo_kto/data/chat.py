@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
 from nemo_kto.data.rendering import RenderedText, render_rows
 from nemo_kto.data.tokenizer_files import chat_template_file, check_ids, check_tokenizer
-from nemo_kto.errors import UserError, printable
+from nemo_kto.errors import UserError, printable, show
 
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
@@ -42,7 +42,7 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
         vocab_size: rows of the model's embedding; None where not known.
 
     Raises:
-        UserError: there is none, transformers cannot read it, or a token has no row in the embedding.
+        UserError: there is none, transformers cannot read it, or BOS or EOS has no row in the embedding.
     """
     check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
@@ -57,7 +57,12 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
         raise UserError(
             f"{folder} must hold a tokenizer, got {type(tokenizer).__name__}; download the tokenizer's files again"
         )
-    check_ids(tokenizer.get_vocab(), vocab_size=vocab_size, file=Path(folder))  # other files may add tokens too
+    ids = {
+        token: number
+        for token, number in tokenizer.get_vocab().items()
+        if token in (tokenizer.bos_token, tokenizer.eos_token)
+    }
+    check_ids(ids, vocab_size=vocab_size, file=Path(folder))  # other files may name them too
     return tokenizer
 
 
@@ -86,11 +91,18 @@ class RecordEncoder:
     would change the prompt's own tokens (which the model will be given as they are), on its own.
     """
 
-    def __init__(self, *, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Args: tokenizer: must have an EOS token; UserError if it has none."""
+    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
+        """Encode with a tokenizer.
+
+        Args:
+            tokenizer: must have an EOS token; UserError if it has none.
+            vocab_size: rows of the model's embedding, to which a record's tokens are limited; None where not known.
+        """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
+        beyond = {} if vocab_size is None else tokenizer.get_vocab()
+        self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
         self._eos_id: int = tokenizer.eos_token_id
         self._template = str(tokenizer.chat_template)
         self._folder = Path(tokenizer.name_or_path)
@@ -128,7 +140,7 @@ class RecordEncoder:
         else:
             content = sorted(tokenizer.get_vocab().items())
         parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
-        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens)]
+        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -193,6 +205,12 @@ class RecordEncoder:
             return RowError(
                 f"the prompt must have at least one token, got {text.prompt!r}, and this tokenizer adds no BOS; "
                 "give the row a prompt or remove it"
+            )
+        if unknown := self._beyond.keys() & {*prompt, *answer}:
+            token = f"{show(self._beyond[min(unknown)])} with id {min(unknown)}"
+            return RowError(
+                f"each token must be in the model's vocabulary, got {token} beyond its vocab_size; remove it from the row, "
+                "or take the model's own tokenizer"
             )
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
 

@@ -231,6 +231,7 @@ def build_splits(
     truncation_mode: str,
     cache_dir: str | Path,
     seed: int,
+    vocab_size: int | None = None,
     fields: Mapping[str, str] | None = None,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
@@ -248,6 +249,7 @@ def build_splits(
             ``prefix.split_shares``. None: all is for training. It is not needed, and not looked at, where ``data_prefix``
             itself names the splits.
         tokenizer: the model's.
+        vocab_size: rows of the model's embedding, see ``chat.RecordEncoder``.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         seed: order of the examples within a blend.
         fields: columns to rename, see ``reader.Fields``.
@@ -259,7 +261,7 @@ def build_splits(
         DataError: files are missing, no file has a column of ``fields``, or rows are broken, of which all are counted.
         UserError: a validation set with a name has too few rows.
     """
-    encoder = RecordEncoder(tokenizer=tokenizer)
+    encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size)
     sources = read_data_prefix(data_prefix)
     cache = TokenCache(
         kind=kind,

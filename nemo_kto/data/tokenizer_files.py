@@ -23,8 +23,8 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         vocab_size: rows of the model's embedding; None where not known.
 
     Raises:
-        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token has no row in
-            the embedding.
+        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token that training
+            needs has no row in the embedding (:func:`check_ids`).
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
@@ -37,11 +37,12 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     if "eos_token" in config and config["eos_token"] is None:
         raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():
-        ids = _ids(folder / _TOKENIZER)
+        ids, added = _ids(folder / _TOKENIZER)
+        every_row = _every_row(config)
+        ids |= {token: added[token] for token in every_row if token in added}
         check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
-        absent = [token for token in _named_tokens(config) if token not in ids]
-        first = max(ids.values()) + 1  # transformers gives them the next ids
-        new = {token: first + number for number, token in enumerate(absent)}
+        following = max([*ids.values(), *added.values()]) + 1  # which transformers gives to a token that is not there
+        new = {token: following for token in every_row if token not in ids}
         check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
 
 
@@ -62,6 +63,9 @@ def _check_format(file: Path, *, needed: bool) -> None:
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
     """Look whether tokens have rows in the model's embedding.
+
+    Not asked of tokens that were added for something else, such as Gemma 3's for images beside a model of text: a row of the
+    data that has one is refused when it is tokenised.
 
     Args:
         ids: token -> its id.
@@ -92,30 +96,25 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / _CONFIG, remedy=_REMEDY) if (folder / _CONFIG).exists() else {}
 
 
-def _named_tokens(config: Mapping[str, Any]) -> list[str]:
-    """The tokens that a tokenizer_config.json names, which transformers adds to the vocabulary where it lacks them."""
-    values = [value for key, value in config.items() if key.endswith("_token")]
-    special = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    for group in (special, config.get("added_tokens_decoder")):
-        values += group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+def _every_row(config: Mapping[str, Any]) -> list[str]:
+    """The tokens of a tokenizer_config.json that rows get whatever their text is: BOS and EOS."""
+    values = (config.get("bos_token"), config.get("eos_token"))
     texts = (value.get("content") if isinstance(value, dict) else value for value in values)
-    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+    return [text for text in texts if isinstance(text, str)]
 
 
-def _ids(file: Path) -> dict[str, int]:
-    """Token -> id, of a tokenizer.json."""
+def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Token -> id, of a tokenizer.json: those of its model, and those that were added."""
     content = read_json(file, remedy=_REMEDY)
     try:
         vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
         if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
-            ids = {entry[0]: number for number, entry in enumerate(vocabulary)}
-        else:
-            ids = dict(vocabulary)
-        ids |= {token["content"]: token["id"] for token in added}
-        found = {str(token): int(number) for token, number in ids.items()}
-        if not found:
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        ids = {str(token): int(number) for token, number in dict(vocabulary).items()}
+        new = {str(token["content"]): int(token["id"]) for token in added}
+        if not (ids or new):
             raise LookupError("no tokens")
-        return found
+        return ids, new
     except (TypeError, ValueError, LookupError) as error:
         told = f"{file} must have model.vocab, the id of each token, and added_tokens; got something else"
         raise UserError(f"{told}; {_REMEDY}") from error

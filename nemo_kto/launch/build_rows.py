@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,16 @@ _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, or of one of our checkpoints; all its tokens are in the model's vocabulary."""
-    folder, vocab_size = config_folder(source), None
-    with contextlib.suppress(UserError):  # a folder with a tokenizer alone is enough where only tokens are counted
-        vocab_size = read_architecture(folder, tensor_parallel=1).vocab_size
-    return load_tokenizer(folder, vocab_size=vocab_size)
+    """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
+    return load_tokenizer(config_folder(source), vocab_size=model_vocab_size(source))
+
+
+def model_vocab_size(source: Path) -> int | None:
+    """Rows of the embedding of the model there; None where there is none: to count tokens, a tokenizer is enough."""
+    try:
+        return read_architecture(config_folder(source), tensor_parallel=1).vocab_size
+    except UserError:
+        return None
 
 
 def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -43,6 +47,7 @@ def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
         "fields": data.fields,
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
+        "vocab_size": model_vocab_size(Path(cfg.pretrained_checkpoint.restore_from_path)),
         "seq_length": data.seq_length,
         "truncation_mode": data.truncation_mode,
         "cache_dir": Path(data.cache_dir),

@@ -37,9 +37,10 @@ def main(argv: Sequence[str]) -> None:
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.data.chat import RecordEncoder
-        from nemo_kto.launch.build_rows import model_tokenizer
+        from nemo_kto.launch.build_rows import model_tokenizer, model_vocab_size
 
-        encoder = RecordEncoder(tokenizer=model_tokenizer(Path(flags.model)))
+        model = Path(flags.model)
+        encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
     as_pairs = RECIPES[flags.algorithm].unit == "pairs"

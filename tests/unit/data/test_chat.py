@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder, load_tokenizer
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
+from tests.messages import assert_names
+from tests.tiny import make_tokenizer
 from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer
 
 USER = {"role": "user", "content": "what is a good film?"}
@@ -139,3 +141,18 @@ def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
     assert fingerprint(chatml_tokenizer(CHATML + " ")) != before
     tokenizer.add_tokens(["film"])
     assert fingerprint(tokenizer) != before
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_in_the_row_that_has_it(tmp_path: Path) -> None:
+    """Gemma 3's models of text come with a tokenizer that has one more token, for images."""
+    tokenizer = make_tokenizer()
+    vocab_size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path)
+    encoder = RecordEncoder(tokenizer=load_tokenizer(tmp_path, vocab_size=vocab_size), vocab_size=vocab_size)
+    fine, wrong = encoder.encode([record("a film", "good", True, 1), record("a film", "an <image>", True, 2)])
+    assert isinstance(fine, EncodedExample)
+    assert max(fine.prompt_ids + fine.response_ids) < vocab_size
+    assert isinstance(wrong, RowError)
+    assert_names(wrong, "'<image>'", f"id {vocab_size}", "vocab_size", "remove")
+    assert encoder.fingerprint() != RecordEncoder(tokenizer=load_tokenizer(tmp_path)).fingerprint()
