@@ -8,9 +8,31 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+_MAX_LINE = 2000  # characters of a line of a message
+
+
+def printable(text: str, length: int = 300) -> str:
+    """Text from outside in one line of a message: control characters are escaped, and the middle of a long one left out."""
+    if len(text) > length:
+        half = (length - 5) // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def show(value: object, length: int = 60) -> str:
+    """A value as it is named in a message, in at most ``length`` characters."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
 
 class UserError(ValueError):
-    """The message says what is wrong, which value was found, and what to do."""
+    """The message says what is wrong, which value was found, and what to do.
+
+    It may quote files of others: what would control the terminal is escaped, and lines are of limited length.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(printable(line, _MAX_LINE) for line in message.split("\n")))
 
 
 class ConfigError(NamedTuple):
@@ -29,7 +51,7 @@ class ConfigError(NamedTuple):
     about_files: bool = False
 
     def __str__(self) -> str:
-        return f"{self.key} {self.text}"
+        return str(UserError(f"{self.key} {self.text}"))
 
 
 def either(names: Sequence[str]) -> str:

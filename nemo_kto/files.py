@@ -77,9 +77,20 @@ def open_file(file: str | Path) -> BinaryIO:
 
 
 def _refuse_irregular(file: str | Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+    if (kind := _kind(found)) is not None:
         raise OSError(errno.EINVAL, f"it is {kind} and must be a regular file", str(file))
+
+
+def _kind(found: os.stat_result) -> str | None:
+    return None if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+
+
+def irregular(file: Path) -> str | None:
+    """The kind of a file that is no regular one, such as "a folder"; None for a regular file, and where there is none."""
+    try:
+        return _kind(os.stat(file))
+    except OSError:
+        return None
 
 
 def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:

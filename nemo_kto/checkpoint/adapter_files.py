@@ -5,7 +5,6 @@ No megatron-core here, so that a command line can be checked without it.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.checkpoint.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
-from nemo_kto.errors import UserError
-from nemo_kto.files import file_inside, read_json
+from nemo_kto.errors import UserError, printable, show
+from nemo_kto.files import file_inside, irregular, read_json
 from nemo_kto.models.lora_mappings import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
-from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, OTHER_NAMES, LoRASettings
+from nemo_kto.models.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, MAX_ALPHA, OTHER_NAMES, LoRASettings
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(
@@ -47,7 +46,7 @@ _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Fields that are numbers: whether a value is possible, and what is.
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "r": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
-    "lora_alpha": (lambda value: 0 < value < math.inf, "a positive, finite number"),
+    "lora_alpha": (lambda value: 0 < value <= MAX_ALPHA, f"above 0 and at most {MAX_ALPHA}"),
     "lora_dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
 }
 
@@ -96,10 +95,12 @@ def is_our_adapter(folder: Path) -> bool:
 
 def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
     """The configuration, and the shape of each tensor."""
-    if absent := [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]:
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    kinds = {name: irregular(folder / name) or "not there" for name in files if not (folder / name).is_file()}
+    if kinds:
+        told = " and ".join(f"{name} is {kind}" for name, kind in kinds.items())
         raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {' and '.join(absent)} is not there; "
-            "load it with peft and write it with save_pretrained"
+            f"{folder} must be an adapter in PEFT's format, but {told}; load it with peft and write it with save_pretrained"
         )
     config, weights = (file_inside(folder, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return read_json(config), tensor_shapes(weights)
@@ -108,25 +109,26 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
     """What is wrong with an adapter of this configuration, these tensors, and these modules of each adapted layer."""
     if config.get("peft_type") != "LORA":
-        yield f"peft_type must be LORA, got {config.get('peft_type')}"
+        yield f"peft_type must be LORA, got {printable(str(config.get('peft_type')), 60)}"
         return
     if config.get("bias", "none") != "none":
-        yield f"bias must be none, got {config['bias']}"
+        yield f"bias must be none, got {printable(str(config['bias']), 60)}"
     if (start := config.get("init_lora_weights")) not in _STARTS:
-        yield f"init_lora_weights must leave the base model as it is, got {start}"
+        yield f"init_lora_weights must leave the base model as it is, got {printable(str(start), 60)}"
     for key, (holds, text) in _NUMBERS.items():
         value = config.get(key)
         if (key in config or key in ("r", "lora_alpha")) and not (isinstance(value, int | float) and holds(value)):
-            yield f"{key} must be {text}, got {value!r}"
+            yield f"{key} must be {text}, got {show(value)}"
     if (targets := config.get("target_modules")) is not None and not isinstance(targets, str | list):
-        yield f"target_modules must be a list of names, got {targets!r}"
+        yield f"target_modules must be a list of names, got {show(targets)}"
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # of no tensor in the file
         if value and key not in _HARMLESS:
-            yield f"{key} must not be set, got {value}"
+            yield f"{printable(key, 60)} must not be set, got {printable(str(value), 60)}"
     if others := [name for name in shapes if not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name))]:
-        text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {others[0]}"
+        example = printable(others[0], 100)
+        text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {example}"
         yield text + next((remedy for part, remedy in _REMEDIES.items() if part in others[0]), "")
     yield from _wrong_shapes(config.get("r"), shapes)
     dora, magnitudes = bool(config.get("use_dora")), any(name.endswith(MAGNITUDE) for name in shapes)

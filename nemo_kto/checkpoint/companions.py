@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from pathlib import Path
 
 from nemo_kto.checkpoint.content import tokenizer_files
-from nemo_kto.files import file_inside
+from nemo_kto.files import file_inside, read_bytes
 from nemo_kto.models.config_file import CONFIG
 
 logger = logging.getLogger(__name__)
@@ -42,16 +41,9 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     for name in _names(folder):
         path = file_inside(folder, name)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a fifo would let the run wait for its writer
-            with open(handle, "rb") as file:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError("it is no file")
-                if found.st_size > _MAX_BYTES:
-                    raise OSError(f"it has {found.st_size / 1e9:.1f} GB")
-                contents[name] = file.read()
+            contents[name] = read_bytes(path, limit=_MAX_BYTES)
         except OSError as error:
-            logger.warning("%s is not copied into %s: %s", path, into, error.strerror or error)
+            logger.warning("%s is not copied into %s: %s", path, into, error.strerror)
     return contents
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_kto.errors import UserError, either
-from nemo_kto.files import file_inside, read_json
+from nemo_kto.errors import UserError, either, printable
+from nemo_kto.files import file_inside, irregular, open_file, other_format, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # the one file of a model without an index
@@ -22,6 +22,7 @@ _REMEDY = "download or write it again"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
 BLOCKS, SCALES = "_blocks", "_scales"  # what the names of weights in MXFP4 end in (checkpoint/mxfp4.py), whose type is
 _PACKED = "U8"
+_FORMAT_BYTES = 64  # which show a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,8 +49,11 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
     try:
-        with file.open("rb") as handle:
+        with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
+            if (told := other_format(handle.read(_FORMAT_BYTES))) is not None:
+                raise UserError(f"{file} must be a safetensors file, but it is {told}")
             handle.seek(0)
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > _MAX_HEADER_BYTES:
@@ -76,14 +80,15 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
                 pass
             case _:
-                raise _Broken(f"its header does not say what {name} is")
+                raise _Broken(f"its header does not say what {printable(name, 100)} is")
         is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
         if dtype not in _FLOATS and not is_packed:
             floats = either([*_FLOATS])
-            raise _Broken(f"{name} is {dtype} and not {floats}, perhaps quantized; start from the unquantized model")
+            got = f"{printable(name, 100)} is {printable(dtype, 20)}"
+            raise _Broken(f"{got} and not {floats}, perhaps quantized; start from the unquantized model")
         size = 1 if is_packed else _FLOATS[dtype]
         if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
-            raise _Broken(f"its header contradicts itself about {name}")
+            raise _Broken(f"its header contradicts itself about {printable(name, 100)}")
         shapes[name], end = tuple(shape), max(end, last)
     if end != data_bytes:
         raise _Broken(f"it has {data_bytes} bytes of weights, and its header names {end}: it was cut short or changed")
@@ -102,9 +107,9 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """
     weight_map = _read_index(folder)
     files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
-    if absent := [file.name for file in files if not file.is_file()]:
+    if absent := [f"{file.name} is {irregular(file) or 'not there'}" for file in files if not file.is_file()]:
         raise UserError(
-            f"{folder} must hold its weights as safetensors, but {', '.join(absent)} is not there; "
+            f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
             "load the model with transformers and write it with save_pretrained"
         )
     if folder / SINGLE not in files and (folder / SINGLE).is_file():  # which transformers would read, and not the index

@@ -13,7 +13,7 @@ from pathlib import Path
 from nemo_kto.checkpoint.adapter_files import ADAPTER_CONFIG
 from nemo_kto.checkpoint.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.errors import UserError
-from nemo_kto.files import read_json
+from nemo_kto.files import irregular, read_json
 from nemo_kto.models.config_file import CONFIG
 
 _SHAPE = (
@@ -68,8 +68,14 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
         return ModelSource(base=folder)
     raise UserError(
         f"must be a Hugging Face folder (with {CONFIG}), one of our checkpoints (with {INFO}) or adapters in PEFT "
-        f"format (with {ADAPTER_CONFIG}), got {folder}; download it or correct the path"
+        f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; download it or correct the path"
     )
+
+
+def irregular_files(folder: Path) -> str:
+    """Such as ", where config.json is a folder", of the files by which a model or adapters are known; mostly empty."""
+    kinds = {name: irregular(folder / name) for name in (CONFIG, INFO, ADAPTER_CONFIG)}
+    return "".join(f", where {name} is {kind}" for name, kind in kinds.items() if kind is not None)
 
 
 def is_whole_model(folder: Path) -> bool:

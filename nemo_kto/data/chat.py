@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
 from nemo_kto.data.rendering import RenderedText, render_rows
-from nemo_kto.data.tokenizer_files import chat_template_file, check_tokenizer
-from nemo_kto.errors import UserError
+from nemo_kto.data.tokenizer_files import chat_template_file, check_ids, check_tokenizer
+from nemo_kto.errors import UserError, printable
+
+_AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
 
 @dataclass(frozen=True)
@@ -32,23 +35,46 @@ class _Text(NamedTuple):
     templated: bool
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, without asking the network or running code of the folder.
 
+    Args:
+        vocab_size: rows of the model's embedding; None where not known.
+
     Raises:
-        UserError: there is none, or transformers cannot read it.
+        UserError: there is none, transformers cannot read it, or a token has no row in the embedding.
     """
-    check_tokenizer(Path(folder))
+    check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with _panics_named(Path(folder)):
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # of wrong files transformers and tokenizers may make anything
-        told = f"{folder}: the tokenizer cannot be loaded: {error}"
-        raise UserError(f"{told}; download the tokenizer's files again, or write them with save_pretrained") from error
+        told = f"{folder}: the tokenizer cannot be loaded: {printable(str(error))}"
+        raise UserError(f"{told}; {_AGAIN}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(
             f"{folder} must hold a tokenizer, got {type(tokenizer).__name__}; download the tokenizer's files again"
         )
+    check_ids(tokenizer.get_vocab(), vocab_size=vocab_size, file=Path(folder))  # other files may add tokens too
     return tokenizer
+
+
+@contextlib.contextmanager
+def _panics_named(folder: Path) -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception, into an error about the folder's tokenizer.json.
+
+    Raises:
+        UserError: there was one, such as that of a regular expression which takes too long on a text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        told = f"{folder / 'tokenizer.json'}: the tokenizers library gave up: {printable(str(error))}"
+        raise UserError(f"{told}; correct its regular expressions, or {_AGAIN}") from error
 
 
 class RecordEncoder:
@@ -67,11 +93,13 @@ class RecordEncoder:
         self._tokenizer = tokenizer
         self._eos_id: int = tokenizer.eos_token_id
         self._template = str(tokenizer.chat_template)
-        file = chat_template_file(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else None
+        self._folder = Path(tokenizer.name_or_path)
+        file = chat_template_file(self._folder) if tokenizer.name_or_path else None
         self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
         self._special_tokens = _special_tokens(tokenizer)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
-        self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
+        with _panics_named(self._folder):
+            self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
         # Says that forking (loader workers, which never tokenise) after tokenising in threads is meant.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -106,7 +134,8 @@ class RecordEncoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        with _panics_named(self._folder):
+            encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return encoded["input_ids"]
 
     def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
@@ -147,7 +176,7 @@ class RecordEncoder:
         except MemoryError:
             raise
         except Exception as error:  # a template is a program of its own and may raise anything
-            told = f"the tokenizer's chat template refuses the messages: {error}"
+            told = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
             raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
         if not isinstance(rendered, str) or not rendered.strip():
             raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")

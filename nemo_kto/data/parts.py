@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+from nemo_kto.data.records import DataError
 from nemo_kto.errors import UserError
+from nemo_kto.files import MAX_LINE_BYTES, open_file, other_format, read_lines
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,6 +33,7 @@ _MAX_PARTS = 1000  # of a file, roughly: those of a large one are larger
 _PARTS_FOR_A_PROCESS = 2  # as it takes seconds to start
 _MAX_DEFAULT = 16  # processes; each holds a tokenizer, some hundred MB
 _SCAN_BYTES = 2**20
+_FORMAT_BYTES = 64  # which show a file of another format
 # What may be sent to a whole job at once and is for the process that trains to act on.
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -51,14 +54,18 @@ class FilePart:
     first_line: int = 1
 
     def lines(self, path: str | Path) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each line; one is in memory at a time."""
+        """Number and bytes of each line; one is in memory at a time. One that is too long is the last (``read_lines``).
+
+        Raises:
+            DataError: the file cannot be opened.
+        """
         place = self.start
-        with open(path, "rb") as file:
+        with _open(path) as file:
             file.seek(place)
-            for line, raw in enumerate(file, start=self.first_line):
+            for line, raw in enumerate(read_lines(file), start=self.first_line):
                 yield line, raw
                 place += len(raw)
-                if place == self.stop:
+                if self.stop is not None and place >= self.stop:
                     return
 
 
@@ -72,23 +79,41 @@ def number_of_parts(path: Path) -> int:
 
 
 def file_parts(path: Path) -> Iterator[FilePart]:
-    """The parts of a file, found while it is read once; they depend on the file and on nothing else."""
-    size = path.stat().st_size
-    number, start, line, part_bytes = 0, 0, 1, _part_bytes(size)
-    with path.open("rb") as file:
+    """The parts of a file, found while it is read once; they depend on the file and on nothing else.
+
+    The part in which a line is found to be too long is the last one.
+
+    Raises:
+        DataError: the file cannot be opened, or is of another format.
+    """
+    number, start, line = 0, 0, 1
+    with _open(path) as file:
+        if (told := other_format(file.read(_FORMAT_BYTES))) is not None:
+            raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {told}")
+        file.seek(0)
+        size = os.fstat(file.fileno()).st_size
+        part_bytes = _part_bytes(size)
         while True:
-            lines, left = 0, part_bytes
+            lines, left, rest = 0, part_bytes, b"\n"
             while left and (chunk := file.read(min(_SCAN_BYTES, left))):
                 lines += chunk.count(b"\n")
                 left -= len(chunk)
             if not left and chunk[-1:] != b"\n":
-                lines += file.readline().endswith(b"\n")
+                rest = file.readline(MAX_LINE_BYTES)
+                lines += rest.endswith(b"\n")
             stop = file.tell()
             if stop > start or number == 0:
                 yield FilePart(number=number, start=start, stop=stop, first_line=line)
-            if stop >= size:
+            if left or stop >= size or not rest.endswith(b"\n"):  # the first: the file has become shorter meanwhile
                 return
             number, start, line = number + 1, stop, line + lines
+
+
+def _open(path: str | Path) -> BinaryIO:
+    try:
+        return open_file(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; correct the path, or let this user read it") from error
 
 
 def _part_bytes(size: int) -> int:

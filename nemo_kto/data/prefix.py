@@ -177,6 +177,6 @@ def _files(path: Path) -> tuple[Path, ...]:
         if not files:
             raise DataError(f"the folder {path} must hold jsonl files, got none")
         return files
-    if not path.is_file():
+    if not path.exists():  # what is no regular file is refused where it is opened
         raise DataError(f"data_prefix names {path}, which does not exist")
     return (path,)

@@ -18,6 +18,10 @@ Decode = Callable[[list[int]], str]
 _GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"
 
 
+# Control characters but for tabs and line breaks, which a row may bring to the terminal -> how they are shown.
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Marks:
     """How the parts of a text are told apart: by colours, or by brackets around all but the prompt."""
@@ -102,7 +106,8 @@ class Preview:
     def _decoded(self, ids: list[int], start: int, stop: int) -> str:
         """The text of a part, with the space that some tokenizers write only within a text."""
         before, until = self.decode(ids[:start]), self.decode(ids[:stop])
-        return until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
+        text = until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
+        return text.translate(_CONTROLS)
 
 
 def _weight(weight: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,8 @@ from nemo_kto.data.records import (
     show,
     used_columns,
 )
+from nemo_kto.errors import printable
+from nemo_kto.files import MAX_LINE_BYTES
 
 Record = TypeVar("Record", KTORecord, DPORecord)
 
@@ -36,6 +38,7 @@ _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "question questions instruction instructions input inputs query problem context document passage "
     "user messages conversation conversations dialog dialogue".split()
 )
+_MAX_LISTED = 50  # columns in a message
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
 
 
@@ -105,12 +108,16 @@ class FileColumns:
         """Such as "id, source (1200 rows)"; nothing where all columns are used."""
         by_count: dict[int, list[str]] = {}
         for column, count in sorted(self.unused.items()):
-            by_count.setdefault(count, []).append(column)
+            by_count.setdefault(count, []).append(printable(column, 60))
         parts = [
-            f"{', '.join(columns)} ({count} row{'s' if count > 1 else ''})"
-            for count, columns in sorted(by_count.items())[::-1]
+            f"{_list(columns)} ({count} row{'s' if count > 1 else ''})" for count, columns in sorted(by_count.items())[::-1]
         ]
         return ", ".join(parts)
+
+
+def _list(columns: Sequence[str]) -> str:
+    shown = columns[:_MAX_LISTED]
+    return ", ".join(shown) + (f" and {len(columns) - len(shown)} more" if len(shown) < len(columns) else "")
 
 
 @dataclass(kw_only=True)
@@ -227,6 +234,8 @@ def _text_of(prompt: TextOrMessages) -> str:
 
 
 def _parse(raw: bytes) -> Row:
+    if len(raw) > MAX_LINE_BYTES:
+        raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
     try:
         text = raw.decode("utf-8-sig")
         row = json.loads(text)

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, show
 
 Row = Mapping[str, object]
 Message = Mapping[str, object]
@@ -375,9 +375,3 @@ def _messages(value: object, key: str) -> list[Message]:
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
             raise RowError(f'"content" of a message in "{key}" must be a string, got {show(message.get("content"))}')
     return value
-
-
-def show(value: object, length: int = 60) -> str:
-    """A value as it is named in a message, in at most ``length`` characters."""
-    text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."

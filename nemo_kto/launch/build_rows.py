@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.data.chat import load_tokenizer
 from nemo_kto.data.shares import SequenceCost, by_cost, every_nth
+from nemo_kto.errors import UserError
 from nemo_kto.launch.choices import adapter_settings, pipeline_split, reference_passes
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.architecture import read_architecture
@@ -25,8 +27,11 @@ _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
-    return load_tokenizer(config_folder(source))
+    """The tokenizer of a Hugging Face folder, or of one of our checkpoints; all its tokens are in the model's vocabulary."""
+    folder, vocab_size = config_folder(source), None
+    with contextlib.suppress(UserError):  # a folder with a tokenizer alone is enough where only tokens are counted
+        vocab_size = read_architecture(folder, tensor_parallel=1).vocab_size
+    return load_tokenizer(folder, vocab_size=vocab_size)
 
 
 def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

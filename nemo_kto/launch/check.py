@@ -81,7 +81,7 @@ def _files(named: Sequence[str]) -> list[Path]:
     files, missing = list[Path](), []
     for name in named:
         path = Path(name)
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
         files += found
         if not found:
             missing.append(f"got {name}, which {'has no jsonl file' if path.is_dir() else 'does not exist'}")

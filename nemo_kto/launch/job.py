@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.launch import compose
+from nemo_kto.launch import compose, open_files
 from nemo_kto.launch.packages import check_transformer_engine
 from nemo_kto.launch.redaction import redact_file, redacted
 from nemo_kto.launch.rules import broken_rules, local_ranks, unused_keys
@@ -105,6 +105,7 @@ class Job:
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
+        open_files.raise_limit()
         try:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
@@ -117,6 +118,7 @@ class Job:
                 self._end_early(stopped, cfg)
             from nemo_kto.parallel import watchdog
 
+            error = open_files.explained(error)
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_kto.data.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch import compose
 from nemo_kto.launch.rules import broken_rules
@@ -143,9 +144,8 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:
     """The lines of a file up to its row of this number; lines without a row are kept, so that rows keep their numbers."""
     found = 0
-    with open(file, "rb") as lines:
-        for line in lines:
-            yield line
-            found += not line.isspace()
-            if found == count:
-                return
+    for _, line in WHOLE_FILE.lines(file):
+        yield line
+        found += not line.isspace()
+        if found == count:
+            return

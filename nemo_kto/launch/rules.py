@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.checkpoint.sources import is_peft_folder
+from nemo_kto.checkpoint.sources import irregular_files, is_peft_folder
 from nemo_kto.data.prefix import check_validation_names, read_data_prefix
 from nemo_kto.data.reader import Fields
 from nemo_kto.errors import ConfigError, either, error_of
+from nemo_kto.launch.open_files import limit_mistake
 from nemo_kto.launch.rules_files import broken_files
 from nemo_kto.launch.rules_gpu import computes_here, gpu_rules
 from nemo_kto.launch.rules_validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
@@ -70,6 +71,8 @@ def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int
 
 
 def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
+    if (text := limit_mistake()) is not None:
+        yield ConfigError("ulimit -n", text)
     nodes, devices = trainer.num_nodes, trainer.devices
     if world is None and nodes > 1:
         remedy = "start the ranks with torchrun or srun, see examples/slurm"
@@ -115,7 +118,8 @@ def _files(cfg: RunConfig) -> Errors:
         yield ConfigError(key, f"must be a model, got {folder}, which holds adapters in PEFT format; {remedy}")
     elif not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "trainer.json")):
         form = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
-        yield ConfigError(key, f"{form}, got {folder}; download it or correct the path", about_files=True)
+        got = f"{folder}{irregular_files(Path(folder))}"
+        yield ConfigError(key, f"{form}, got {got}; download it or correct the path", about_files=True)
     adapter = cfg.model.peft.restore_from_path
     if adapter is not None and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         text = f"must be a folder in PEFT format (with adapter_config.json), got {adapter}; correct the path"

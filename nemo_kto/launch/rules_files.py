@@ -19,6 +19,7 @@ from nemo_kto.checkpoint.sources import check_same_shape, find_source, is_peft_f
 from nemo_kto.data.prefix import WHOLE, read_data_prefix
 from nemo_kto.data.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.files import open_file, other_format
 from nemo_kto.launch.choices import adapter_settings
 from nemo_kto.launch.rules_experts import divisor_below, expert_rules
 from nemo_kto.launch.rules_pipeline import pipeline_rules
@@ -183,8 +184,13 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
         yield ConfigError(_DATA, text)
     for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
         try:
-            with file.open("rb") as handle:
-                row = json.loads(handle.readline(_MAX_ROW_BYTES))
+            with open_file(file) as handle:
+                first = handle.readline(_MAX_ROW_BYTES)
+            if (told := other_format(first)) is not None:
+                text = f"must name JSON files, one object per line, but {file} is {told}"
+                yield ConfigError(_DATA, text, about_files=True)
+                continue
+            row = json.loads(first)
         except OSError as error:
             yield ConfigError(_DATA, f"cannot be read: {file}: {error.strerror}; correct the path", about_files=True)
             continue

@@ -15,7 +15,7 @@ from nemo_kto.data.prefix import read_splits_string
 from nemo_kto.data.truncation import TRUNCATION_MODES
 from nemo_kto.errors import error_of
 from nemo_kto.losses.loss import Loss
-from nemo_kto.models.lora_settings import TARGET_MODULES
+from nemo_kto.models.lora_settings import MAX_ALPHA, TARGET_MODULES
 from nemo_kto.parallel import signals
 from nemo_kto.parallel.precision import PRECISIONS
 from nemo_kto.recipes.recipe import LossConfig, Recipe
@@ -153,7 +153,7 @@ class LoRATuningConfig(Section):
         list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "not be empty", "e.g. [attention_qkv]")
     ]
     adapter_dim: Count
-    alpha: Annotated[float, Gt(0), Remedy("e.g. {key}=32")]
+    alpha: Annotated[float, Gt(0), Le(MAX_ALPHA), Remedy("e.g. {key}=32")]
     rslora: bool
     dora: bool
     adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]

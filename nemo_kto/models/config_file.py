@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, show
 from nemo_kto.files import read_json, refuse_code
 from nemo_kto.models.families import Family, find_family
 from nemo_kto.models.rope import check_rope_type
@@ -102,7 +102,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         UserError: there is none, or it is not of a supported model; lists everything that is wrong with it.
     """
     path = folder / CONFIG
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise UserError(
             f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
         )
@@ -124,7 +124,7 @@ def _wrong_forms(config: Mapping[str, Any], forms: Mapping[str, _Form], where: s
         value = config.get(name)
         may_be_absent = name not in config or (value is None and (where or name in _MAY_BE_NULL))
         if not may_be_absent and not form.holds(value):
-            yield f"{where}{name} must be {form.text}, got {shorten(value)}"
+            yield f"{where}{name} must be {form.text}, got {show(value)}"
 
 
 def _without_unused_window(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,9 +237,3 @@ def _check_heads(config: Mapping[str, Any], family: Family) -> None:
         width = hidden // heads
     if width and width % 2:
         raise ValueError(f"head_dim must be even, because rotary embeddings turn pairs of channels, got {width}; {_REMEDY}")
-
-
-def shorten(value: object) -> str:
-    """A value in a message, however long it is."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # Names of linear layers in Hugging Face's models, which PEFT uses, and NeMo's names for groups of them.
 HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING = "embed_tokens"
+MAX_ALPHA = 1_000_000  # far above what is used, and far below what fp32 can hold
 # What Mixtral calls the projections of its experts.
 OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
@@ -50,8 +51,8 @@ class LoRASettings:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"the rank of an adapter must be at least 1, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha of an adapter must be positive, got {self.alpha}")
+        if not 0 < self.alpha <= MAX_ALPHA:
+            raise ValueError(f"alpha of an adapter must be above 0 and at most {MAX_ALPHA}, got {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"the dropout of an adapter must be in [0, 1), got {self.dropout}")
         unknown = [name for name in self.target_modules if name not in TARGET_MODULES]

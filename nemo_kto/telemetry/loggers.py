@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import publish_file
+from nemo_kto.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -92,17 +93,22 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     """The lines of the steps up to ``step``. Where others than the last cannot be read, a copy of the file is kept."""
     if not file.exists():
         return []
-    content, kept, damaged = file.read_bytes(), [], 0
-    *lines, cut = content.split(b"\n")  # a line that was cut when the run was killed is no damage
-    for line in lines:
-        if (metrics := parse_line(line)) is None:
-            damaged += 1
-        elif metrics["step"] <= step:
-            kept.append(line)
-    if damaged or b"\0" in cut:
+    kept, damaged = [], False
+    try:
+        with open_file(file) as lines:
+            for line in read_lines(lines):
+                if not line.endswith(b"\n"):  # one that was cut when the run was killed is no damage
+                    damaged |= b"\0" in line or len(line) > MAX_LINE_BYTES
+                elif (metrics := parse_line(line)) is None:
+                    damaged = True
+                elif metrics["step"] <= step:
+                    kept.append(line[:-1])
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; move it away, or let this user read it") from error
+    if damaged:
         aside = file.with_name(f"{file.name}.damaged")
         with publish_file(aside) as writing:
-            writing.write_bytes(content)
+            shutil.copyfile(file, writing)
         logger.warning("%s is damaged: what can be read of it is kept; the file as it was is now %s", file, aside)
     return kept
 
@@ -236,7 +242,11 @@ def _known_identity(file: Path, resumed_step: int | None) -> str | None:
     """The identity under which an outside service knows a resumed run; None for a new run."""
     if resumed_step is None or not file.exists():
         return None
-    if (match := _IDENTITY.fullmatch(file.read_bytes())) is None:
+    try:
+        match = _IDENTITY.fullmatch(read_bytes(file))
+    except OSError:
+        match = None
+    if match is None:
         logger.warning("%s is damaged: the figures of this run continue in a new one there", file)
         return None
     return match[1].decode()

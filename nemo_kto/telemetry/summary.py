@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nemo_kto.files import open_file, read_lines
 from nemo_kto.telemetry.loggers import parse_line
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.telemetry.timers import duration_text
@@ -241,8 +242,8 @@ def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALID
 
 def _lines(file: Path) -> Iterator[Mapping[str, float]]:
     if file.is_file():  # it is not where the log could not be opened
-        with file.open("rb") as lines:
-            yield from filter(None, map(parse_line, lines))
+        with open_file(file) as lines:
+            yield from filter(None, map(parse_line, read_lines(lines)))
 
 
 def _from_to(first: tuple[int, float], last: tuple[int, float]) -> str:

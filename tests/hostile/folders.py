@@ -12,9 +12,10 @@ from typing import Any
 from nemo_kto.checkpoint.adapter_files import read_adapter_settings
 from nemo_kto.checkpoint.huggingface import check_weights
 from nemo_kto.checkpoint.mapping import wanted_adapters, wanted_weights
-from nemo_kto.data.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.chat import RecordEncoder
 from nemo_kto.data.records import KTORecord, RowError
 from nemo_kto.errors import UserError
+from nemo_kto.launch.build_rows import model_tokenizer
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.lora_settings import LoRASettings
 from nemo_kto.recipes import KTO
@@ -93,6 +94,14 @@ def replaced_by_folder(file: str) -> Break:
     return apply
 
 
+def replaced_by_pipe(file: str) -> Break:
+    def apply(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return apply
+
+
 def linked(file: str, target: str, *, anew: bool = False) -> Break:
     """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
 
@@ -157,6 +166,11 @@ def both(*breaks: Break) -> Break:
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
+def assert_harmless(said: str) -> None:
+    """No message may control the terminal or fill it, whatever a file holds."""
+    assert all(line.isprintable() and len(line) < 1200 for line in said.split("\n")), said[:2000]
+
+
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
     """What the launcher finds before it starts anything."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
@@ -168,7 +182,7 @@ def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
     """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
-        encoder = RecordEncoder(tokenizer=load_tokenizer(model))
+        encoder = RecordEncoder(tokenizer=model_tokenizer(model))
         (encoded,) = encoder.encode([KTORecord(prompt=[USER], response=[ANSWER], desirable=True, line=1)])
         if isinstance(encoded, RowError):
             return str(encoded)

@@ -9,6 +9,7 @@ import pytest
 from tests.hostile.folders import (
     GONE,
     Break,
+    assert_harmless,
     both,
     content,
     cut,
@@ -82,9 +83,12 @@ ADAPTERS: dict[str, tuple[Break, str]] = {
     "a rank that is a fraction": (adapter(r=2.5), "r must be an integer of at least 1, got 2.5"),
     "no rank": (adapter(r=GONE), "r must be an integer of at least 1, got None"),
     "another rank than the tensors": (adapter(r=3), "the rank of the configuration, r = 3, got shape [2, 8] of " + A),
-    "alpha zero": (adapter(lora_alpha=0), "lora_alpha must be a positive, finite number, got 0"),
-    "alpha is NaN": (adapter(lora_alpha=float("nan")), "lora_alpha must be a positive, finite number, got nan"),
-    "alpha is null": (adapter(lora_alpha=None), "lora_alpha must be a positive, finite number, got None"),
+    "alpha zero": (adapter(lora_alpha=0), "lora_alpha must be above 0 and at most 1000000, got 0"),
+    "alpha is huge": (adapter(lora_alpha=1e300), "lora_alpha must be above 0 and at most 1000000, got 1e+300"),
+    "alpha of 400 digits": (adapter(lora_alpha=10**400), "lora_alpha must be above 0 and at most 1000000, got 1000000"),
+    "a field that controls the terminal": (adapter(**{"\x1b[2J": "x" * 100_000}), r"\x1b[2J must not be set, got xxx"),
+    "alpha is NaN": (adapter(lora_alpha=float("nan")), "lora_alpha must be above 0 and at most 1000000, got nan"),
+    "alpha is null": (adapter(lora_alpha=None), "lora_alpha must be above 0 and at most 1000000, got None"),
     "dropout of one": (adapter(lora_dropout=1.0), "lora_dropout must be from 0 to below 1, got 1.0"),
     "ranks by pattern": (adapter(rank_pattern={"q_proj": 8}), "rank_pattern must not be set, got {'q_proj': 8}"),
     "targets that are a number": (adapter(target_modules=7), "target_modules must be a list of names, got 7"),
@@ -112,6 +116,7 @@ def test_an_adapter_is_looked_at_before_anything_starts(here: Path, case: str) -
     assert len(said) == 1
     assert said[0].startswith("model.peft.restore_from_path ")
     assert expected in said[0]
+    assert_harmless(said[0])
 
 
 CHECKPOINTS: dict[str, tuple[str, str]] = {

@@ -6,6 +6,7 @@ ranks, which raise nothing but a UserError: any other error would end a run with
 
 from __future__ import annotations
 
+import gzip
 import io
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from nemo_kto.errors import UserError
 from tests.hostile.folders import (
     GONE,
     Break,
+    assert_harmless,
     both,
     config,
     content,
@@ -30,6 +32,7 @@ from tests.hostile.folders import (
     ranks_say,
     removed,
     replaced_by_folder,
+    replaced_by_pipe,
     shapes,
     shard,
     write,
@@ -43,6 +46,7 @@ NAMES = (
     *("Gemma2", "Gemma3", "GptOss", "Llama", "Llama4", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"),
 )
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our checkpoints (with trainer.json)"
 
@@ -50,7 +54,8 @@ NO_MODEL = "must be a Hugging Face folder (with config.json) or one of our check
 AT_START: dict[str, tuple[Break, str]] = {
     # config.json as a file
     "config is absent": (removed("config.json"), NO_MODEL),
-    "config is a folder": (replaced_by_folder("config.json"), NO_MODEL),
+    "config is a folder": (replaced_by_folder("config.json"), ", where config.json is a folder; download it"),
+    "config is a named pipe": (replaced_by_pipe("config.json"), ", where config.json is a named pipe (FIFO); download it"),
     "config is a link to itself": (linked("config.json", "config.json"), NO_MODEL),
     "config is a link to nowhere": (linked("config.json", "nowhere"), NO_MODEL),
     "config cannot be read": (
@@ -70,7 +75,8 @@ AT_START: dict[str, tuple[Break, str]] = {
     "config is null": (content("config.json", b"null"), "config.json must be a JSON object, got NoneType" + AGAIN),
     "config is a string": (content("config.json", b'"llama"'), "config.json must be a JSON object, got str" + AGAIN),
     "config nests without end": (content("config.json", b"[" * 200_000), "config.json must be JSON"),
-    "config is a Git LFS pointer": (content("config.json", b"version https://git-lfs.github.com/spec/v1\n"), "must be JSON"),
+    "config is a Git LFS pointer": (content("config.json", LFS_POINTER), "config.json must be JSON, but it is a Git LFS"),
+    "config is compressed": (content("config.json", gzip.compress(b"{}")), "compressed with gzip; decompress it with"),
     "config is an empty object": (content("config.json", b"{}"), f"the architecture must be one of {FAMILIES}, got ''"),
     # which model
     "another family": (config(architectures=["GPT2LMHeadModel"]), f"must be one of {FAMILIES}, got 'GPT2LMHeadModel'"),
@@ -225,7 +231,13 @@ AT_START: dict[str, tuple[Break, str]] = {
         removed(WEIGHTS),
         "must hold its weights as safetensors, but model.safetensors is not there; load",
     ),
-    "weights are a folder": (replaced_by_folder(WEIGHTS), "model.safetensors is not there"),
+    "weights are a folder": (replaced_by_folder(WEIGHTS), "model.safetensors is a folder"),
+    "weights are a named pipe": (replaced_by_pipe(WEIGHTS), "model.safetensors is a named pipe (FIFO)"),
+    "weights are a Git LFS pointer": (
+        content(WEIGHTS, LFS_POINTER),
+        "model.safetensors must be a safetensors file, but it is a Git LFS pointer; run `git lfs pull`",
+    ),
+    "weights are those of llama.cpp": (content(WEIGHTS, b"GGUF\x03" + bytes(99)), "a GGUF model; take the model's safe"),
     "weights are a link to themselves": (linked(WEIGHTS, WEIGHTS), "model.safetensors is not there"),
     "weights are a link that leads out": (
         linked(WEIGHTS, "/proc/self/mem"),
@@ -273,6 +285,10 @@ AT_START: dict[str, tuple[Break, str]] = {
     "a header that is no JSON": (content(WEIGHTS, (4).to_bytes(8, "little") + b"nope"), "but its header is no JSON"),
     "a header that is a list": (content(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "its header is no JSON object"),
     "a header of empty entries": (header(lambda known: known.update({NORM: {}})), f"does not say what {NORM} is"),
+    "a weight whose name controls the terminal": (
+        header(lambda known: known.update({"\x1b[2J\n" + "x" * 100_000: {}})),
+        r"its header does not say what \x1b[2J\nxxx",
+    ),
     "a shape of strings": (header(lambda known: known[NORM].update(shape=["8"])), f"contradicts itself about {NORM}"),
     "a negative shape": (header(lambda known: known[NORM].update(shape=[-8])), f"contradicts itself about {NORM}"),
     "a shape that the bytes do not have": (header(lambda known: known[NORM].update(shape=[9])), "contradicts itself about"),
@@ -299,6 +315,7 @@ AT_START: dict[str, tuple[Break, str]] = {
         both(shard("b.safetensors", NORM), indexed({"weight_map": {NORM: "b.safetensors"}})),
         f"{WEIGHTS} beside {INDEX}, which does not name it; remove the one that is not the model",
     ),
+    "the index is a Git LFS pointer": (content(INDEX, LFS_POINTER), f"{INDEX} must be JSON, but it is a Git LFS pointer"),
     "the index is empty": (content(INDEX, b""), f"{INDEX} must be JSON"),
     "the index is a list": (indexed([]), f"{INDEX} must be a JSON object, got list"),
     "the index has no map": (indexed({"metadata": {}}), f"{INDEX} must have a weight_map from the name of each weight"),
@@ -310,9 +327,21 @@ AT_START: dict[str, tuple[Break, str]] = {
         removed(TOKENIZER),
         "must hold a tokenizer (tokenizer.json or tokenizer.model), got none; copy its files",
     ),
-    "tokenizer is a folder": (
-        replaced_by_folder(TOKENIZER),
-        "must hold a tokenizer (tokenizer.json or tokenizer.model), got",
+    "tokenizer is a folder": (replaced_by_folder(TOKENIZER), "got tokenizer.json, which is a folder; copy its files"),
+    "tokenizer is a named pipe": (replaced_by_pipe(TOKENIZER), "got tokenizer.json, which is a named pipe (FIFO); copy its"),
+    "tokenizer is a Git LFS pointer": (content(TOKENIZER, LFS_POINTER), "tokenizer.json must be a file of the tokenizer"),
+    "tokenizer.model is a Git LFS pointer": (
+        both(removed(TOKENIZER), content("tokenizer.model", LFS_POINTER)),
+        "tokenizer.model must be a file of the tokenizer, but it is a Git LFS pointer; run `git lfs pull`",
+    ),
+    "tokenizer_config is a named pipe": (
+        replaced_by_pipe("tokenizer_config.json"),
+        "tokenizer_config.json cannot be read: it is a named pipe (FIFO) and must be a regular file",
+    ),
+    "the template is a named pipe": (replaced_by_pipe(TEMPLATE), "chat_template.jinja must be a regular file, got a named"),
+    "the template is compressed": (
+        content(TEMPLATE, gzip.compress(b"x")),
+        "chat_template.jinja must be a file of the tokenizer, but it is compressed with gzip; decompress it with gunzip",
     ),
     "tokenizer is empty": (content(TOKENIZER, b""), "tokenizer.json must be JSON, got something else"),
     "tokenizer is cut": (cut(TOKENIZER, 0.5), "tokenizer.json must be JSON, got something else"),
@@ -330,6 +359,22 @@ AT_START: dict[str, tuple[Break, str]] = {
         config(vocab_size=257),
         "tokenizer.json: tokens must have ids below the model's vocab_size = 257, got 258 of '<|endoftext|>'; take the "
         "model's own tokenizer, or resize the embedding with resize_token_embeddings",
+    ),
+    "an EOS token beyond the vocabulary": (
+        fields("tokenizer_config.json", eos_token="<end>"),
+        "tokenizer_config.json: tokens must have ids below the model's vocab_size = 259, got 259 of '<end>'; take",
+    ),
+    "special tokens beyond the vocabulary": (
+        fields("tokenizer_config.json", additional_special_tokens=["<|im_end|>", "<a>", "<b>"]),
+        "tokenizer_config.json: tokens must have ids below the model's vocab_size = 259, got 260 of '<b>'; take",
+    ),
+    "named special tokens beyond the vocabulary": (
+        fields("tokenizer_config.json", extra_special_tokens={"image_token": "<img>"}, chat_token="<chat>"),
+        "vocab_size = 259, got 260 of '<img>'",
+    ),
+    "added tokens beyond the vocabulary": (
+        fields("tokenizer_config.json", added_tokens_decoder={"5": {"content": "<added>"}}),
+        "vocab_size = 259, got 259 of '<added>'",
     ),
     "tokenizer_config is garbage": (content("tokenizer_config.json", b"{"), "tokenizer_config.json must be JSON"),
     "tokenizer_config is a list": (content("tokenizer_config.json", b"[]"), "tokenizer_config.json must be a JSON object"),
@@ -370,6 +415,9 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
     "no EOS token anywhere": (
         fields("tokenizer_config.json", eos_token=GONE), "the tokenizer must have an EOS token, got none; set eos_token in"),
     "an EOS token that is a number": (fields("tokenizer_config.json", eos_token=5), "the tokenizer"),
+    "a token beyond the vocabulary of another file": (
+        lambda folder: write(folder / "special_tokens_map.json", {"additional_special_tokens": ["<new>"]}),
+        "tokens must have ids below the model's vocab_size = 259, got 259 of '<new>'; take the model's own tokenizer"),
     "a template that is absent": (removed(TEMPLATE), "the tokenizer's chat template refuses the messages: "),
     "a template that is no template": (
         content(TEMPLATE, b"{% for %}"),
@@ -382,6 +430,17 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
     "a template that raises": (content(TEMPLATE, b"{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
     "a template that divides by zero": (content(TEMPLATE, b"{{ 1 / 0 }}"), "refuses the messages: division by zero"),
     "a template that asks for what is not there": (content(TEMPLATE, b"{{ messages[9].x.y }}"), "refuses the messages: "),
+    "a template whose complaint controls the terminal": (
+        content(TEMPLATE, b"{{ raise_exception('\x1b[2J\nnemo-kto: fine' * 10000) }}"),
+        r"refuses the messages: \x1b[2J\nnemo-kto: fine",
+    ),
+    "a regular expression that takes too long": (
+        both(
+            fields(TOKENIZER, pre_tokenizer={"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated",
+                                             "invert": False}),
+            content(TEMPLATE, b"{{ 'x' * 60 }}{% for message in messages %}{{ message.content }}{% endfor %}"),
+        ),
+        "tokenizer.json: the tokenizers library gave up: "),
     "a template that reaches out": (
         content(TEMPLATE, b"{{ ''.__class__.__mro__[1].__subclasses__() }}"),
         "refuses the messages",
@@ -390,7 +449,7 @@ ON_RANKS: dict[str, tuple[Break, str]] = {
         content(TEMPLATE, b"{{ 'x' * 10**11 }}"), "chat_template.jinja) must render a row in 1 GiB of memory, needed more"),
     "a template that returns nothing": (content(TEMPLATE, b""), "the tokenizer's chat template"),
     "a template that returns spaces": (content(TEMPLATE, b"  \n"), "the tokenizer's chat template must give text, got none"),
-    "a template that is binary": (content(TEMPLATE, b"\xff\xfe\x00"), "tokenizer"),
+    "a template that is binary": (content(TEMPLATE, b"\xff\x00\xfe"), "tokenizer"),
     "a template that forgets the answer": (
         content(TEMPLATE, b"{{ messages[0].content }}{{ messages | length }}"),
         "the chat template must render the prompt the same with and without the answer after it"),
@@ -412,6 +471,7 @@ def test_found_before_anything_starts(here: Path, case: str) -> None:
     assert any(expected in line for line in said), said
     assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in said)
     assert all(";" in line for line in said), "a remedy is missing"
+    assert_harmless("\n".join(said))
     if NO_MODEL not in expected:
         assert ranks_say(here / "model") is not None
 
@@ -432,6 +492,7 @@ def test_found_where_it_is_read(here: Path, case: str) -> None:
     assert said is not None
     assert expected in said
     assert ";" in said or "\n  download" in said, "a remedy is missing"
+    assert_harmless(said)
 
 
 def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:

@@ -6,18 +6,27 @@ and structure changed at random; their seeds are their names.
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nemo_kto.data import parts
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
 from nemo_kto.data.chat import RecordEncoder
+from nemo_kto.data.parts import file_parts
 from nemo_kto.data.reader import Fields
 from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
+from nemo_kto.errors import UserError
+from nemo_kto.files import MAX_LINE_BYTES
+from tests.hostile.folders import launcher_says
+from tests.messages import assert_names
 from tests.unit.data.toys import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
@@ -39,10 +48,16 @@ def label(value: str) -> bytes:
 ROWS: dict[str, tuple[bytes, str]] = {
     # the file
     "a table of a spreadsheet": (b"prompt,response,label\na,b,1", "not JSON (Expecting value"),
-    "a compressed file": (b"\x1f\x8b\x08\x00\x00", "not valid UTF-8"),
-    "a pickle": (b"\x80\x04\x95\x00", "not valid UTF-8"),
-    "a web page": (b"<html><body>404</body></html>", "not JSON"),
-    "UTF-16": (row().decode().encode("utf-16"), "not valid UTF-8"),
+    "a compressed file": (gzip.compress(row()), "compressed with gzip; decompress it with gunzip"),
+    "a table of Parquet": (b"PAR1\x15\x04" + bytes(100), "a Parquet file; convert it with pandas.read_parquet("),
+    "a Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5",
+        "a Git LFS pointer; run `git lfs pull`",
+    ),
+    "a pickle": (b"\x80\x04\x95\x00", "a pickle"),
+    "a web page": (b"<html><body>404</body></html>", "a web page"),
+    "UTF-16": (row().decode().encode("utf-16"), "UTF-16 text; convert it with iconv"),
+    "UTF-16 without its mark": (row().decode().encode("utf-16-le"), "UTF-16 text; convert it with iconv"),
     "Latin-1": ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "not valid UTF-8"),
     "a byte order mark": (b"\xef\xbb\xbf" + row(), READ),
     "two byte order marks": (b"\xef\xbb\xbf\xef\xbb\xbf" + row(), "not JSON (Unexpected UTF-8 BOM"),
@@ -237,6 +252,63 @@ def test_a_pair_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: 
     said = said_of(raw, DPO_EXAMPLES, encoder, tmp_path)
     assert expected in said
     assert bool(expected) == bool(said), said
+
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "a named pipe (FIFO)": os.mkfifo,
+    "a character device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_is_no_file_is_refused_by_name(kind: str, here: Path) -> None:
+    """Reading a pipe would wait for its writer for ever, and a device might never end."""
+    IRREGULAR[kind](here / "data.jsonl")
+    named = here if kind == "a folder" else here / "data.jsonl"  # a folder may be named, but not be among the files
+    (said,) = launcher_says(here / "model", named)
+    assert_names(said, "model.data.data_prefix", str(here / "data.jsonl"), kind, "regular file")
+    with pytest.raises(UserError) as raised:
+        list(file_parts(here / "data.jsonl"))
+    assert_names(raised.value, str(here / "data.jsonl"), kind, "regular file")
+
+
+def test_files_of_other_formats_are_all_named_before_anything_starts(here: Path) -> None:
+    (folder := here / "data").mkdir()
+    (folder / "a.jsonl").write_bytes(gzip.compress(row()))
+    (folder / "b.jsonl").write_bytes(row() + b"\n")
+    (folder / "c.jsonl").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    said = launcher_says(here / "model", folder)
+    assert len(said) == 2
+    assert_names(said[0], "model.data.data_prefix", "a.jsonl", "gunzip")
+    assert_names(said[1], "model.data.data_prefix", "c.jsonl", "git lfs pull")
+
+
+def test_a_line_without_end_is_refused_where_it_begins(encoder: RecordEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.write((row() + b"\n") * 8)
+        file.truncate(6 * 2**30)  # zeros, which take no room
+    broken, began = RowErrors(), time.process_time()
+    cut = Truncation(64, "keep_end", encoder.bos_id)
+    cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields({}), encoder=encoder, truncation=cut)
+    assert cache.open([path], broken=broken)[path][0] is None
+    with pytest.raises(DataError) as raised:
+        broken.raise_if_any()
+    assert_names(raised.value, "1 broken row:", f"{path}:9: ", f"{MAX_LINE_BYTES:,} bytes", "one object per line")
+    assert time.process_time() - began < 10
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MIN_BYTES", 100)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((row() + b"\n") * 20_000)
+    size, found = path.stat().st_size, file_parts(path)
+    first = next(found)
+    os.truncate(path, first.stop)
+    *_, last = found  # of what was in the buffer
+    assert last.stop < size
+    assert len(list(first.lines(path))) == len(path.read_bytes().splitlines())
 
 
 VALUES = (None, True, 0, -1, 1e308, "", " ", "chosen", "\0", [], [[]], {}, {"role": "user"}, ["x"], 10**30)

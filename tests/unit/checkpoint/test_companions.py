@@ -51,8 +51,8 @@ def make_socket(path: Path) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str | None]] = {
-    "a fifo": (os.mkfifo, "it is no file"),
-    "a socket": (make_socket, "No such device or address"),
+    "a fifo": (os.mkfifo, "it is a named pipe (FIFO) and must be a regular file"),
+    "a socket": (make_socket, "it is a socket and must be a regular file"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
     "a folder": (lambda path: path.mkdir(), None),
 }
@@ -92,7 +92,8 @@ def test_what_is_too_large_is_named_and_left_out(
 ) -> None:
     monkeypatch.setattr(companions, "_MAX_BYTES", 200)
     assert "tokenizer.model" not in read_companions(model, into="the checkpoints")
-    text = f"{model}/tokenizer.model is not copied into the checkpoints: it has 0.0 GB"
+    size = len(NEEDED["tokenizer.model"])
+    text = f"{model}/tokenizer.model is not copied into the checkpoints: it must have at most 200 bytes, got {size:,}"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 

@@ -72,6 +72,12 @@ def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.Capture
     ]
 
 
+def test_rows_do_not_control_the_terminal(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a\x1b[2J\tb\r", "completion": "c\x9b1m", "label": True}))
+    lines = shown(capsys, "rows.jsonl", "--model", model, "--rows", "1")
+    assert lines[-1] == r"  | a\x1b[2J" + "\t" + r"b\r[[c\x9b1m<|im_end|>]]"
+
+
 def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {"prompt": "p", "chosen": " good", "rejected": " bad"}
     write_rows(Path("pairs.jsonl"), [pair, {**pair, "chosen_reward": 3.5, "rejected_reward": 1}])

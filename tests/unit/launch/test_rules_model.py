@@ -276,7 +276,10 @@ BROKEN = [
         [f"{TUNING}.target_modules must not be empty, got none; e.g. [attention_qkv]"],
     ),
     ([f"{TUNING}.adapter_dim=0"], [f"{TUNING}.adapter_dim must be at least 1, got 0"]),  # and not alpha, which is made of it
-    ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [f"{TUNING}.alpha must be above 0, got 0; e.g. {TUNING}.alpha=32"]),
+    (
+        [f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"],
+        [f"{TUNING}.alpha must be above 0 and at most 1000000, got 0; e.g. {TUNING}.alpha=32"],
+    ),
     (
         [f"{TUNING}.adapter_dropout=1"],
         [f"{TUNING}.adapter_dropout must be from 0 to below 1, got 1; e.g. 0.05"],

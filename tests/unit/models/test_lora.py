@@ -60,8 +60,9 @@ def test_scales() -> None:
     ("changes", "message"),
     [
         ({"rank": 0}, "the rank of an adapter must be at least 1, got 0"),
-        ({"alpha": 0.0}, "alpha of an adapter must be positive, got 0.0"),
-        ({"alpha": float("nan")}, "alpha of an adapter must be positive, got nan"),
+        ({"alpha": 0.0}, "alpha of an adapter must be above 0 and at most 1000000, got 0.0"),
+        ({"alpha": 1e300}, "alpha of an adapter must be above 0 and at most 1000000, got 1e+300"),
+        ({"alpha": float("nan")}, "alpha of an adapter must be above 0 and at most 1000000, got nan"),
         ({"dropout": 1.0}, "the dropout of an adapter must be in [0, 1), got 1.0"),
         ({"dropout": -0.1}, "the dropout of an adapter must be in [0, 1), got -0.1"),
         (

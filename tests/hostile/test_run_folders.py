@@ -1,0 +1,68 @@
+"""Hostile files in the folder of a resumed run: each is refused or replaced, and none is waited for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import UserError
+from nemo_kto.files import MAX_LINE_BYTES
+from nemo_kto.launch import compose
+from nemo_kto.launch.saved_config import save_config
+from nemo_kto.launch.schema import RunConfig
+from nemo_kto.telemetry.loggers import JsonLines, _known_identity
+from tests.messages import assert_names
+from tests.unit.launch.conftest import composed
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "a named pipe (FIFO)": os.mkfifo,
+    "a character device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    given = ["pretrained_checkpoint.restore_from_path=m", "model.data.data_prefix=d", "exp_manager.resume_if_exists=true"]
+    found, mistakes = compose.to_config(composed([*given, f"exp_manager.explicit_log_dir='{tmp_path}'"]))
+    assert found is not None, mistakes
+    return found
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_metrics_that_are_no_file_are_refused(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    IRREGULAR[kind](file)
+    with pytest.raises(UserError) as raised:
+        JsonLines(file=file, resumed_step=1)
+    assert_names(raised.value, str(file), kind, "regular file", "move it away")
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_an_identity_that_is_no_file_is_not_used(kind: str, tmp_path: Path) -> None:
+    IRREGULAR[kind](tmp_path / "wandb_run_id")
+    assert _known_identity(tmp_path / "wandb_run_id", 1) is None
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_a_configuration_that_is_no_file_is_written_again(
+    kind: str, tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    IRREGULAR[kind](file)
+    save_config(config)
+    assert_names(capsys.readouterr().err, str(file), "cannot be read")
+    assert file.is_file()
+    assert not file.is_symlink()
+
+
+def test_metrics_without_lines_are_kept_aside(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with file.open("wb") as handle:
+        handle.write(b'{"step": 1, "train/loss": 0.5}\n')
+        handle.truncate(3 * MAX_LINE_BYTES)
+    JsonLines(file=file, resumed_step=1).finalize("")
+    assert file.read_bytes() == b'{"step": 1, "train/loss": 0.5}\n'
+    assert (tmp_path / "metrics.jsonl.damaged").stat().st_size == 3 * MAX_LINE_BYTES
