@@ -13,7 +13,7 @@ import pyarrow
 from datasets.arrow_writer import ArrowWriter
 
 from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.parts import WHOLE_FILE, FilePart
+from nemo_kto.data.parts import FilePart, file_parts
 from nemo_kto.data.reader import Fields, FileColumns, FileReader, PartErrors
 from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
@@ -105,6 +105,9 @@ class FilesWriter:
         """Tokenise files: (rows, where the examples go), up to one whose result ``is_last``.
 
         Nothing is written of a file with broken rows.
+
+        Raises:
+            DataError: a file cannot be opened, or is of another format.
         """
         results: list[PartResult] = []
         for path, target in files:
@@ -115,7 +118,8 @@ class FilesWriter:
 
     def _write(self, path: Path, target: Path) -> PartResult:
         with publish_file(target, private=self.tokeniser.private, durable=False) as writing:
-            result = self.tokeniser.write(path, WHOLE_FILE, writing)
+            # its only part: if the file grows meanwhile, it is refused as changed
+            result = self.tokeniser.write(path, next(file_parts(path)), writing)
             if writing.exists() and writing.stat().st_size >= MIN_KEPT_BYTES:
                 flush(writing)
         return result

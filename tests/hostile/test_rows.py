@@ -292,7 +292,7 @@ def test_a_line_without_end_is_refused_where_it_begins(encoder: RecordEncoder, t
     broken, began = RowErrors(), time.process_time()
     cut = Truncation(64, "keep_end", encoder.bos_id)
     cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields({}), encoder=encoder, truncation=cut)
-    assert cache.open(path, broken=broken)[0] is None
+    assert cache.open([path], broken=broken)[path][0] is None
     with pytest.raises(DataError) as raised:
         broken.raise_if_any()
     assert_names(raised.value, "1 broken row:", f"{path}:9: ", f"{MAX_LINE_BYTES:,} bytes", "one object per line")
