@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nemo_kto.checkpoint.restricted import read_metadata
 from nemo_kto.errors import UserError
+from tests.messages import Message
 
 
 class _Pickler(pickle.Pickler):
@@ -49,4 +50,4 @@ def test_no_other_attribute(tmp_path: Path) -> None:
     file = written(tmp_path, Metadata({}, planner_data=_Reaches(), storage_data={}))
     with file.open("rb") as stream, pytest.raises(UserError) as error:
         read_metadata(stream)
-    assert str(error.value) == (f"{file} must hold only checkpoint metadata, got builtins.getattr; take another checkpoint")
+    assert str(error.value) == Message(f"{file}", "builtins.getattr", "another")
