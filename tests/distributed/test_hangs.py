@@ -14,6 +14,7 @@ import pytest
 
 from tests import forked
 from tests.integration.commands import CLI, GOOD, TRAINING, environment, pretend, run
+from tests.messages import Naming
 
 HOST = re.escape(socket.gethostname())
 TIMEOUT = 6  # seconds of the collectives
@@ -113,9 +114,9 @@ def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path
         rf"nemo-kto: rank 1 of 3 on {HOST} has been in phase 'data' for [4-7] s \(2 steps done\), the others wait for it",
         first,
     )
-    assert second == "the stack of rank 1, innermost call last:"
+    assert second == Naming("1", "last")
     assert [line.split(" in ")[1] for line in stack[-4:-1]] == ["<module>: ", "steps: ", "sleep_for_ever: "]
-    assert stack[-1] == "the timeout is trainer.timeout_minutes (0.1 min); raise it if work of one rank takes longer"
+    assert stack[-1] == Naming("trainer.timeout_minutes", "0.1", "min", "raise")
     assert len(said.splitlines()) <= 20
     assert all(said.removeprefix("nemo-kto: ") in text for _, text in found)
 
@@ -213,9 +214,19 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
         (status, said), (other, _) = ranks.ended(0, 2)
     assert (status, other) == (2, 2)
     assert said == (
-        f"nemo-kto: all 4 ranks (WORLD_SIZE) must start within {TIMEOUT} s (trainer.timeout_minutes), got 2, on "
-        f"{socket.gethostname()}; ranks 1, 3 did not come; see the output of their machines, and whether as many were "
-        "started\n"
+        Naming(
+            "nemo-kto",
+            "all",
+            "4",
+            "WORLD_SIZE",
+            TIMEOUT,
+            "trainer.timeout_minutes",
+            "2",
+            f"{socket.gethostname()}",
+            "1",
+            "3",
+            "machines",
+        )
     )
 
 

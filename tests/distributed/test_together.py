@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from nemo_kto.errors import UserError
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 
 
 def fail_on_rank(culprit: int) -> list[str | None]:
@@ -67,5 +68,5 @@ def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
     assert first == [*together, own, own, said]
     waited = "failed while the others waited for it: OSError: disk of rank 0 is full"
     assert second == [
-        *together, f"RuntimeError: the first process of a machine {waited}", f"RuntimeError: rank 0 {waited}", said
+        *together, Naming("RuntimeError", "first", "OSError", "0"), f"RuntimeError: rank 0 {waited}", said
     ]  # fmt: skip
