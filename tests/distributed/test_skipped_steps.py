@@ -135,7 +135,7 @@ def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_stays(
     (error,) = {error for _, error in results}
     begin, rows, skipped, last, remedy = error.split("; ")
     assert begin == Naming("4", "1")
-    named, more = rows.removeprefix("rows of its global batch: ").split(" and ")
+    named, more = rows.partition(": ")[2].split(" and ")
     lines = [int(row.removeprefix(f"{kto_rows}:")) for row in named.split(", ")]
     assert (len(set(lines)), more) == (8, "8 more")
     assert set(lines) <= set(range(1, 97))

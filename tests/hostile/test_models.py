@@ -208,7 +208,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
         Message("rope_parameters", "all", "one", "full_attention"),
     ),
-    "rope for layers with a window is a number": (
+    "windowed rope is a number": (
         config(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", rope_parameters={"sliding_attention": 5}),
         Message("rope_parameters.sliding_attention", "object", "5", "save_pretrained"),
     ),
@@ -216,7 +216,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
         Message("rope_parameters.full_attention.rope_theta", "number", "x", "save_pretrained"),
     ),
-    "rope for layers with a window of a type that is not there": (
+    "windowed rope of a type that is not there": (
         config(
             architectures=["Gemma3ForCausalLM"],
             model_type="gemma3_text",

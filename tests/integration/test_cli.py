@@ -177,8 +177,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-NOTHING_TO_SAVE = "nemo-kto: stopped by {} before the first step, so that there was nothing to save; start the same command"
-NOTHING_TO_SAVE += " again\n"
+NOTHING_TO_SAVE = ("nemo-kto", "first step", "start")
 SAY_PID = "open(f'pid{rank}.partial', 'w').write(str(os.getpid()))\nos.rename(f'pid{rank}.partial', f'pid{rank}')\n"
 
 
@@ -210,13 +209,13 @@ class Started:
 def test_a_signal_at_the_launcher_stops_ranks_that_have_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
     os.kill(job.launcher.pid, signal.Signals[name])
-    assert job.end() == (85, NOTHING_TO_SAVE.format(name))
+    assert job.end() == (85, Naming(name, *NOTHING_TO_SAVE))
 
 
 def test_a_signal_at_one_rank_stops_the_others_too(tmp_path: Path) -> None:
     job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR2,SIGTERM]")
     os.kill(job.ranks[1], signal.SIGUSR2)
-    assert job.end() == (85, NOTHING_TO_SAVE.format("SIGUSR2"))
+    assert job.end() == (85, Naming("SIGUSR2", *NOTHING_TO_SAVE))
 
 
 def test_a_signal_that_is_not_among_those_that_stop_a_run_ends_it(tmp_path: Path) -> None:
@@ -272,14 +271,14 @@ def test_a_job_that_is_stopped_with_nothing_to_save_is_requeued_too(tmp_path: Pa
     env = pretend(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
     env |= {"SLURM_JOB_ID": "31", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "trainer.requeue=true"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (85, NOTHING_TO_SAVE.format("SIGTERM"))
+    assert (done.returncode, done.stderr) == (85, Naming("SIGTERM", *NOTHING_TO_SAVE))
     assert (tmp_path / "asked").read_text() == "requeue 31\n"
 
 
 def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=pretend(tmp_path, body))
-    assert (done.returncode, done.stdout, done.stderr) == (85, "job 1\n", NOTHING_TO_SAVE.format("SIGUSR1"))
+    assert (done.returncode, done.stdout, done.stderr) == (85, "job 1\n", Naming("SIGUSR1", *NOTHING_TO_SAVE))
 
 
 @pytest.mark.full

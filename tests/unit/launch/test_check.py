@@ -196,7 +196,7 @@ def test_mistakes() -> None:
     write_rows(Path("rows.jsonl"), ROWS)
     assert refused("rows.jsonl", "--seq-length", "8") == [Message("--seq-length", "--model", "tokenizer", "FOLDER")]
     assert refused("rows.jsonl", "--fields", "prompt=question") == [Message("--fields", "OURS:COLUMN", "prompt=question")]
-    assert refused("rows.jsonl", "--fields", "promt:question") == [Message("model.data.fields", "promt", "prompt?")]
+    assert refused("rows.jsonl", "--fields", "promt:question") == [Message("promt", "prompt?")]
     for option in ("--seq-length=1", "--workers=0"):
         with pytest.raises(SystemExit) as ended:
             check.main(["rows.jsonl", option])

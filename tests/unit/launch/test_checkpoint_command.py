@@ -45,7 +45,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     validated = "val_loss 0.4628, val_acc 0.7500, val_rewards_margin 0.2900"
     assert [re.split("  +", line) for line in lines[:3]] == [
-        ["step", "written", "size", "data x tensor x pipeline", "metrics", "state"],
+        ["step", "written", "size", Message("data", "tensor", "pipeline"), "metrics", "state"],
         ["2", "2023-11-14 22:15", "0.01 MB", "1 x 1 x 1", "train_loss 0.5000", "complete"],
         ["4", "2023-11-14 22:17", "0.01 MB", "1 x 1 x 1", validated, "complete"],
     ]
