@@ -29,7 +29,6 @@ _PLACEHOLDERS = {
     re.escape(str(REPOSITORY)): "<repository>",
     re.escape(sys.prefix): "<environment>",
     r"\b0x[0-9a-f]{6,}": "<address>",
-    r"\bprocess \d+": "process <number>",
 }
 Snapshot = dict[str, dict[str, list[str]]]  # test file, test, messages
 _said: dict[str, list[str]] = {}  # in this session, by the id of the test
@@ -112,7 +111,7 @@ class Message(Naming):
         if failed := super().failure(text):
             return failed
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
-        text = plain(text, self.varies)
+        text = re.sub(r"\bprocess \d+", "process <number>", plain(text, self.varies))
         said = _said.setdefault(test, [])
         if text not in said:
             said.append(text)

@@ -88,7 +88,10 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
         Message("t5", "trained", "prompt", "choose"),
     ),
-    "is_encoder_decoder is a string": (config(is_encoder_decoder="no"), Message("encoder_decoder", "true", "false", "no")),
+    "is_encoder_decoder is a string": (
+        config(is_encoder_decoder="no"),
+        Message("is_encoder_decoder", "true", "false", "no"),
+    ),
     "a limit of zero": (
         config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=0.0),
         Message("swiglu_limit", "number", "0.0", "save_pretrained"),
@@ -110,7 +113,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), Message("LlamaForSequenceClassification")),
     "architectures is a string": (
         config(architectures="LlamaForCausalLM"),
-        Message("list", "strings", "Ll"),
+        Message("list", "strings", "LlamaForCausalLM"),
     ),
     "architectures are numbers": (config(architectures=[1]), Message("list", "strings", "[1]")),
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),

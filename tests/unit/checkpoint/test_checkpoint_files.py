@@ -73,23 +73,23 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return apply
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    **{f"a bit of {name}": (lambda path, name=name: flip(path / name), Message(f"{name}")) for name in FILES},
-    "a missing file": (lambda path: (path / "rng/00000.pt").unlink(), Message("rng/00000.pt")),
-    "a missing folder": (lambda path: shutil.rmtree(path / "hf"), Message("hf/config.json")),
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    **{f"a bit of {name}": (lambda path, name=name: flip(path / name), [f"{name}"]) for name in FILES},
+    "a missing file": (lambda path: (path / "rng/00000.pt").unlink(), ["rng/00000.pt"]),
+    "a missing folder": (lambda path: shutil.rmtree(path / "hf"), ["hf/config.json"]),
     "a file cut short": (
         lambda path: (path / "state/.metadata").write_bytes(b"where"),
-        Message("state/.metadata", "5", "21"),
+        ["state/.metadata", "5", "21"],
     ),
-    "a fifo": (lambda path: replace_by_fifo(path / "hf/config.json"), Message("hf/config.json", "file")),
-    "no trainer.json": (lambda path: (path / "trainer.json").unlink(), Message("trainer.json")),
-    "half a trainer.json": (lambda path: (path / "trainer.json").write_text('{"tra'), Message("trainer.json", "JSON")),
-    "another step": (edited(lambda info: info["trainer"].update(step=5)), Message("trainer.json")),
+    "a fifo": (lambda path: replace_by_fifo(path / "hf/config.json"), ["hf/config.json", "file"]),
+    "no trainer.json": (lambda path: (path / "trainer.json").unlink(), ["trainer.json"]),
+    "half a trainer.json": (lambda path: (path / "trainer.json").write_text('{"tra'), ["trainer.json", "JSON"]),
+    "another step": (edited(lambda info: info["trainer"].update(step=5)), ["trainer.json"]),
     "no files": (
         edited(lambda info: [info.pop(name) for name in ("files", "checksum")]),
-        Message("trainer.json", "list", "files"),
+        ["trainer.json", "list", "files"],
     ),
-    "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], Message("trainer.json")),
+    "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], ["trainer.json"]),
 }
 
 
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert newest is not None
     assert newest.step == 4
     assert [record.getMessage() for record in caplog.records] == [
-        Message(f"{folder}/step_000006", "damaged", "used", f"{told}")
+        Message(f"{folder}/step_000006", "damaged", *told)
     ]
 
 

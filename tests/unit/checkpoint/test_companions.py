@@ -52,7 +52,7 @@ def make_socket(path: Path) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str | None]] = {
-    "a fifo": (os.mkfifo, Message("file")),
+    "a fifo": (os.mkfifo, "file"),
     "a socket": (make_socket, "No such device or address"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
     "a folder": (lambda path: path.mkdir(), None),

@@ -85,7 +85,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
         ),
         (
             {"question": QUESTION, "chosen": said(PARIS), "rejected": said(LYON)},
-            Message("question", "prompt", "model.data.fields={prompt:question}"),
+            Message("chosen", "model.data.fields={prompt:question}"),
         ),
         (
             {"prompt": QUESTION, "system": "Be brief.", "response": PARIS, "label": True},

@@ -134,7 +134,7 @@ def test_no_tensor_holds_the_scores_of_all_queries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dropout_p": 0.1}, Message("dropout_p", "0", "0\\.1")),
+        ({"dropout_p": 0.1}, Message("dropout_p", "0", "0.1")),
         ({"is_causal": False}, Message("is_causal", "False")),
         ({"mask": CAUSAL, "is_causal": False, "window": 3}, Message("3", "window")),
         ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),

@@ -7,7 +7,6 @@ import torch
 from lightning_fabric.utilities.throughput import get_available_flops
 
 from nemo_kto.telemetry.throughput import _BF16_PEAKS, ThroughputMeter, device_peak_flops
-from tests.messages import Message
 
 
 def test_figures_of_a_step() -> None:
@@ -35,12 +34,12 @@ def test_no_utilisation_where_the_peak_is_not_known() -> None:
         ("NVIDIA B200", 2250.0),
         ("NVIDIA H200", 989.5),
         ("NVIDIA H200 NVL", 835.5),
-        (Message("NVIDIA", "GH200", "480GB"), 989.5),
+        ("NVIDIA GH200 480GB", 989.5),
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA L40S", 362.05),
         ("NVIDIA A40", 149.7),
         ("NVIDIA RTX A6000", 154.8),
-        (Message("NVIDIA", "GeForce", "RTX", "4090"), 165.2),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         # of Lightning's table
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
