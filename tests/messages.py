@@ -200,9 +200,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish() -> None:
     """Each worker of pytest-xdist adds what its tests saw."""
-    said = {test: messages for test, messages in _said.items() if test in _passed}
-    if not (_updating and said):
+    if not (_updating and _passed):
         return
+    said = {test: _said.get(test, []) for test in _passed}
     with SNAPSHOT.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

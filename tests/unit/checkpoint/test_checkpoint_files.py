@@ -102,9 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     newest = newest_checkpoint(folder)
     assert newest is not None
     assert newest.step == 4
-    assert [record.getMessage() for record in caplog.records] == [
-        Message(f"{folder}/step_000006", "damaged", *told)
-    ]
+    assert [record.getMessage() for record in caplog.records] == [Message(f"{folder}/step_000006", "damaged", *told)]
 
 
 def test_a_whole_one_is_used_without_a_word(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

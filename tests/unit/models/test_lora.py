@@ -60,18 +60,18 @@ def test_scales() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, Message("1", "0")),
-        ({"alpha": 0.0}, Message("0.0", "positive")),
-        ({"alpha": float("nan")}, Message("nan", "positive")),
-        ({"dropout": 1.0}, Message("0", "1", "1.0")),
-        ({"dropout": -0.1}, Message("0", "1", "-0.1")),
+        ({"rank": 0}, Message("rank", "1", "0")),
+        ({"alpha": 0.0}, Message("alpha", "0.0", "positive")),
+        ({"alpha": float("nan")}, Message("alpha", "nan", "positive")),
+        ({"dropout": 1.0}, Message("dropout", "0", "1", "1.0")),
+        ({"dropout": -0.1}, Message("dropout", "0", "1", "-0.1")),
         (
             {"target_modules": ("q_proj", "lm_head", "qkv")},
             Message("target_modules", f"{', '.join(TARGET_MODULES)}", "lm_head"),
         ),
         ({"target_modules": ()}, Message("target_modules", f"{', '.join(TARGET_MODULES)}", "none")),
-        ({"layers": (0, 1)}, Message("1", "all", "0")),
-        ({"layers": ()}, Message("1", "all", "[]")),
+        ({"layers": (0, 1)}, Message("layers", "1", "0")),
+        ({"layers": ()}, Message("layers", "1", "[]")),
     ],
 )
 def test_impossible_settings(changes: dict[str, object], message: str) -> None:

@@ -44,11 +44,11 @@ def test_a_cpu_has_no_kernels_and_misses_none() -> None:
     assert [kernels.compiles(), kernels.adds_products()] == [False, False]
 
 
-NO_ENGINE = Message("transformer-engine[pytorch]")
-NO_ADDING = Message("CUDA")
-NO_ROPE = Message("transformer-engine[pytorch]")
-NO_FUSING = Message("torch")
-NO_ADAM = Message("transformer-engine[pytorch]")
+NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
+NO_ADDING = Message("gradients", "apex", "CUDA")
+NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
+NO_FUSING = Message("activations", "triton", "gcc")
+NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
 NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
 
@@ -83,9 +83,9 @@ def test_each_slow_path_is_a_line(
 
 def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": False})
-    parts = [Message("MLP", "attention"), Message("all", "norms")]
+    parts = ["norms over all heads", "a clamped activation"]
     assert kernels.slow_paths(BF16, tensor_parallel=1, not_in_engine=parts, environment={}) == [
-        Message("MLP", "all"),
+        Message("layers", "Transformer Engine", *parts),
         NO_ADDING,
     ]
     assert kernels.slow_paths(FP32, tensor_parallel=1, not_in_engine=parts, environment={})[0] == SLOW_TYPE
