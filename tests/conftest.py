@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.parallel import device
+from tests import messages
 from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -46,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="quick|full|N/M",
         help="which of the combinations marked full to run: none (quick), all (full), or the Nth of M equal parts, from 0",
     )
+    parser.addoption(
+        "--update-messages", action="store_true", help="write tests/data/messages.yaml anew for the tests that are run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
     """
+    config.pluginmanager.register(messages)
     named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
     if not all(path.resolve().is_relative_to(REPOSITORY / "tests" / "gpu") for path in named):
         device.force_cpu()

@@ -19,6 +19,7 @@ from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 from tests.parity import hf_models
 
 ALL = LoRASettings(rank=3, alpha=6, target_modules=("all",))
@@ -193,14 +194,28 @@ def test_weights_alone(checkpoints: dict[str, Path], ranks: RankPool, folder: Pa
 
 
 def test_adapters_that_do_not_fit_are_refused(checkpoints: dict[str, Path], ranks: RankPool, folder: Path) -> None:
-    modules = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     other = LoRASettings(rank=3, alpha=3, target_modules=("q_proj",), layers=(1, 2))
     ours = {None: "none", other: "rank 3, alpha 3, q_proj of layers 1, 2"}
     for settings, described in ours.items():
         ((error, _),) = ranks.run(1, load_into, checkpoints["adapters"], folder, settings)
         assert error == (
-            f"UserError: the model must have the adapters of the checkpoint (rank 3, alpha 6, {modules} of all layers), "
-            f"got {described}; change model.peft back, or start a new run in another folder"
+            Naming(
+                "UserError",
+                "adapters",
+                "3",
+                "6",
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+                "all",
+                f"{described}",
+                "model.peft",
+                "folder",
+            )
         )
     same_but_dropout = LoRASettings(rank=3, alpha=6, dropout=0.1, target_modules=("attention", "mlp"))
     assert ranks.run(1, load_into, checkpoints["adapters"], folder, same_but_dropout)[0][0] == ""

@@ -135,7 +135,7 @@ def test_goes_on_at_another_layout(
 
     rows, all_rows = noted_rows(tmp_path / "rows"), noted_rows(uninterrupted / "rows")
     assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was taken again"
-    assert rows == {step: all_rows[step] for step in rows}, "the same rows in the same order"
+    assert rows == {step: all_rows[step] for step in rows}, "rows or their order differ"
     for first in range(1, steps - epoch + 2, epoch):
         used = [row for step in range(first, first + epoch) for row in {**all_rows, **rows}[step]]
         assert len(used) == len(set(used)) == 16 * epoch, "no row twice within an epoch"

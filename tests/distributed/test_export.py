@@ -18,6 +18,7 @@ from safetensors import safe_open
 from nemo_kto.errors import UserError
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 from tests.tiny import make_checkpoint
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -125,8 +126,8 @@ def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool,
 def test_a_failure_at_any_stage_leaves_what_was_there(ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (found,) = ranks.run(1, failures, tmp_path / "model", tmp_path / "out")
-    told = "RuntimeError: export to Hugging Face failed: OSError: [Errno 28] No space left on device"
-    later = f"{told}; nothing was written to FOLDER/out"
+    told = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
+    later = Naming("RuntimeError", "OSError: [Errno 28] No space left on device", "FOLDER/out")
     at_start = ("the lock", "the new folder")
     assert found == {name: (told if name in at_start else later, [], True, True) for name in stages()}
 
@@ -145,11 +146,8 @@ def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path:
     make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (tmp_path / "out").mkdir()
     (found,) = ranks.run(1, bad_weights, tmp_path / "model", tmp_path / "out")
-    told = (
-        "UserError: export to Hugging Face failed: model.layers.1.mlp.down_proj.weight must be finite numbers, got 2 of "
-        "2048 that are not; export an earlier checkpoint of the run, and train with a lower learning rate; nothing was "
-        f"written to {tmp_path / 'out' / 'model'}"
-    )
+    weight = "model.layers.1.mlp.down_proj.weight"
+    told = Naming("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
     assert found == [told, told, ""], "the sum of the last two overflows, and each is finite"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
@@ -188,18 +186,13 @@ def test_files_of_the_model_folder_that_are_none(ranks: RankPool, tmp_path: Path
     model, out = make_checkpoint(tmp_path / "model", "llama", **SMALL), tmp_path / "out"
     ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
     assert outside == (
-        f"UserError: export to Hugging Face failed: {model}/merges.txt must be a file of its folder, "
-        f"got a link to {tmp_path}/secret, which is outside; copy it there, or download the model again; "
-        f"nothing was written to {out}"
+        Naming(
+            "UserError", "failed", f"{model}/merges.txt", "file", "folder", "link", f"{tmp_path}/secret", "nothing", f"{out}"
+        )
     )
     assert error == ""
-    left_out = {
-        "vocab.json": "it is a named pipe (FIFO) and must be a regular file",
-        "generation_config.json": "No such file or directory",
-    }
-    assert sorted(warnings) == sorted(
-        f"{model / name} is not copied into the export: {why}" for name, why in left_out.items()
-    )
+    left_out = {"generation_config.json": "No such file or directory", "vocab.json": "FIFO"}
+    assert sorted(warnings) == [Naming(f"{model / name}", why) for name, why in left_out.items()]
     assert not [name for name in left_out if os.path.lexists(out / name)]
     assert (out / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}"
     assert (out / "chat_template.jinja").read_bytes() == (model / "tokenizer_config.json").read_bytes()
@@ -286,10 +279,7 @@ def test_a_run_whose_export_is_in_the_way_does_not_begin(key: str, ranks: RankPo
     overrides = [f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
     model = make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (told,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
-    assert told == (
-        f"export.{key} cannot be used: {mine} exists and is no earlier export; remove it or export to another folder, "
-        "or set export.enabled=false"
-    )
+    assert told == Naming(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
     assert not (tmp_path / "run").exists()
 
 
@@ -316,14 +306,9 @@ def test_targets_are_looked_at_beforehand(tmp_path: Path, monkeypatch: pytest.Mo
     check_target(tmp_path / "mine", is_ours=is_our_model)
     check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
     (tmp_path / "mine" / "thesis.tex").touch()
-    assert (
-        told(tmp_path / "mine")
-        == f"{tmp_path / 'mine'} exists and is no earlier export; remove it or export to another folder"
-    )
+    assert told(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"
-    assert told(file / "out") == f"{file / 'out'} cannot be made: Not a directory; export to another folder"
+    assert told(file / "out") == Naming(f"{file / 'out'}", "made", "folder")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
-    assert told(tmp_path / "a" / "b", need=14 * 10**9) == (
-        f"{tmp_path} must have room for the 14.0 GB of the export, got 1.0 GB; free some or export to another folder"
-    )
+    assert told(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "thesis.tex"], "nothing is left there"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 
 EXPERTS, HIDDEN, FFN, RANK = 4, 32, 24, 2
 
@@ -273,6 +274,4 @@ def adapt_shared_out_expert() -> str:
 
 
 def test_experts_in_pieces_are_refused(ranks: RankPool) -> None:
-    assert ranks.run(1, adapt_shared_out_expert) == [
-        "adapters on experts need expert_tensor_parallel_size 1, got 2; share out the experts, not their matrices"
-    ]
+    assert ranks.run(1, adapt_shared_out_expert) == [Naming("adapters", "expert_tensor_parallel_size", "1", "2", "matrices")]

@@ -18,6 +18,7 @@ from nemo_kto.parallel.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.jobs import train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 from tests.parity import hf_models
 from tests.tiny import make_checkpoint
 
@@ -182,10 +183,7 @@ def test_trained_adapters_on_a_base_model_that_they_do_not_name(
     ((seen, said),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
     expected = expected_logps([*seen], folders["other"], folders["of_checkpoint"])
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    assert said == [
-        f"the adapters {folders['of_checkpoint']}, which name {folders['base']} as their base model, are put on "
-        f"{folders['other']}"
-    ]
+    assert said == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
 
 
 def test_the_policy_itself_as_the_named_reference(

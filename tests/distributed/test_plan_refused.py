@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
@@ -28,10 +29,6 @@ def test_ranks_share_the_memory_of_their_machine(ranks: RankPool, tiny_llama: Pa
     # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out
     need = 12 * number
     said = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
-    refused = (
-        "weights, gradients, optimizer and reference of this run need 2.2 MB for each rank, got 2.2 MB of this machine, "
-        "shared by 2 ranks; use more ranks, or a smaller model (`nemo-kto plan kto` with the same keys shows all of it)"
-    )
-    assert said == [refused] * 2
+    assert said == [Naming("2.2 MB", "2 ranks", "nemo-kto plan kto")] * 2
     assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was begun"
     assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2

@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.jobs import assert_same, train, trajectory
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 from tests.tiny import make_checkpoint
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
@@ -245,8 +246,7 @@ def test_another_model_of_another_shape_is_refused(
     with pytest.raises(RuntimeError) as error:
         run(f"model.reference.restore_from_path={other}")
     assert str(error.value).splitlines()[-1] == (
-        f"nemo_kto.errors.UserError: the reference must be a model of the same shape as the policy in {run.model}, got "
-        f"{other} with {found}; name another model, or train one of its shape"
+        Naming("nemo_kto.errors.UserError", f"{run.model}", f"{other}", f"{found}", "train")
     )
 
 

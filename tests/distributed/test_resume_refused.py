@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming, assert_names
 from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
 
-REMEDY = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+REMEDY = ("exp_manager.name", "exp_manager.explicit_log_dir")
 
 
 class Folders(NamedTuple):
@@ -101,24 +102,20 @@ def edit(change: Callable[[list[dict[str, str]]], object]) -> Callable[[Folders]
     return edited
 
 
-def other_rows(got: str = "8 rows") -> list[str]:
-    but = f"got others ({got})" if got == "8 rows" else f"got others ({got}; then 8 rows)"
-    start = "model.data.data_prefix and splits_string must give the same"
-    return [
-        f"{start} training rows in the same order in a resumed run, {but}",
-        f"{start} validation rows in a resumed run, {but}",
-    ]
+def other_rows(*got: str) -> list[list[str]]:
+    keys = ["model.data.data_prefix", "splits_string", "8 rows"]
+    return [[*keys, "training rows", *got], [*keys, "validation rows", *got]]
 
 
-SOURCE = "pretrained_checkpoint.restore_from_path must hold the same"
-FILES: dict[str, tuple[Callable[[Folders], object], Callable[[Folders], list[str]]]] = {
+SOURCE = ["pretrained_checkpoint.restore_from_path", "{}", "{}"]
+FILES: dict[str, tuple[Callable[[Folders], object], Callable[[Folders], list[list[str]]]]] = {
     "a value of a weight": (
         change_a_weight,
-        lambda folders: [f"{SOURCE} weights and configuration in a resumed run, got others ({{}}; then {{}})"],
+        lambda _: [[*SOURCE, "weights", "configuration"]],
     ),
     "the chat template": (
         change_the_template,
-        lambda folders: [f"{SOURCE} tokenizer and chat template in a resumed run, got others ({{}}; then {{}})"],
+        lambda _: [[*SOURCE, "tokenizer", "chat template"]],
     ),
     "a token of a row": (edit(lambda rows: rows[3].update(response=rows[3]["response"] + "s")), lambda _: other_rows()),
     "a label of a row": (
@@ -136,30 +133,27 @@ def test_changed_files_are_noticed(what: str, first: Folders, copied: Folders, r
     change(copied)
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, [])
-    lines = [line.format(copied.model, first.model) for line in told(copied)]
-    count = "1 change" if len(lines) == 1 else f"{len(lines)} changes"
-    assert error.splitlines() == [
-        f"UserError: the run in {copied.run} cannot be resumed with {count}, nothing was written",
-        *(f"  {line}" for line in lines),
-        f"  change {'it' if len(lines) == 1 else 'them'} back, or {REMEDY}",
-    ]
+    models = [str(copied.model), str(first.model)]
+    lines = [Naming(*(models.pop(0) if name == "{}" else name for name in names)) for names in told(copied)]
+    assert error.splitlines() == [Naming("UserError", f"{copied.run}", str(len(lines))), *lines, Naming(*REMEDY)]
     assert printed == ""
     assert snapshot(copied.run) == before
 
 
+# What a resumed run must keep, by the override that would change it.
 KEYS: dict[str, str] = {
-    "model.kto.preference_loss=apo_zero_unpaired": "model.kto.preference_loss must stay kto",
-    "model.kto.ref_policy_kl_penalty=0.3": "model.kto.ref_policy_kl_penalty must stay 0.2",
-    "model.kto.undesirable_loss_weight=2.5": "model.kto.undesirable_loss_weight must stay 1.0",
-    "model.kto.sft_loss_weight=0.5": "model.kto.sft_loss_weight must stay 0.0",
-    "model.data.seq_length=63": "model.data.seq_length must stay 64",
-    "model.data.truncation_mode=keep_start": "model.data.truncation_mode must stay keep_end",
-    "model.data.reset_attention_mask=true": "model.data.reset_attention_mask must stay false",
-    "model.data.eod_mask_loss=true": "model.data.eod_mask_loss must stay false",
-    "model.seed=7": "model.seed must stay 1234",
-    "model.optim.use_distributed_optimizer=false": "model.optim.use_distributed_optimizer must stay true",
-    "model.reference.sync_interval=2": "model.reference.sync_interval must stay 0",
-    "model.peft.peft_scheme=lora": "model.peft.peft_scheme must stay none",
+    "model.kto.preference_loss=apo_zero_unpaired": "kto",
+    "model.kto.ref_policy_kl_penalty=0.3": "0.2",
+    "model.kto.undesirable_loss_weight=2.5": "1.0",
+    "model.kto.sft_loss_weight=0.5": "0.0",
+    "model.data.seq_length=63": "64",
+    "model.data.truncation_mode=keep_start": "keep_end",
+    "model.data.reset_attention_mask=true": "false",
+    "model.data.eod_mask_loss=true": "false",
+    "model.seed=7": "1234",
+    "model.optim.use_distributed_optimizer=false": "true",
+    "model.reference.sync_interval=2": "0",
+    "model.peft.peft_scheme=lora": "none",
 }
 
 
@@ -168,47 +162,54 @@ def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPo
     ((_, error, _),) = ranks.run(1, started, first, list(KEYS))
     _, *lines, remedy = error.splitlines()
     assert len(lines) == len(KEYS) + 1
-    assert "  model.reference.sync_alpha must stay null in a resumed run, got 0.6" in lines
-    for override, told in KEYS.items():
-        assert f"  {told} in a resumed run, got {override.split('=')[1]}" in lines
-    assert remedy == f"  change them back, or {REMEDY}"
+    assert Naming("model.reference.sync_alpha", "null", "0.6") in lines
+    for override, must_stay in KEYS.items():
+        assert Naming(*override.split("="), must_stay) in lines
+    assert remedy == Naming(*REMEDY)
     assert snapshot(first.run) == before
 
 
 def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -> None:
     ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
     assert error == (
-        f"UserError: a new run must have a folder without checkpoints, but {first.run / 'checkpoints'} has 1, the "
-        f"last of step 2; resume it with exp_manager.resume_if_exists=true, or {REMEDY}"
+        Naming(
+            "UserError",
+            "folder",
+            f"{first.run / 'checkpoints'}",
+            "1",
+            "last",
+            "2",
+            "exp_manager.resume_if_exists=true",
+            *REMEDY,
+        )
     )
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ([], "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs to train longer"),
+        ([], ["2", "trainer.kto.max_epochs", "train"]),
         (
             ["trainer.kto.max_steps=50"],
-            "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs to train longer",
+            ["2", "trainer.kto.max_epochs", "train"],
         ),
         (
             ["trainer.kto.max_steps=2"],
-            "2 of 2 (one epoch), nothing was done in {}; raise trainer.kto.max_epochs and trainer.kto.max_steps to train "
-            "longer",
+            ["2", "trainer.kto.max_epochs", "trainer.kto.max_steps", "train"],
         ),
         (
             ["trainer.kto.max_steps=1", "trainer.kto.max_epochs=2"],
-            "2 of 1 (max_steps=1), nothing was done in {}; raise trainer.kto.max_steps to train longer",
+            ["2", "1", "max_steps=1", "trainer.kto.max_steps", "train"],
         ),
     ],
 )
 def test_a_finished_run_says_so_and_touches_nothing(
-    overrides: list[str], told: str, copied: Folders, ranks: RankPool
+    overrides: list[str], told: list[str], copied: Folders, ranks: RankPool
 ) -> None:
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, overrides)
     assert error == ""
-    assert printed == f"nemo-kto: already finished at step {told.format(copied.run)}, or {REMEDY}\n"
+    assert printed == Naming("nemo-kto", f"{copied.run}", *told, *REMEDY)
     assert snapshot(copied.run) == before
 
 
@@ -216,7 +217,7 @@ def test_an_export_that_is_missing_is_made_and_nothing_else(copied: Folders, ran
     checkpoints, logged = snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()
     ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
     assert error == ""
-    assert f"{copied.run / 'hf'} (after the last step, 2)" in printed
+    assert_names(printed, f"{copied.run / 'hf'}", "last", "2")
     assert (snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()) == (checkpoints, logged)
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
@@ -231,7 +232,7 @@ def test_an_export_of_an_earlier_step_is_made_again(copied: Folders, ranks: Rank
     ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
     ((printed, error, _),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2", "export.enabled=true"])
     assert error == ""
-    assert f"{copied.run / 'hf'} (after the last step, 4)" in printed
+    assert_names(printed, f"{copied.run / 'hf'}", "last", "4")
     assert next((copied.run / "hf").glob("*.safetensors")).read_bytes() != weights
 
 
@@ -242,10 +243,7 @@ def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders,
     ]
     ((_, error, warnings),) = ranks.run(1, started, copied, overrides)
     assert error == ""
-    assert warnings == [
-        "trainer.kto.max_steps must be at most 4 for 2 epochs, got 9; the run ends after step 4, raise "
-        "trainer.kto.max_epochs to train longer"
-    ]
+    assert warnings == [Naming("trainer.kto.max_steps", "4", "2", "9", "trainer.kto.max_epochs", "train")]
     rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
     facts = [checkpoint.info["run"] for checkpoint in find_checkpoints(copied.run / "checkpoints")]
@@ -266,11 +264,8 @@ def forget(run: Path) -> None:
 def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks: RankPool) -> None:
     forget(copied.run)
     ((_, error, warnings),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.seed=7"])
-    assert error.splitlines()[1:-1] == ["  model.global_batch_size must stay 4 in a resumed run, got 8"]
-    told = (
-        f"{copied.run}/checkpoints/step_000002 is of an earlier version, which did not note what its run is of: that "
-        "weights, data, seed and loss are the same cannot be checked"
-    )
+    assert error.splitlines()[1:-1] == [Naming("model.global_batch_size", "4", "8")]
+    told = Naming(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
     assert warnings == [told]
     ((_, error, warnings),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
     assert (error, warnings[0]) == ("", told)
@@ -304,17 +299,17 @@ def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: Ra
     changed += [f"{tuning}.rslora=true", f"{tuning}.dora=true"]
     ((_, error, _),) = ranks.run(1, started, before, [*LORA, *changed])
     assert error.splitlines()[1:-1] == [
-        f"  {tuning}.adapter_dim must stay 4 in a resumed run, got 8",
-        f"  {tuning}.alpha must stay 4.0 in a resumed run, got 8.0",
-        f"  {tuning}.target_modules must stay ['q_proj', 'k_proj', 'v_proj'] in a resumed run, got ['q_proj', 'o_proj']",
-        f"  {tuning}.rslora must stay false in a resumed run, got true",
-        f"  {tuning}.dora must stay false in a resumed run, got true",
-        f"  {tuning}.layer_selection must stay null in a resumed run, got [1, 2]",
+        Naming(f"{tuning}.adapter_dim", "4", "8"),
+        Naming(f"{tuning}.alpha", "4.0", "8.0"),
+        Naming(f"{tuning}.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
+        Naming(f"{tuning}.rslora", "false", "true"),
+        Naming(f"{tuning}.dora", "false", "true"),
+        Naming(f"{tuning}.layer_selection", "null", "1", "2"),
     ]
     same = [f"{tuning}.target_modules=[v_proj,q_proj,k_proj]", f"{tuning}.alpha=4", f"{tuning}.adapter_dropout=0.1"]
     ((printed, error, _),) = ranks.run(1, started, before, [*LORA, *same])
     assert error == ""
-    assert printed.startswith("nemo-kto: already finished at step 2 of 2 (one epoch)")
+    assert_names(printed, "nemo-kto", "2")
 
 
 def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
@@ -324,9 +319,7 @@ def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: Ra
     assert (error, printed[:26]) == ("", "nemo-kto: already finished")
     change_an_adapter(other)
     ((_, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
-    assert error.splitlines()[1:-1] == [
-        f"  model.peft.restore_from_path must hold the same adapters in a resumed run, got others ({other}; then {given})"
-    ]
+    assert error.splitlines()[1:-1] == [Naming("model.peft.restore_from_path", "adapters", "others", f"{other}", f"{given}")]
 
 
 def test_adapters_of_the_reference_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
@@ -338,9 +331,7 @@ def test_adapters_of_the_reference_are_known_by_content(adapted: Folders, ranks:
     assert (error, printed[:26]) == ("", "nemo-kto: already finished")
     change_an_adapter(other)
     ((_, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
-    assert error.splitlines()[1:-1] == [
-        f"  {key} must hold the same weights and configuration in a resumed run, got others ({other}; then {given})"
-    ]
+    assert error.splitlines()[1:-1] == [Naming(f"{key}", "others", f"{other}", f"{given}")]
 
 
 def test_an_option_that_is_given_its_default_is_the_same(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
@@ -354,8 +345,8 @@ def test_an_option_that_is_given_its_default_is_the_same(first: Folders, ranks: 
     others = ["model.dpo.gt_reward_scale=2.0", "model.data.default_chosen_reward=3"]
     ((_, error, _),) = ranks.run(1, started, pairs, [loss, *others], "dpo")
     assert error.splitlines()[1:-1] == [
-        "  model.dpo.gt_reward_scale must stay 1.0 in a resumed run, got 2.0",
-        "  model.data.default_chosen_reward must stay 1.0 in a resumed run, got 3.0",
+        Naming("model.dpo.gt_reward_scale", "1.0", "2.0"),
+        Naming("model.data.default_chosen_reward", "1.0", "3.0"),
     ]
     ((_, error, _),) = ranks.run(1, started, first._replace(rows=pairs.rows, run=pairs.run), [])
-    assert "  algorithm must stay dpo in a resumed run, got kto" in error.splitlines()
+    assert Naming("dpo", "kto") in error.splitlines()

@@ -8,6 +8,7 @@ from pathlib import Path
 from nemo_kto.locks import locked, owner_file, this_process
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 
 
 def refusal(model: Path, rows: Path, folder: Path) -> str:
@@ -40,9 +41,22 @@ def test_a_second_job_is_told_who_uses_the_folder(ranks: RankPool, tmp_path: Pat
     with locked(folder / ".lock", when_held=must_not_be_called):
         told = ranks.run(2, refusal, tmp_path / "no model", tmp_path / "no rows", folder)
     (since,) = {text.split(" since ")[1][:23] for text in told}
-    who = f"process {os.getpid()} on {this_process().host} since {since}"
-    remedy = "wait until it has ended, or choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
-    assert told == [f"{folder} must be used by one run at a time, but {who} uses it; {remedy}"] * 2
+    f"process {os.getpid()} on {this_process().host} since {since}"
+    assert (
+        told
+        == [
+            Naming(
+                f"{folder}",
+                f"{os.getpid()}",
+                f"{this_process().host}",
+                f"{since}",
+                "folder",
+                "exp_manager.name",
+                "exp_manager.explicit_log_dir",
+            )
+        ]
+        * 2
+    )
     found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert found == files
 

@@ -14,6 +14,7 @@ import yaml
 
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
+from tests.messages import Naming
 
 SLOW, FAST = "bf16 is slow here", "bf16 is fast here"
 NO_WARMUP = "model.optim.sched.warmup_steps=0"
@@ -77,18 +78,16 @@ def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> N
     assert start.saved() == ("bf16", "bfloat16")
 
     ((resumed, warnings, _),) = start(False, precision="auto", steps=2)
-    assert "  precision   bf16 (that of the checkpoint it resumes from)" in resumed.splitlines()
-    assert warnings == [
-        f"trainer.precision is bf16, but {SLOW}; start a new run with trainer.precision=32 in another folder"
-    ]
+    assert Naming("bf16") in resumed.splitlines()
+    assert warnings == [Naming("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")]
     assert start.saved() == ("bf16", "bfloat16")
 
     before = (start.folder / "config.yaml").read_bytes()
     ((_, _, error),) = start(False, precision="32-true", steps=3)
     assert (start.folder / "config.yaml").read_bytes() == before, "what was refused leaves nothing behind"
     assert error.splitlines()[1:] == [
-        "  trainer.precision must stay bf16 in a resumed run, got 32",
-        "  change it back, or start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir",
+        Naming("trainer.precision", "bf16", "32"),
+        Naming("folder", "exp_manager.name", "exp_manager.explicit_log_dir"),
     ]
 
 
@@ -98,16 +97,16 @@ def test_without_bf16_it_is_fp32_and_stays_so_on_better_hardware(start: Start) -
     assert warnings == []
     assert start.saved() == ("32", "float32")
     ((printed, warnings, _),) = start(True, precision="auto", steps=2)
-    assert "  precision   32 (that of the checkpoint it resumes from)" in printed.splitlines()
+    assert Naming("32", "checkpoint") in printed.splitlines()
     assert warnings == []
     assert start.saved() == ("32", "float32")
 
 
 def test_bf16_that_was_asked_for_is_had_with_one_warning(start: Start) -> None:
     (first, second) = start(False, False, precision="bf16-mixed", steps=1)
-    assert first[1] == [f"trainer.precision is bf16, but {SLOW}; use auto or 32"]
+    assert first[1] == [Naming("trainer.precision", "bf16", SLOW, "auto", "32")]
     assert second[1] == []
-    assert "  precision   bf16 (set by the user)" in first[0].splitlines()
+    assert Naming("bf16") in first[0].splitlines()
     assert start.saved() == ("bf16", "bfloat16")
 
 
@@ -127,9 +126,7 @@ def test_a_warmup_longer_than_the_run_is_shortened(length: tuple[str, ...], step
     more = (*length, "model.optim.sched.warmup_steps=10", "model.optim.sched.name=LinearAnnealing", "model.optim.lr=1e-3")
     ((_, warnings, error),) = start(False, precision="32", steps=1, more=(*more, "model.optim.sched.min_lr=1e-5"))
     assert error == ""
-    assert warnings == [
-        f"model.optim.sched.warmup_steps must be below the number of steps, {steps}, got 10; shortened to {steps - 1}"
-    ]
+    assert warnings == [Naming("model.optim.sched.warmup_steps", "number", f"{steps}", "10", f"{steps - 1}")]
     logged = map(json.loads, (start.folder / "metrics.jsonl").read_text().splitlines())
     rates = [row["train/lr"] for row in logged if "train/lr" in row]
     assert rates == pytest.approx([*(1e-3 * step / (steps - 1) for step in range(1, steps)), 1e-5])

@@ -14,6 +14,7 @@ import pytest
 
 from nemo_kto.launch import cli, job
 from nemo_kto.parallel import launcher
+from tests.messages import Message
 from tests.tiny import write_stub_adapter, write_stub_model
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
@@ -32,12 +33,12 @@ OWN_FILES = {
 }
 
 
-def read_corpus() -> Iterator[tuple[str, str]]:
-    """Each command, with what is said of it."""
+def read_corpus() -> Iterator[tuple[str, list[str]]]:
+    """Each command, with what its message names."""
     lines = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()
     for command, said in pairwise(lines):
         if command.startswith("$ "):
-            yield command.removeprefix("$ "), said
+            yield command.removeprefix("$ "), said.split(" | ")
 
 
 CORPUS = dict(read_corpus())
@@ -109,7 +110,7 @@ def test_it_is_said_what_is_wrong(
 ) -> None:
     before = sorted(here.rglob("*"))
     said = said_of(command, capsys, monkeypatch).replace(str(here), "CWD").replace("\0", "\\0")
-    assert CORPUS[command] in said
+    assert said == Message(*CORPUS[command])
     assert sorted(here.rglob("*")) == before, "something was written"
 
 

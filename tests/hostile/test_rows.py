@@ -26,12 +26,12 @@ from nemo_kto.data.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.files import MAX_LINE_BYTES
 from tests.hostile.folders import launcher_says
-from tests.messages import assert_names
+from tests.messages import Message, assert_names
 from tests.unit.data.toys import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
 READ = ""  # in the place of what is said
-NO_KEYS = "must have one of"
+NO_KEYS = Message("preference")
 Row = dict[str, object]
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b", '
 TURNS = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "label": true, '
@@ -45,51 +45,51 @@ def label(value: str) -> bytes:
     return f'{{"prompt": "p", "completion": "c", "label": {value}}}'.encode()
 
 
-ROWS: dict[str, tuple[bytes, str]] = {
+ROWS: dict[str, tuple[bytes, Message | str]] = {
     # the file
-    "a table of a spreadsheet": (b"prompt,response,label\na,b,1", "not JSON (Expecting value"),
-    "a compressed file": (gzip.compress(row()), "compressed with gzip; decompress it with gunzip"),
-    "a table of Parquet": (b"PAR1\x15\x04" + bytes(100), "a Parquet file; convert it with pandas.read_parquet("),
+    "a table of a spreadsheet": (b"prompt,response,label\na,b,1", Message("JSON")),
+    "a compressed file": (gzip.compress(row()), Message("gzip", "gunzip")),
+    "a table of Parquet": (b"PAR1\x15\x04" + bytes(100), Message("Parquet", "pandas.read_parquet")),
     "a Git LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5",
-        "a Git LFS pointer; run `git lfs pull`",
+        Message("Git LFS", "git lfs pull"),
     ),
-    "a pickle": (b"\x80\x04\x95\x00", "a pickle"),
-    "a web page": (b"<html><body>404</body></html>", "a web page"),
-    "UTF-16": (row().decode().encode("utf-16"), "UTF-16 text; convert it with iconv"),
-    "UTF-16 without its mark": (row().decode().encode("utf-16-le"), "UTF-16 text; convert it with iconv"),
-    "Latin-1": ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "not valid UTF-8"),
+    "a pickle": (b"\x80\x04\x95\x00", Message("pickle")),
+    "a web page": (b"<html><body>404</body></html>", Message("web page")),
+    "UTF-16": (row().decode().encode("utf-16"), Message("UTF-16", "iconv")),
+    "UTF-16 without its mark": (row().decode().encode("utf-16-le"), Message("UTF-16", "iconv")),
+    "Latin-1": ('{"prompt": "caf\u00e9"}'.encode("latin-1"), Message("UTF-8")),
     "a byte order mark": (b"\xef\xbb\xbf" + row(), READ),
-    "two byte order marks": (b"\xef\xbb\xbf\xef\xbb\xbf" + row(), "not JSON (Unexpected UTF-8 BOM"),
+    "two byte order marks": (b"\xef\xbb\xbf\xef\xbb\xbf" + row(), Message("JSON", "UTF-8", "BOM")),
     "lines of Windows": (row() + b"\r", READ),
-    "only empty lines": (b" \n\t\n\x0c", "the file must have at least one row, got none"),
-    "two rows in a line": (row() + row(), "not JSON (Extra data"),
-    "a comma after the row": (row() + b",", "not JSON (Extra data"),
-    "a list of rows": (b"[" + row() + b"]", "a row must be a JSON object, got [{"),
-    "a row over several lines": (b'{\n"prompt": "p"\n}', "not JSON"),
-    "cut": (row()[:20], "not JSON (Invalid control character"),
-    "null": (b"null", "a row must be a JSON object, got None"),
-    "a number": (b"5", "a row must be a JSON object, got 5"),
-    "no columns": (b"{}", f'{NO_KEYS} "preference"'),
-    "zero bytes": (b"\0" * 64, "not JSON"),
+    "only empty lines": (b" \n\t\n\x0c", Message("file", "none")),
+    "two rows in a line": (row() + row(), Message("JSON")),
+    "a comma after the row": (row() + b",", Message("JSON")),
+    "a list of rows": (b"[" + row() + b"]", Message("JSON", "object")),
+    "a row over several lines": (b'{\n"prompt": "p"\n}', Message("JSON")),
+    "cut": (row()[:20], Message("JSON")),
+    "null": (b"null", Message("JSON", "object", "None")),
+    "a number": (b"5", Message("JSON", "object", "5")),
+    "no columns": (b"{}", Message("preference")),
+    "zero bytes": (b"\0" * 64, Message("JSON")),
     # JSON that is hard to read
-    "brackets without end": (b"[" * 100_000, "not JSON (maximum recursion depth exceeded"),
-    "objects without end": (b'{"a":' * 100_000, "not JSON (maximum recursion depth exceeded"),
-    "a prompt of brackets": (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not JSON (maximum recursion depth"),
+    "brackets without end": (b"[" * 100_000, Message("JSON")),
+    "objects without end": (b'{"a":' * 100_000, Message("JSON")),
+    "a prompt of brackets": (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", Message("JSON")),
     "an unused column of brackets": (row()[:-1] + b', "x": ' + b"[" * 900 + b"]" * 900 + b"}", READ),
     "an integer of 5000 digits": (
         row()[:-1] + b', "id": ' + b"1" * 5000 + b"}",
-        "not JSON (Exceeds the limit (4300 digits)",
+        Message("JSON", "4300"),
     ),
-    "20000 columns": (json.dumps({f"column_{i}": i for i in range(20_000)}).encode(), f'{NO_KEYS} "preference"'),
+    "20000 columns": (json.dumps({f"column_{i}": i for i in range(20_000)}).encode(), Message("preference")),
     "20000 columns more": (row(**{f"column_{i}": i for i in range(20_000)}), READ),
-    "a column of 100000 characters": (json.dumps({"x" * 100_000: 1}).encode(), f'{NO_KEYS} "preference"'),
-    "a column that controls the terminal": (json.dumps({"a\n\x1b[31m": 1}).encode(), r"['a\n\x1b[31m']"),
+    "a column of 100000 characters": (json.dumps({"x" * 100_000: 1}).encode(), Message("preference")),
+    "a column that controls the terminal": (json.dumps({"a\n\x1b[31m": 1}).encode(), Message("'a\\n\\x1b[31m']")),
     "a column twice": (b'{"prompt": "p", "prompt": "q", "response": "r", "preference": "chosen"}', READ),
     # text
     "a zero character": (row(prompt="a\0b"), READ),
-    "half a character": (b'{"prompt": "\\ud800", "response": "r", "preference": "chosen"}', "not valid UTF-8"),
-    "half a character in a column": (b'{"\\ude00": 1, "prompt": "p"}', "not valid UTF-8 (surrogates not allowed)"),
+    "half a character": (b'{"prompt": "\\ud800", "response": "r", "preference": "chosen"}', Message("UTF-8")),
+    "half a character in a column": (b'{"\\ude00": 1, "prompt": "p"}', Message("UTF-8")),
     "both halves of a character": (b'{"prompt": "\\ud83d\\ude00", "response": "r", "preference": "chosen"}', READ),
     "text that turns around": (row(prompt="\u202e\u200b\ufeff"), READ),
     "10000 accents on a letter": (row(prompt="a" + "\u0301" * 10_000), READ),
@@ -98,42 +98,42 @@ ROWS: dict[str, tuple[bytes, str]] = {
     "nothing as an answer": (row(response=""), READ),
     "spaces as a prompt": (row(prompt=" \t"), READ),
     # prompts and answers
-    "a prompt that is a number": (row(prompt=5), '"prompt" must be a string or a list of messages that is not empty, got 5'),
+    "a prompt that is a number": (row(prompt=5), Message("prompt", "string", "list", "empty", "5")),
     "a prompt that is null": (
         row(prompt=None),
-        '"prompt" must be a string or a list of messages that is not empty, got None',
+        Message("prompt", "string", "list", "empty", "None"),
     ),
     "a prompt of strings": (
         row(prompt=["a"]),
-        'a message in "prompt" must be an object with "role" and "content", got \'a\'',
+        Message("prompt", "object", "role", "content", "a"),
     ),
-    "a prompt of lists": (row(prompt=[["a"]]), 'a message in "prompt" must be an object with "role" and "content"'),
-    "a message without a role": (row(prompt=[{"content": "x"}]), "must be an object with"),
-    "a role that is a number": (row(prompt=[{"role": 1, "content": "x"}]), "must be an object with"),
+    "a prompt of lists": (row(prompt=[["a"]]), Message("prompt", "object", "role", "content")),
+    "a message without a role": (row(prompt=[{"content": "x"}]), Message("object")),
+    "a role that is a number": (row(prompt=[{"role": 1, "content": "x"}]), Message("object")),
     "content that is null": (
         row(prompt=[{"role": "user", "content": None}]),
-        '"content" of a message in "prompt" must be a',
+        Message("content", "prompt"),
     ),
     "content in parts": (
         row(prompt=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
-        '"content" of a message in "prompt" must be a string, got [{',
+        Message("content", "prompt", "string"),
     ),
     "content of 4000 digits": (
         b'{"messages": [{"role": "user", "content": 1' + b"0" * 4000 + b'}], "label": true}',
-        '"content" of a message in "messages" must be a string, got 1000',
+        Message("content", "messages", "string", "..."),
     ),
     "an answer of the user": (
         row(response=[{"role": "user", "content": "x"}]),
-        'must be one message of the role "assistant"',
+        Message("assistant"),
     ),
-    "two answers": (row(completion="z"), "a row must have"),
+    "two answers": (row(completion="z"), Message("response", "completion")),
     "no messages": (
         b'{"messages": [], "label": true}',
-        '"messages" must be a string or a list of messages that is not empty',
+        Message("messages", "string", "list", "empty"),
     ),
-    "a message that is a string": (b'{"messages": "x", "label": true}', '"messages" must be'),
-    "only a question": (b'{"messages": [{"role": "user", "content": "x"}], "label": true}', '"messages" must have at least'),
-    "only an answer": (b'{"messages": [{"role": "assistant", "content": "x"}], "label": true}', '"messages" must have at'),
+    "a message that is a string": (b'{"messages": "x", "label": true}', Message("messages")),
+    "only a question": (b'{"messages": [{"role": "user", "content": "x"}], "label": true}', Message("messages")),
+    "only an answer": (b'{"messages": [{"role": "assistant", "content": "x"}], "label": true}', Message("messages")),
     "10000 messages": (
         json.dumps(
             {
@@ -144,71 +144,74 @@ ROWS: dict[str, tuple[bytes, str]] = {
         READ,
     ),
     "a question that would be lost": (row(question="why?"), READ),
-    "a history that would be lost": (row(history=["before"]), '"history" would be lost'),
-    "an image": (row(image="x.png"), '"image" is not supported'),
+    "a history that would be lost": (row(history=["before"]), Message("history")),
+    "an image": (row(image="x.png"), Message("image")),
     # labels
-    "a label in quotes": (label('"true"'), "\"label\" must be true or false, got 'true'; correct it or remove the row"),
-    "a label that is 1": (label("1"), '"label" must be true or false, got 1'),
-    "a label that is a half": (label("0.5"), '"label" must be true or false, got 0.5'),
-    "a label that is no number": (label("NaN"), '"label" must be true or false, got nan'),
-    "a label that is null": (label("null"), '"label" must be true or false, got None'),
-    "a label that is a list": (label("[true]"), '"label" must be true or false, got [True]'),
-    "a label of 100000 characters": (label(f'"{"x" * 100_000}"'), '"label" must be true or false, got \'xxx'),
+    "a label in quotes": (label('"true"'), Message("label", "true", "false", "correct")),
+    "a label that is 1": (label("1"), Message("label", "true", "false", "1")),
+    "a label that is a half": (label("0.5"), Message("label", "true", "false", "0.5")),
+    "a label that is no number": (label("NaN"), Message("label", "true", "false", "nan")),
+    "a label that is null": (label("null"), Message("label", "true", "false", "None")),
+    "a label that is a list": (label("[true]"), Message("label", "true", "false", "[True]")),
+    "a label of 100000 characters": (label(f'"{"x" * 100_000}"'), Message("label", "true", "false", "...")),
     "a preference that is a list": (
         row(preference=["chosen"]),
-        '"preference" must be "chosen" or "rejected", got [\'chosen\']',
+        Message("preference", "chosen", "rejected", "['chosen']"),
     ),
-    "a preference that is an object": (row(preference={}), '"preference" must be "chosen" or "rejected", got {}'),
-    "a preference that contradicts": (row(label=False), f'{NO_KEYS} "preference"'),
+    "a preference that is an object": (row(preference={}), Message("preference", "chosen", "rejected", "{}")),
+    "a preference that contradicts": (row(label=False), Message("preference")),
     # tools and variables of the template
     "tools that are no JSON": (
         f'{TURNS}"tools": "x"}}'.encode(),
-        '"tools" must be a list of JSON schemas, got a string that is',
+        Message("tools", "list", "JSON", "string"),
     ),
-    "tools that are a number": (f'{TURNS}"tools": 5}}'.encode(), '"tools" must be a list of JSON schemas'),
-    "tools of brackets without end": (f'{TURNS}"tools": "{"[" * 100_000}"}}'.encode(), "not JSON (maximum recursion depth"),
+    "tools that are a number": (f'{TURNS}"tools": 5}}'.encode(), Message("tools", "list", "JSON")),
+    "tools of brackets without end": (f'{TURNS}"tools": "{"[" * 100_000}"}}'.encode(), Message("JSON")),
     "tools of nested lists": (
         f'{TURNS}"tools": {"[" * 900}{"]" * 900}}}'.encode(),
-        '"tools" must be a list of JSON schemas',
+        Message("tools", "list", "JSON"),
     ),
     "variables that are a list": (
         f'{TURNS}"chat_template_kwargs": [1]}}'.encode(),
-        '"chat_template_kwargs" must be an object',
+        Message("chat_template_kwargs", "object"),
     ),
     "variables that are arguments": (
         f'{TURNS}"chat_template_kwargs": {{"tokenize": true}}}}'.encode(),
-        "chat_template_kwargs",
+        Message("chat_template_kwargs"),
     ),
-    "a variable that is the tokenizer": (f'{TURNS}"chat_template_kwargs": {{"self": 1}}}}'.encode(), "multiple values for"),
+    "a variable that is the tokenizer": (
+        f'{TURNS}"chat_template_kwargs": {{"self": 1}}}}'.encode(),
+        Message("multiple", "values"),
+    ),
 }
-PAIRS: dict[str, tuple[bytes, str]] = {
-    "a pair without a chosen answer": (b'{"prompt": "p", "rejected": "a"}', '"chosen" is missing'),
-    "a pair with null": (b'{"prompt": "p", "chosen": "a", "rejected": null}', '"rejected" must be a string or a list'),
-    "a pair without a prompt": (b'{"chosen": "a", "rejected": "b"}', "show no prompt that both share"),
+PAIRS: dict[str, tuple[bytes, Message | str]] = {
+    "a pair without a chosen answer": (b'{"prompt": "p", "rejected": "a"}', Message("chosen")),
+    "a pair with null": (b'{"prompt": "p", "chosen": "a", "rejected": null}', Message("rejected", "string", "list")),
+    "a pair without a prompt": (b'{"chosen": "a", "rejected": "b"}', Message("prompt")),
     "a pair of two conversations": (
         b'{"chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}],'
         b'"rejected": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "b"}]}',
-        "must be the same conversation up to their last message",
+        Message("last"),
     ),
     "a pair of the same": (b'{"prompt": "p", "chosen": "a", "rejected": "a"}', READ),
-    "unpaired feedback": (row(), "unpaired feedback is for KTO"),
+    "unpaired feedback": (row(), Message("KTO", "unpaired")),
     "a reward in quotes": (
         f'{PAIR}"chosen_reward": "1", "rejected_reward": 0}}'.encode(),
-        "must be a finite number, got '1'",
+        Message("number", "1"),
     ),
-    "a reward that is true": (f'{PAIR}"chosen_reward": true, "rejected_reward": 0}}'.encode(), "finite number, got True"),
-    "a reward that is no number": (f'{PAIR}"chosen_reward": NaN, "rejected_reward": 0}}'.encode(), "finite number, got nan"),
-    "a reward without end": (f'{PAIR}"chosen_reward": Infinity, "rejected_reward": 0}}'.encode(), "finite number, got inf"),
-    "a reward of 400 digits": (f'{PAIR}"chosen_reward": 1{"0" * 400}, "rejected_reward": 0}}'.encode(), "finite number"),
+    "a reward that is true": (f'{PAIR}"chosen_reward": true, "rejected_reward": 0}}'.encode(), Message("number", "True")),
+    "a reward that is no number": (f'{PAIR}"chosen_reward": NaN, "rejected_reward": 0}}'.encode(), Message("number", "nan")),
+    "a reward without end": (f'{PAIR}"chosen_reward": Infinity, "rejected_reward": 0}}'.encode(), Message("number", "inf")),
+    "a reward of 400 digits": (f'{PAIR}"chosen_reward": 1{"0" * 400}, "rejected_reward": 0}}'.encode(), Message("number")),
     "a weight in quotes": (
         f'{PAIR}"weight": "2"}}'.encode(),
-        "\"weight\" must be a number above 0 that fp32 has, got '2'",
+        Message("weight", "number", "0", "fp32", "2"),
     ),
-    "a weight of 0": (f'{PAIR}"weight": 0}}'.encode(), '"weight" must be a number above 0 that fp32 has, got 0'),
-    "a weight of 400 digits": (f'{PAIR}"weight": 1{"0" * 400}}}'.encode(), "that fp32 has, got 1000"),
+    "a weight of 0": (f'{PAIR}"weight": 0}}'.encode(), Message("weight", "number", "0", "fp32")),
+    "a weight of 400 digits": (f'{PAIR}"weight": 1{"0" * 400}}}'.encode(), Message("fp32", "...")),
     "a weight that is null": (f'{PAIR}"weight": null}}'.encode(), READ),
-    "one reward": (f'{PAIR}"chosen_reward": 1}}'.encode(), '"rejected_reward" is missing'),
-    "brackets without end": (b"[" * 100_000, "not JSON (maximum recursion depth exceeded"),
+    "one reward": (f'{PAIR}"chosen_reward": 1}}'.encode(), Message("rejected_reward")),
+    "brackets without end": (b"[" * 100_000, Message("JSON")),
 }
 GENERATED = 60
 
@@ -242,16 +245,14 @@ def said_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path)
 def test_a_row_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = ROWS[case]
     said = said_of(raw, KTO_EXAMPLES, encoder, tmp_path)
-    assert expected in said
-    assert bool(expected) == bool(said), said
+    assert said == expected
 
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_a_pair_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = PAIRS[case]
     said = said_of(raw, DPO_EXAMPLES, encoder, tmp_path)
-    assert expected in said
-    assert bool(expected) == bool(said), said
+    assert said == expected
 
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {

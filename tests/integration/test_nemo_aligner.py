@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, pretend, run
+from tests.messages import assert_names
 from tests.tiny import make_rows, write_rows
 
 FILES = str(REPOSITORY / "tests/data/nemo_aligner")
@@ -35,10 +36,10 @@ def test_gpt_kto_of_nemo_aligner_trains(tiny_llama: Path, tmp_path: Path) -> Non
     assert [line["train/lr"] for line in steps] == pytest.approx([9e-6, 9e-7]), "one step of warm-up, the last at min_lr"
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
     said = done.stdout + done.stderr
-    assert "nemo-kto: model.overwrite_base_config.data.data_prefix is not needed here: no configuration of" in said
+    assert_names(said, "nemo-kto", "model.overwrite_base_config.data.data_prefix")
     assert said.count("is not needed here") == 3
-    assert "model.optim.sched.warmup_steps must be below the number of steps, 2, got 10; shortened to 1" in said
-    assert "constant_steps must be below the number of steps after the warm-up, 1, got 1000; left out" in said
+    assert_names(said, "model.optim.sched.warmup_steps", "number", "2", "10", "1", "shortened")
+    assert_names(said, "constant_steps", "number", "1", "1000", "left")
     saved = OmegaConf.load(tmp_path / "results/config.yaml")
     assert (saved.algorithm, saved.model.data.seq_length, saved.model.optim.name) == ("kto", 64, "adam")
     assert (tmp_path / "results/hf/config.json").is_file()
@@ -56,23 +57,21 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
     done = run([*CLI, "kto", *SOURCE, *given, "--multirun", "model.seed=5"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["1000", "1000"]
-    assert done.stderr.count("model.overwrite_base_config.data.data_prefix is not needed here") == 1, (
-        "once, and not once a rank"
-    )
+    assert done.stderr.count("model.overwrite_base_config.data.data_prefix ") == 1, "once, and not once a rank"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: [1\n", "does not compose: while parsing a flow sequence in"),
-        ("defaults: 3\n", "does not compose: Invalid defaults list in 'mine', defaults must be a list (got int)"),
-        ("model: {kto: 1}\ntrainer: [3]\n", "does not compose: its defaults must begin with gpt_kto or gpt_dpo"),
+        ("model: [1\n", ["compose"]),
+        ("defaults: 3\n", ["compose", "list", "mine", "int"]),
+        ("model: {kto: 1}\ntrainer: [3]\n", ["compose", "gpt_kto", "gpt_dpo"]),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text(text)
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"nemo-kto: 1 mistake in the configuration, nothing was started\n  mine.yaml {said}")
+    assert_names(done.stderr, "nemo-kto", "1", "nothing", "mine.yaml", *said)
     assert "Traceback" not in done.stderr

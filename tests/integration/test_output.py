@@ -12,6 +12,7 @@ import pytest
 
 from nemo_kto.parallel import device
 from tests.integration.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
+from tests.messages import Naming, assert_names
 from tests.tiny import make_pairs, make_rows, write_rows
 
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
@@ -103,11 +104,11 @@ def start_table(model: Path, steps: str) -> list[str]:
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         f"  steps       {steps}",
-        "  batch       8 rows a step, micro-batches of 4",
+        Naming("8", "4"),
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",
-        "  precision   32 (set by the user)",
-        "  reference   swap (set by the user)",
+        Naming("32", "precision"),
+        Naming("reference", "swap"),
         "  run folder  results/gpt_kto",
     ]
 
@@ -126,9 +127,9 @@ def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]
     assert end[3].endswith(" (steps 0 and 1)")
     assert end[-5:] == [
         end[-5],
-        "  exported model     best (the best checkpoint, step 1)",
-        '  load it with       transformers.AutoModelForCausalLM.from_pretrained("best")',
-        "  resume             the same command",
+        Naming("best", "1"),
+        Naming('transformers.AutoModelForCausalLM.from_pretrained("best")'),
+        Naming("command", "resume"),
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
@@ -151,19 +152,18 @@ def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[li
         f"  validation kl      {first_and_last(results, 'val/kl')}",
         f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
         f"  best checkpoint    {best}",
-        f"  exported model     best (the best checkpoint, step {step})",
-        '  load it with       transformers.AutoModelForCausalLM.from_pretrained("best")',
-        "  train longer       the same command with trainer.kto.max_epochs=2",
+        Naming("best", f"{step}"),
+        Naming('transformers.AutoModelForCausalLM.from_pretrained("best")'),
+        Naming("train", "trainer.kto.max_epochs=2"),
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     warnings = [line for line in errors if line.startswith("warning:")]
     assert warnings[:3] == [
-        "warning: train: the prompt is cut in 16 of 51 rows, which are longer than model.data.seq_length=64",
-        "warning: validation: the prompt is cut in 6 of 13 rows, which are longer than model.data.seq_length=64",
-        "warning: train: each epoch leaves out 3 of 51 rows, others each time, which fill no global batch "
-        "(model.global_batch_size=8)",
+        Naming("warning", "train", "prompt", "16", "51", "model.data.seq_length=64"),
+        Naming("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
+        Naming("warning", "train", "3", "51", "model.global_batch_size=8"),
     ]
-    assert warnings[3].startswith("warning: desirable_loss_weight * desirable rows / ")
+    assert_names(warnings[3], "warning", "desirable_loss_weight", "desirable")
     assert len(warnings) == 4
     assert "estimated time: N s (N s a step)" in errors
 
@@ -175,9 +175,9 @@ def test_the_best_checkpoint_is_exported(stopped_and_resumed: tuple[Path, list[l
     checkpoint = f"results/gpt_kto/checkpoints/step_{step:06}"
     done = run([*CLI, "export", checkpoint, "again"], cwd=folder, env=environment(), preload=TRAINING)
     assert done.stdout.splitlines() == [
-        f"nemo-kto export: {checkpoint}",
+        Naming("export", f"{checkpoint}"),
         "  exported model  again",
-        '  load it with    transformers.AutoModelForCausalLM.from_pretrained("again")',
+        Naming('transformers.AutoModelForCausalLM.from_pretrained("again")'),
     ]
     assert files_of(folder / "best") == files_of(folder / "again")
 
@@ -188,8 +188,16 @@ def test_the_best_checkpoint_needs_a_validation(tiny_llama: Path, tmp_path: Path
     done = run(words, cwd=tmp_path, env=environment(), preload=TRAINING)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == (
-        "nemo-kto: model.data.splits_string must leave rows for validation with export.which=best, got none from 98,1,1; "
-        'e.g. "90,10", or set export.which=last'
+        Naming(
+            "nemo-kto",
+            "model.data.splits_string",
+            "validation",
+            "export.which=best",
+            "none",
+            "98,1,1",
+            "90,10",
+            "export.which=last",
+        )
     )
     assert not (tmp_path / "results").exists(), "nothing is written"
 
@@ -204,7 +212,7 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
     assert step < 6, "not the last one"
     shown = text_shown()
     assert without_figures(out) == without_figures(line for line in shown if not line.startswith(("step", "estimated")))
-    assert f"  exported model     best (the best checkpoint, step {step}, adapters merged)" in out
+    assert_names(out, "best", f"{step}", "adapters")
     assert {line for line in without_figures(shown) if line.startswith(("step", "estimated"))} <= {*without_figures(errors)}
     checkpoint = f"results/gpt_dpo/checkpoints/step_{step:06}"
     for again, flags in (("again", []), ("again_adapter", ["--adapter"])):

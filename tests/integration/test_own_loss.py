@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import CLI, GOOD, pretend, run
+from tests.messages import Naming
 
 FILES = {
     "kto": """
@@ -64,12 +65,7 @@ def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
 FOREIGN = Loss(function=with_z0, needs_z0=True)
 """,
 }
-NAMES = {
-    "kto": "kto, apo_zero_unpaired or bco",
-    "dpo": "dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-    "apo_zero, apo_down, discopop, aot, aot_unpaired, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo",
-}
-CONSTRAINTS = {"kto": "above 0 and at most 1", "dpo": "at least 0.25"}
+CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
@@ -92,69 +88,65 @@ def test_a_loss_is_found_by_its_path(tmp_path: Path, name: str, given: list[str]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "names"),
     [
-        ("+model.NAME.tau=-1", "model.NAME.tau must be CONSTRAINT, got -1"),
-        ("+model.NAME.tau=much", "model.NAME.tau must be a float or null, got 'much'"),
+        ("+model.NAME.tau=-1", ["model.NAME.tau", "CONSTRAINT", "-1"]),
+        ("+model.NAME.tau=much", ["model.NAME.tau", "null", "much"]),
         (
             "model.NAME.tau=1",
-            "model.NAME.tau is not a key of the configuration, got model.NAME.tau=1; `nemo-kto NAME --help` lists all keys "
-            "(options of a loss of your own begin with a plus: +model.NAME.tau=1)",
+            ["model.NAME.tau", "model.NAME.tau=1", "NAME", "--help", "all", "plus", "+model.NAME.tau=1"],
         ),
         (
             "+model.NAME.quite_other=1",
-            "model.NAME.quite_other is not a key of the configuration, got 1; `nemo-kto NAME --help` lists all keys",
+            ["model.NAME.quite_other", "1", "NAME", "--help", "all"],
         ),
         (
             "model.NAME.preference_loss=own.NONE",
-            "model.NAME.preference_loss must be NAMES, or the path of a Loss that can be imported, got own.NONE; "
-            "AttributeError: module 'own' has no attribute 'NONE'",
+            ["model.NAME.preference_loss", "own.NONE", "AttributeError", "own", "NONE"],
         ),
     ],
 )
-def test_what_is_wrong_with_a_loss_or_its_options(tmp_path: Path, name: str, given: str, text: str) -> None:
+def test_what_is_wrong_with_a_loss_or_its_options(tmp_path: Path, name: str, given: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.LOSS", given.replace("NAME", name))
-    text = text.replace("NAMES", NAMES[name]).replace("NAME", name).replace("CONSTRAINT", CONSTRAINTS[name])
-    assert done == (2, "", f"  {text}\n")
+    names = [part.replace("NAME", name).replace("CONSTRAINT", CONSTRAINTS[name]) for part in names]
+    assert done == (2, "", Naming(*names))
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "names"),
     [
         (
             "kto",
-            "takes beta, desirable_weight, undesirable_weight by keyword, got own.OTHER, "
-            "which takes beta, desirable_weight, undesirable_weight, z0",
+            ["desirable_weight", "undesirable_weight", "own.OTHER", "z0"],
         ),
-        ("dpo", "takes beta, reward_delta_P by keyword, got own.OTHER, which takes beta"),
+        ("dpo", ["reward_delta_P", "own.OTHER"]),
     ],
 )
-def test_a_loss_whose_function_does_not_take_what_it_would_be_given(tmp_path: Path, name: str, text: str) -> None:
+def test_a_loss_whose_function_does_not_take_what_it_would_be_given(tmp_path: Path, name: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.OTHER")
-    assert done == (2, "", f"  model.{name}.preference_loss must name a loss whose function {text}\n")
+    assert done == (2, "", Naming(f"model.{name}.preference_loss", *names))
 
 
 @pytest.mark.parametrize(("name", "need"), [("kto", "needs_rewards"), ("dpo", "needs_z0")])
 def test_a_loss_that_needs_what_the_algorithm_does_not_have(tmp_path: Path, name: str, need: str) -> None:
-    text = f"must name a loss without {need}, which `nemo-kto {name}` cannot give, got own.FOREIGN"
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.FOREIGN")
-    assert done == (2, "", f"  model.{name}.preference_loss {text}\n")
+    assert done == (2, "", Naming(f"model.{name}.preference_loss", need, f"nemo-kto {name}", "own.FOREIGN"))
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "names"),
     [
         (
             "[{_target_: own.Watch, often: 3}]",
-            "must have the arguments that own.Watch takes, got {'often': 3}: got an unexpected keyword argument 'often'",
+            ["own.Watch", "often", "3", "unexpected"],
         ),
         (
             "[nowhere.Watch]",
-            "must be a path that can be imported, got nowhere.Watch; ModuleNotFoundError: No module named 'nowhere'",
+            ["nowhere.Watch", "ModuleNotFoundError", "nowhere"],
         ),
-        ("[own.LOSS]", "must name subclasses of nemo_kto.algorithms.callbacks.Callback, got own.LOSS"),
-        ("[{every: 10}]", "must be a path that can be imported, got None; ValueError: Empty module name"),
+        ("[own.LOSS]", ["nemo_kto.algorithms.callbacks.Callback", "own.LOSS"]),
+        ("[{every: 10}]", ["None", "ValueError"]),
     ],
 )
-def test_a_callback_that_is_none(tmp_path: Path, given: str, text: str) -> None:
-    assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", f"  trainer.callbacks {text}\n")
+def test_a_callback_that_is_none(tmp_path: Path, given: str, names: list[str]) -> None:
+    assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", Naming("trainer.callbacks", *names))

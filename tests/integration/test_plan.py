@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests import forked
 from tests.integration.commands import environment
+from tests.messages import Naming
 
 PLAN = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
 # In an interpreter of its own: what the fork server has loaded depends on the tests before.
@@ -37,14 +38,14 @@ def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     model = f"pretrained_checkpoint.restore_from_path={tiny_llama}"
     status, output, errors = run("plan", "kto", model, "--gpus", "2", "--memory", "80")
     assert (status, errors) == (0, [])
-    assert output[0] == "nemo-kto plan kto: the fastest layouts that fit on 2 x H100 80GB, 80.0 GB each"
+    assert output[0] == Naming("kto", "2", "H100", "80GB", "80.0", "GB")
     status, output, errors = run("plan", "dpo", model, "hardware=cpu", "--memory", "0.001")
     assert (status, errors) == (1, [])
-    assert output[-1].split(maxsplit=1) == ["verdict", "does not fit: use more ranks, or a smaller model"]
+    assert output[-1].split(maxsplit=1) == ["verdict", Naming("fit", "smaller")]
     status, output, errors = run("plan", "dpo", model, "model.optim.lr=-1")
     assert (status, output) == (2, [])
     assert errors[:2] == [
-        "nemo-kto plan: nothing can be planned:",
-        "  model.optim.lr must be above 0, got -1; e.g. model.optim.lr=1e-5",
+        Naming("plan", "nothing", "planned"),
+        Naming("model.optim.lr", "0", "-1", "model.optim.lr=1e-5"),
     ]
     assert list(tmp_path.iterdir()) == [], "something was written"

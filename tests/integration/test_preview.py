@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests import forked
 from tests.integration.commands import environment, run_anew
+from tests.messages import Naming, assert_names
 from tests.tiny import write_rows
 
 PREVIEW = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
@@ -25,18 +26,15 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
     shown = run_anew([sys.executable, "-c", PREVIEW + LOADED, *named], cwd=tmp_path, env=environment())
     assert (shown.returncode, shown.stderr.splitlines()[-1]) == (0, "False")
     output = shown.stdout.splitlines()
-    assert output[-2:] == ["line 1: desirable, 1 + 2 = 3 of at most 64 tokens", "  | p[[r<|im_end|>]]"]
+    assert output[-2:] == [Naming("1", "desirable", "2", "3", "64"), "  | p[[r<|im_end|>]]"]
     status, output, errors = run("data", "preview", "rows.jsonl")
     assert (status, output) == (2, [])
-    assert errors[0].startswith("nemo-kto data preview: --model must name a Hugging Face folder")
+    assert_names(errors[0], "preview", "--model", "folder")
     status, output, _ = run("data", "check", "rows.jsonl")
     assert (status, output[0]) == (0, "rows.jsonl: 1 row")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     status, output, errors = run("data", "check", "rows.jsonl")
-    assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], "nemo-kto data check: 1 broken row:")
+    assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], Naming("check", "1", "row"))
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
-    assert (
-        errors[0]
-        == "nemo-kto: the command must be kto, dpo, plan, export, checkpoint, data preview or data check, got data show"
-    )
+    assert errors[0] == Naming("nemo-kto", "kto", "dpo", "data")

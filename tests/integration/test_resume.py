@@ -22,6 +22,7 @@ import torch
 
 from tests import forked
 from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.messages import Naming, assert_names
 from tests.tiny import make_rows
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
@@ -138,7 +139,7 @@ def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = finish(command(tiny_llama, rows, folder, job), job, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
-    assert f"  exported model     {folder / 'hf'} (after the last step, {job.steps})" in done.stdout
+    assert_names(done.stdout, f"{folder / 'hf'}", "last", f"{job.steps}")
     return folder
 
 
@@ -189,7 +190,7 @@ def test_the_command_of_a_finished_run_touches_nothing(
     done = finish(command(tiny_llama, rows, whole, job), job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
-    assert told.startswith(f"nemo-kto: already finished at step {job.steps} of {job.steps} (")
+    assert_names(told, "nemo-kto", f"{job.steps}")
     assert snapshot(whole) == before
 
 
@@ -202,9 +203,9 @@ def test_another_run_in_the_same_folder_is_refused_once_and_touches_nothing(
     done = finish(command(tiny_llama, rows, whole, changed), changed, cwd=tmp_path)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "resumed" in line or "Traceback" in line] == [
-        f"nemo-kto: the run in {whole} cannot be resumed with 2 changes, nothing was written",
-        "  model.kto.preference_loss must stay kto in a resumed run, got apo_zero_unpaired",
-        "  model.kto.ref_policy_kl_penalty must stay 0.1 in a resumed run, got 0.3",
+        Naming("nemo-kto", f"{whole}", "2", "nothing"),
+        Naming("model.kto.preference_loss", "kto", "apo_zero_unpaired"),
+        Naming("model.kto.ref_policy_kl_penalty", "0.1", "0.3"),
     ]
     assert snapshot(whole) == before
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.messages import Naming, assert_names
 from tests.tiny import make_rows, write_rows
 
 # Python runs sitecustomize at its start, in the ranks too.
@@ -117,18 +118,17 @@ def test_a_signal_on_the_way_out_changes_nothing(runs: Runs) -> None:
 
 
 def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Runs) -> None:
-    again = "start the same command again to resume"
-    nothing = "before the first step, so that there was nothing to save; start the same command again"
-    assert runs.stopped("run", f"{DATA} 0 SIGTERM") == f"nemo-kto: stopped by SIGTERM {nothing}"
+    nothing = Naming("nemo-kto", "SIGTERM", "first step", "start")
+    assert runs.stopped("run", f"{DATA} 0 SIGTERM") == nothing
     said = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
-    assert said == f"nemo-kto: stopped by SIGUSR1 in the reference pass, with 16 log-probs in {cache(runs)}; {again}"
+    assert said == Naming("nemo-kto", "SIGUSR1", "16", f"{cache(runs)}", "start")
     # the first step of the process
     where = "checkpoint run/checkpoints/step_00000"
     said = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
-    assert said == f"nemo-kto: stopped by SIGTERM at step 1 of 5, {where}1; {again}"
+    assert said == Naming("SIGTERM", "step 1 of 5", f"{where}1", "start", "resume")
     # the first batch of the validation, which is begun again
     said = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
-    assert said == f"nemo-kto: stopped by SIGINT at step 2 of 5, {where}2; {again}"
+    assert said == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
     assert len(runs.logged("run")) == 2
     done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
     assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
@@ -139,8 +139,7 @@ def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Run
 @pytest.mark.full
 def test_signals_at_other_moments(runs: Runs) -> None:
     """While the model is loaded, at a rank that the others wait for; and during a save, which is finished."""
-    nothing = "before the first step, so that there was nothing to save; start the same command again"
-    assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == f"nemo-kto: stopped by SIGTERM {nothing}"
+    assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == Naming("nemo-kto", "SIGTERM", "first step", "start")
     said = runs.stopped("other", f"{SAVE} all SIGTERM", "trainer.kto.save_interval=1")
     # the step after the save is the one at whose end the ranks agree
     assert said.startswith("nemo-kto: stopped by SIGTERM at step 2 of 5, checkpoint other/checkpoints/step_000002;")
@@ -157,7 +156,7 @@ def test_a_signal_in_the_last_validation(runs: Runs) -> None:
     assert done.returncode == 0, done.stderr
     assert list((runs.folder / "last/hf").glob("*.safetensors"))
     assert runs.logged("last") == runs.logged("whole")
-    assert runs.run("last").stdout.startswith("nemo-kto: already finished at step 5 of 5 (")
+    assert_names(runs.run("last").stdout, "nemo-kto", "5")
 
 
 def test_max_time_counts_from_the_start_of_the_launcher_and_the_job_is_requeued(runs: Runs) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.integration.commands import CLI, TRAINING, environment, run
+from tests.messages import assert_names
 from tests.tiny import make_rows, write_rows
 
 STOPPING = "exp_manager.early_stopping_callback_params"
@@ -41,7 +42,7 @@ def test_a_run_with_two_validation_sets(tiny_llama: Path, tmp_path: Path) -> Non
     done = run(command(tiny_llama), cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
     key = "exp_manager.checkpoint_callback_params.monitor"
     assert done.returncode == 2
-    assert f"{key} must be val_helpful_, val_harmless_ or train_ and one of loss, " in done.stderr
+    assert_names(done.stderr, f"{key}", "val_helpful_", "val_harmless_", "train_")
     assert "got val_loss; e.g. val_helpful_loss" in done.stderr
 
     given = [f"{key}=val_helpful_loss", "exp_manager.create_early_stopping_callback=true", "export.which=best"]
@@ -69,9 +70,9 @@ def test_a_run_with_two_validation_sets(tiny_llama: Path, tmp_path: Path) -> Non
     for name, (first, _, last) in ends.items():
         assert re.search(rf"^  validation {name} loss +{first} -> {last} \(steps 1 and 3\)$", done.stdout, re.MULTILINE)
     assert "early stopping" in done.stdout
-    assert "val_harmless_loss has not improved by more than 9 in the last 2 validations" in done.stdout
+    assert_names(done.stdout, "val_harmless_loss", "9", "last", "2")
     best = min(validations, key=lambda line: (line["val/helpful_loss"], -line["step"]))
-    assert f"the best checkpoint, step {best['step']}" in done.stdout
+    assert_names(done.stdout, "best", f"{best['step']}")
     assert f"(val_helpful_loss {best['val/helpful_loss']:.4f}, " in done.stdout
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.records import KTORecord, RowError, pair_of_row, records_of_row
+from tests.messages import Naming
 from tests.tiny import make_tokenizer
 
 pytestmark = pytest.mark.parity
@@ -85,6 +86,4 @@ def test_tools_are_refused_where_the_template_does_not_know_them() -> None:
     (record,) = records_of_row({"messages": [USER, GOOD], "label": True, "tools": [TOOL]}, 1)
     (wrong,) = RecordEncoder(tokenizer=make_tokenizer()).encode([record])
     assert isinstance(wrong, RowError)
-    assert (
-        str(wrong) == '"tools" would be lost: the tokenizer\'s chat template does not use them; change it or remove the key'
-    )
+    assert str(wrong) == Naming('"tools"', "chat template", "remove")

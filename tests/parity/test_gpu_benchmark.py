@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu_models import SIZES, TOYS, make_rows, row_lengths
 from benchmarks.gpu_tables import Contender, Figures, Found, goals, inconsistent, report
+from tests.messages import Naming
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SWAP, CACHED, ADAPTER = (f"nemo_kto, {mode}" for mode in ("swap", "cached", "adapter"))
@@ -96,10 +97,10 @@ def test_figures_by_hand() -> None:
 
 def test_other_work_is_noticed() -> None:
     assert inconsistent(found_of(theirs=run_of(5.0, tokens=999)), tolerance=1e-4) == [
-        f"the tokens of a step must be the same everywhere, got {{'{SWAP}': {{1000}}, '{TRL}': {{999}}}}"
+        Naming(SWAP, "{1000}", "TRL", "8", "sdpa", "{999}")
     ]
     assert inconsistent(found_of(theirs=run_of(5.0, loss=0.501)), tolerance=1e-4) == [
-        f"the losses of the first step must agree to 0.0001, got {{'{SWAP}': 0.5, '{TRL}': 0.501}}"
+        Naming("first", "0.0001", SWAP, "0.5", "TRL", "8", "sdpa", "0.501")
     ]
 
 

@@ -23,6 +23,7 @@ from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
+from tests.messages import Naming, raises
 from tests.parity import hf_jobs, hf_models
 
 LAYOUTS = {
@@ -242,7 +243,7 @@ def test_magnitudes_and_their_switch_go_together(adapters: Any, tmp_path: Path) 
             read_adapter_settings(folder)
         which = "with" if dora else "without"
         assert str(error.value).splitlines()[1:-1] == [
-            f"  use_dora must be {dora} {which} lora_magnitude_vector among the tensors, got {not dora}"
+            Naming("use_dora", f"{dora}", f"{which}", "lora_magnitude_vector", f"{not dora}")
         ]
 
 
@@ -275,27 +276,28 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
     with pytest.raises(ValueError) as error:
         read_adapter_settings(folder)
     assert str(error.value).splitlines() == [
-        f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:",
-        "  bias must be none, got all",
-        "  init_lora_weights must leave the base model as it is, got pissa",
-        "  alpha_pattern must not be set, got {'q_proj': 8}",
-        "  fan_in_fan_out must not be set, got True",
-        "  modules_to_save must not be set, got ['lm_head']",
-        "  rank_pattern must not be set, got {'q_proj': 8}",
-        "  something_new must not be set, got 1",
-        f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as base_model.model.lm_head.weight",
-        "  every adapted layer must have the same modules adapted, got 4 layers that differ",
-        "  train such adapters, or merge these into their base model with peft",
+        Naming(f"{folder}", "adapters", "LoRA", "DoRA", "otherwise"),
+        Naming("none", "all"),
+        Naming("init_lora_weights", "pissa"),
+        Naming("alpha_pattern", "q_proj", "8"),
+        Naming("fan_in_fan_out", "True"),
+        Naming("modules_to_save", "['lm_head']"),
+        Naming("rank_pattern", "q_proj", "8"),
+        Naming("something_new", "1"),
+        Naming(f"{', '.join(HUGGING_FACE_TARGETS)}", "1", "base_model.model.lm_head.weight"),
+        Naming("4", "adapted"),
+        Naming("train", "adapters", "peft"),
     ]
     folder = edited(adapters["llama-odd-heads"], tmp_path / "other", peft_type="IA3")
-    with pytest.raises(ValueError, match="peft_type must be LORA, got IA3"):
+    with raises(ValueError, Naming("peft_type", "LORA", "IA3")):
         read_adapter_settings(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as missing:
         read_adapter_settings(tmp_path / "empty")
     assert str(missing.value) == (
-        f"{tmp_path / 'empty'} must be an adapter in PEFT's format, but adapter_config.json is not there and "
-        "adapter_model.safetensors is not there; load it with peft and write it with save_pretrained"
+        Naming(
+            f"{tmp_path / 'empty'}", "PEFT's", "adapter_config.json", "adapter_model.safetensors", "peft", "save_pretrained"
+        )
     )
 
 
@@ -312,18 +314,17 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
     (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
     head, *problems = message.splitlines()
     assert head == (
-        f"UserError: {adapters[name]}: the adapters must be those that the model was given (rank 3, k_proj, up_proj, "
-        "down_proj), got 15 differences:"
+        Naming("UserError", f"{adapters[name]}", "adapters", "3", "k_proj", "up_proj", "down_proj", "15", "differences")
     )
     prefix = "base_model.model.model.layers"
-    assert problems[0] == "  scale of the adapters: expected 5.33333, got 16 / 2"
+    assert problems[0] == Naming("adapters", "5.33333", "16", "2")
     assert f"  missing: {prefix}.0.self_attn.k_proj.lora_A.weight" in problems
     assert f"  unexpected: {prefix}.1.mlp.gate_proj.lora_B.weight" in problems
     settings = LoRASettings(rank=4, alpha=32, target_modules=("k_proj", "mlp"), layers=(2,))
     (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
-    assert f"  {prefix}.1.mlp.down_proj.lora_A.weight: expected shape [4, 48], got [2, 48]" in message.splitlines()
+    assert Naming(f"{prefix}.1.mlp.down_proj.lora_A.weight", "4", "48", "2") in message.splitlines()
     assert ranks.run(1, load_only, folders[name], adapters[name], None) == [
-        "ValueError: the model must have adapters, got one without; call models.lora.add_adapters"
+        Naming("ValueError", "adapters", "one", "models.lora.add_adapters")
     ]
 
 
@@ -340,8 +341,7 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
     for other in (adapters["qwen3"], folders["qwen3"]):
         before = sorted((file.name, file.stat().st_size) for file in other.iterdir())
         assert ranks.run(1, export_only, folders["qwen3"], other) == [
-            f"UserError: export of the adapters failed: {other} exists and is no earlier export; remove it or export to "
-            "another folder"
+            Naming("UserError", "adapters", "failed", f"{other}", "folder")
         ]
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
 
@@ -353,9 +353,13 @@ def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     assert str(error.value).splitlines()[1:-1] == [
-        f"  tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got 1 others, such as "
-        "base_model.model.model.embed_tokens.base_layer.weight; save adapters of an embedding with "
-        "save_embedding_layers=False"
+        Naming(
+            f"{', '.join(HUGGING_FACE_TARGETS)}",
+            "1",
+            "base_model.model.model.embed_tokens.base_layer.weight",
+            "adapters",
+            "save_embedding_layers=False",
+        )
     ]
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     assert read_adapter_settings(tmp_path).modules == ("q_proj", "embed_tokens")

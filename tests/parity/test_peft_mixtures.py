@@ -27,6 +27,7 @@ from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.parallel import state
 from nemo_kto.parallel.state import Layout
+from tests.messages import Naming
 from tests.parity import hf_jobs, hf_models
 
 SETTINGS = {
@@ -204,8 +205,8 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     told = str(error.value).splitlines()
-    assert told[0] == f"{tmp_path}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
-    assert told[-1] == "  train such adapters, or merge these into their base model with peft"
+    assert told[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert told[-1] == Naming("train", "adapters", "peft")
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
-    assert f"  tensors must belong to {modules}, got 16 others, such as {tensor}; experts need names of their own" in told
+    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in told

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import Naming
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.parity
 
@@ -62,4 +64,4 @@ def test_another_version_of_trl_needs_its_python() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     printed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=100)
     assert printed.returncode == 2
-    assert printed.stderr.splitlines()[-1] == "kto_vs_trl.py: error: other TRL needs --other-trl PYTHON"
+    assert printed.stderr.splitlines()[-1] == Naming("kto_vs_trl.py", "error", "TRL", "--other-trl", "PYTHON")

@@ -18,6 +18,7 @@ import pytest
 from nemo_kto import files, locks
 from nemo_kto.files import publish_file
 from nemo_kto.locks import locked, one_writer, owner_file, this_process
+from tests.messages import Message
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +128,8 @@ def test_a_machine_that_gives_no_sign_of_life_is_gone(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO, "nemo_kto"):
         assert taken(file) is None
     assert caplog.messages == [
-        f"{owner}: waiting for a sign of life of {NODE7}",
-        f"{file} was locked by {NODE7}, which gives no sign of life; it is taken over",
+        Message(f"{owner}", "5", "node7", "2023-11-14", "22:13:20", "UTC"),
+        Message(f"{file}", "5", "node7", "2023-11-14", "22:13:20", "UTC", "taken"),
     ]
 
 
@@ -153,8 +154,7 @@ def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone(tmp_path: Path) -
     with other_process(holder(file)) as pid:
         os.kill(pid, signal.SIGSTOP)
         owned_elsewhere(file)
-        remedy = f"which gives no sign of life (if that machine is gone, remove {file})"
-        assert taken(file) == f"{NODE7}, {remedy}"
+        assert taken(file) == Message(NODE7, f"remove {file}")
         file.unlink()
         assert taken(file) is None
 
@@ -246,4 +246,4 @@ def test_a_cache_whose_lock_cannot_be_had_is_written_all_the_same(tmp_path: Path
     (tmp_path / ".rows.arrow.lock").mkdir()
     with one_writer(tmp_path / "rows.arrow", private=True):
         pass
-    assert caplog.messages == [f"{tmp_path / 'rows.arrow'} is written without a lock: Is a directory"]
+    assert caplog.messages == [Message(f"{tmp_path / 'rows.arrow'}", "lock")]

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.early_stopping import EarlyStopping
+from tests.messages import assert_names, raises
 from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_stops import resumed, stopped
 
@@ -110,12 +111,11 @@ def test_early_stopping_looks_at_one_set() -> None:
     step, why = ends["val_low_loss"]
     assert step == 3
     assert why is not None
-    assert why.startswith("val_low_loss has not improved in the last 2 validations; it was ")
-    assert why.endswith(" at step 1")
+    assert_names(why, "val_low_loss", "2", "step 1")
     assert ends["val_high_loss"][0] > 3
 
 
 def test_early_stopping_by_a_metric_of_no_set() -> None:
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=2)
-    with pytest.raises(ValueError, match="got val_loss; they give val_small_loss, val_small_rows, val_large_loss"):
+    with raises(ValueError, "val_loss", "val_small_loss", "val_small_rows", "val_large_loss"):
         Run(val_rows=SETS, early_stopping=stopping).fit()

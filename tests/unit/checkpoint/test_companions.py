@@ -13,6 +13,7 @@ import pytest
 from nemo_kto.checkpoint import companions
 from nemo_kto.checkpoint.companions import read_companions
 from nemo_kto.errors import UserError
+from tests.messages import Message
 
 NEEDED = {
     "config.json": b"{}",
@@ -51,8 +52,8 @@ def make_socket(path: Path) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str | None]] = {
-    "a fifo": (os.mkfifo, "it is a named pipe (FIFO) and must be a regular file"),
-    "a socket": (make_socket, "it is a socket and must be a regular file"),
+    "a fifo": (os.mkfifo, "FIFO"),
+    "a socket": (make_socket, "socket"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
     "a folder": (lambda path: path.mkdir(), None),
 }
@@ -67,7 +68,7 @@ def test_what_cannot_be_copied_is_named_and_left_out(
     make(model / name)
     assert read_companions(model, into="the checkpoints") == NEEDED
     named = name == "merges.txt" and why is not None  # other names belong to a tokenizer only where they are files
-    expected = [f"{model / name} is not copied into the checkpoints: {why}"] if named else []
+    expected = [Message(f"{model / name}", "checkpoints", f"{why}")] if named else []
     assert [record.getMessage() for record in caplog.records] == expected
 
 
@@ -83,7 +84,7 @@ def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.
     with mock.patch.object(os, "open", refused):
         found = read_companions(model, into="the checkpoints")
     assert found == {name: content for name, content in NEEDED.items() if name != "tokenizer.model"}
-    text = f"{model}/tokenizer.model is not copied into the checkpoints: Permission denied"
+    text = Message(f"{model}/tokenizer.model", "checkpoints")
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
@@ -93,7 +94,7 @@ def test_what_is_too_large_is_named_and_left_out(
     monkeypatch.setattr(companions, "_MAX_BYTES", 200)
     assert "tokenizer.model" not in read_companions(model, into="the checkpoints")
     size = len(NEEDED["tokenizer.model"])
-    text = f"{model}/tokenizer.model is not copied into the checkpoints: it must have at most 200 bytes, got {size:,}"
+    text = Message(f"{model}/tokenizer.model", "checkpoints", "200 bytes", f"{size:,}")
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
@@ -104,7 +105,6 @@ def test_a_link_within_the_folder_is_followed_and_one_that_leads_out_is_refused(
     (model / "special_tokens_map.json").symlink_to("../secret")
     with pytest.raises(UserError) as caught:
         read_companions(model, into="the checkpoints")
-    assert str(caught.value) == (
-        f"{model}/special_tokens_map.json must be a file of its folder, got a link to {tmp_path}/secret, which is outside; "
-        "copy it there, or download the model again"
+    assert str(caught.value) == Message(
+        f"{model}/special_tokens_map.json", "file", "folder", "link", f"{tmp_path}/secret", "download"
     )

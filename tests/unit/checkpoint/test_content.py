@@ -11,6 +11,7 @@ import pytest
 
 from nemo_kto import hashes
 from nemo_kto.checkpoint.content import content_hash, model_files, tokenizer_files
+from tests.messages import Message
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -111,7 +112,7 @@ def test_a_damaged_hash_is_computed_again(
     (kept,) = (model.parent / "cache" / "hashes").iterdir()
     text = kept.read_bytes()
     kept.write_bytes(damage)
-    for warnings in ([f"{kept} is damaged, and is written again"], []):
+    for warnings in ([Message(f"{kept}", "damaged")], []):
         caplog.clear()
         assert hashed(model) == before
         assert caplog.messages == warnings

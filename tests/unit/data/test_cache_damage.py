@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import Message
 from tests.unit.data.test_dataset import named, prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 
@@ -42,7 +43,7 @@ def test_damaged_rows_are_tokenised_again(damage: str, tmp_path: Path, caplog: p
     content = file.read_bytes()
     assert change(content) != content
     file.write_bytes(change(content))
-    for warnings in ([f"{cached} is not what was written, and its rows are tokenised again"], []):
+    for warnings in ([Message(f"{cached}")], []):
         caplog.clear()
         assert prompts(splits(path, tmp_path).train) == named(7)
         assert caplog.messages == warnings

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_kto.data.chat import EncodedExample, RecordEncoder, load_tokenizer
 from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
-from tests.messages import assert_names
+from tests.messages import Message, assert_names, raises
 from tests.tiny import make_tokenizer
 from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer
 
@@ -81,8 +81,7 @@ def test_plain_row_gets_bos_only_where_the_tokenizer_adds_one_and_eos_once() -> 
 
 def test_an_empty_prompt_without_bos_is_a_broken_row() -> None:
     message = problem(chatml_tokenizer(), "", "good")
-    assert "at least one token, got ''" in message
-    assert "adds no BOS" in message
+    assert message == Message("prompt", "token", "''", "BOS")
 
 
 @pytest.mark.parametrize(("prompt", "response"), [("the fi", "lm was good"), ("good ", "film"), ("hel", "lo there")])
@@ -110,20 +109,20 @@ def test_a_template_that_refuses_is_a_broken_row_and_others_go_on() -> None:
     system = {"role": "system", "content": "x"}
     refused, fine = encoder.encode([record([system, USER], [ANSWER], True, 1), record([USER], [ANSWER], True, 2)])
     assert isinstance(refused, RowError)
-    assert "chat template refuses the messages: system is not supported" in str(refused)
+    assert str(refused) == Message("chat template", "system is not supported")
     assert isinstance(fine, EncodedExample)
 
 
 def test_no_template_and_a_template_without_a_stable_prompt_are_broken_rows() -> None:
-    assert "chat template" in problem(chatml_tokenizer(None), [USER], [ANSWER])
+    assert problem(chatml_tokenizer(None), [USER], [ANSWER]) == Message("chat template")
     unstable = "{{ messages | length }}" + CHATML
-    assert "with and without the answer" in problem(chatml_tokenizer(unstable), [USER], [ANSWER])
+    assert problem(chatml_tokenizer(unstable), [USER], [ANSWER]) == Message("chat template", "prompt", "answer")
 
 
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = chatml_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="must have an EOS token, got none"):
+    with raises(ValueError, "EOS", "none"):
         RecordEncoder(tokenizer=tokenizer)
 
 

@@ -26,6 +26,7 @@ from nemo_kto.data.examples import DPOExample
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DataError, RowError, RowErrors, pair_of_row
 from nemo_kto.data.truncation import Truncation
+from tests.messages import Message, raises
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
 EOS = 0
@@ -50,25 +51,25 @@ def test_the_names_of_nemo_aligner_and_of_trl() -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"prompt": "p", "response": "a", "preference": "chosen"}, "unpaired feedback is for KTO"),
-        ({**PAIR, "chosen_reward": 1.0}, '"rejected_reward" is missing'),
-        ({**PAIR, "chosen_reward": True, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got True'),
-        ({**PAIR, "chosen_reward": 10**400, "rejected_reward": 0}, '"chosen_reward" must be a finite number, got 1000'),
-        ({**PAIR, "chosen_reward": float("nan"), "rejected_reward": 0}, '"chosen_reward" must be a finite number, got nan'),
-        ({"prompt": "p", "chosen": "a"}, '"rejected" is missing'),
+        ({"prompt": "p", "response": "a", "preference": "chosen"}, Message("KTO", "unpaired")),
+        ({**PAIR, "chosen_reward": 1.0}, Message("chosen_reward", "rejected_reward")),
+        ({**PAIR, "chosen_reward": True, "rejected_reward": 0}, Message("chosen_reward", "number", "True")),
+        ({**PAIR, "chosen_reward": 10**400, "rejected_reward": 0}, Message("chosen_reward", "number", "...")),
+        ({**PAIR, "chosen_reward": float("nan"), "rejected_reward": 0}, Message("chosen_reward", "number", "nan")),
+        ({"prompt": "p", "chosen": "a"}, Message("chosen", "rejected")),
     ],
 )
-def test_a_broken_pair_says_why(row: dict, text: str) -> None:
+def test_a_broken_pair_says_why(row: dict, text: Message) -> None:
     with pytest.raises(RowError) as error:
         pair_of_row(row, 1)
-    assert text in str(error.value)
+    assert str(error.value) == text
 
 
 def test_a_broken_pair_says_where(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
     broken = RowErrors()
     assert len(list(FileReader(fields=Fields(), broken=broken).dpo_records(file, FileColumns()))) == 1
-    with pytest.raises(DataError, match=r"1 broken row:\n  .*rows\.jsonl:2: a pair must have"):
+    with raises(DataError, "1", "row", "rows.jsonl:2"):
         broken.raise_if_any()
 
 
@@ -91,7 +92,7 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
     assert batch["rejected_rewards"].tolist() == [-1.0, -1.0]
     assert batch["chosen_position_ids"].tolist() == [list(range(6))] * 2
     assert batch["rejected_attention_mask"].sum(1).tolist() == [5, 2]
-    with pytest.raises(ValueError, match="at most seq_length=4 tokens, got 5"):
+    with raises(ValueError, "seq_length=4", "5"):
         dpo_custom_collate([pair([1, 2], [3], [4, 5, EOS])], EOS, seq_length=4)
     assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
 
@@ -127,15 +128,23 @@ def test_balanced_weights_balance(good: int, bad: int, w_good: float, w_bad: flo
 
 
 def test_what_is_said_of_rows_that_do_not_balance() -> None:
-    assert balance_warning(30, 60, 1.0, 1.0) == (
-        "desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be from 1 to 4/3, got "
-        "1 * 30 / (1 * 60) = 0.5; set model.kto.desirable_loss_weight=2 and model.kto.undesirable_loss_weight=1, "
-        "or model.kto.auto_balance=true"
+    assert balance_warning(30, 60, 1.0, 1.0) == Message(
+        "desirable_loss_weight",
+        "desirable",
+        "undesirable_loss_weight",
+        "undesirable",
+        "1",
+        "4/3",
+        "30",
+        "60",
+        "0.5",
+        "model.kto.desirable_loss_weight=2",
+        "model.kto.undesirable_loss_weight=1",
+        "model.kto.auto_balance=true",
     )
     assert balance_warning(7, 0, 1.0, 1.0) is None
     assert one_class_warning(7, 0, 5e-6) is None
     assert one_class_warning(7, 3, 1e-3) is None
-    assert one_class_warning(0, 7, 9e-6) == (
-        "all training rows are undesirable: nothing balances what they teach, so the learning rate should be from 5e-07 to "
-        "5e-06 (as TRL advises for KTO), got 9e-06; set model.optim.lr, and rather train for more epochs"
+    assert one_class_warning(0, 7, 9e-6) == Message(
+        "all", "undesirable", "nothing", "5e-07", "5e-06", "TRL", "KTO", "9e-06", "model.optim.lr", "train"
     )

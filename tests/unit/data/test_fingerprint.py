@@ -12,6 +12,7 @@ import pytest
 
 from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
+from tests.messages import Message
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
@@ -112,4 +113,4 @@ def test_a_damaged_hash_is_computed_again(tmp_path: Path, caplog: pytest.LogCapt
     (kept,) = (tmp_path / "cache" / "hashes").iterdir()
     kept.write_bytes(b"")
     assert fingerprint(str(path), tmp_path) == before
-    assert caplog.messages == [f"{kept} is damaged, and is written again"]
+    assert caplog.messages == [Message(f"{kept}", "damaged")]

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DataError, DPORecord, KTORecord, RowErrors
+from tests.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 PARIS, LYON = "The capital of France is Paris.", "The capital of France is Lyon."
@@ -40,10 +41,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
     row = {"question": QUESTION, "chosen": PARIS, "rejected": LYON}
     records, _, wrong = read(tmp_path, *[row] * 3, pairs=pairs)
     assert records == []
-    assert wrong == (
-        '3 broken rows:\n  1: "question" would be lost, the row has no "prompt"; name the columns with '
-        "'model.data.fields={prompt:question}' (the same in 2 more, up to line 3)"
-    )
+    assert wrong == Message("3", "1", "question", "prompt", "model.data.fields={prompt:question}", "2", "line 3")
 
 
 @pytest.mark.parametrize(
@@ -51,55 +49,61 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
     [
         (
             {"instruction": "Translate.", "input": "chat", "chosen": "a cat", "rejected": "a dog"},
-            '"instruction" would be lost, the row has no "prompt"; join instruction and input into one "prompt"',
+            Message("instruction", "prompt", "input"),
         ),
         (
             {"Question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")], "context": "Europe"},
-            '"context" would be lost, the row has no "prompt"; join Question and context into one "prompt"',
+            Message("context", "prompt", "Question"),
         ),
         (
             {"system": "Be brief.", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
-            '"system" would be lost, the row has no "prompt"',
+            Message("system", "prompt"),
         ),
         (
             {"messages": [USER], "chosen": PARIS, "rejected": LYON},
-            '"messages" would be lost, the row has no "prompt"; name the columns with '
-            "'model.data.fields={prompt:messages}'",
+            Message("messages", "prompt", "model.data.fields={prompt:messages}"),
         ),
         (
             {"prompt": "", "question": QUESTION, "chosen": "a", "rejected": "b"},
-            '"question" would be lost, the row has no "prompt"; name the columns with '
-            "'model.data.fields={prompt:question}'",
+            Message("question", "prompt", "model.data.fields={prompt:question}"),
         ),
         (
             {"question": QUESTION, "answer": PARIS, "label": True},
-            'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
-            "got the keys ['answer', 'label', 'question']; name the columns with "
-            "'model.data.fields={prompt:question,response:answer}'",
+            Message(
+                "prompt",
+                "response",
+                "completion",
+                "messages",
+                "chosen",
+                "rejected",
+                "keys",
+                "answer",
+                "label",
+                "question",
+                "model.data.fields={prompt:question,response:answer}",
+            ),
         ),
         (
             {"question": QUESTION, "chosen": said(PARIS), "rejected": said(LYON)},
-            "'model.data.fields={prompt:question}'",
+            Message("chosen", "model.data.fields={prompt:question}"),
         ),
         (
             {"prompt": QUESTION, "system": "Be brief.", "response": PARIS, "label": True},
-            '"system" would be lost, the prompt does not hold it; make "prompt" a list of messages that holds it '
-            '({"role": "system", "content": ...} first), and leave "system" out',
+            Message("system", "prompt", "list", "role", "content", "first"),
         ),
         (
             {"messages": [USER, said("a")], "history": [["hi", "hello"]], "label": True},
-            '"history" would be lost, the prompt does not hold it',
+            Message("history", "prompt"),
         ),
         (
             {"prompt": QUESTION, "images": ["a.png"], "response": PARIS, "label": True},
-            '"images" is not supported: models are trained on text only; leave such rows out',
+            Message("images", "supported", "leave"),
         ),
     ],
 )
 def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, row: dict, text: str) -> None:
     _, _, wrong = read(tmp_path, row)
-    assert wrong.startswith("1 broken row:\n  1: ")
-    assert text in wrong
+    assert wrong == text
 
 
 @pytest.mark.parametrize(
@@ -144,16 +148,16 @@ def test_a_file_without_a_renamed_column_is_read_as_it_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"promt": "question"}, "to columns, got promt; did you mean prompt?"),
-        ({"question": "prompt"}, "to columns, got question; did you mean {prompt:question}?"),
-        ({"xyz": "question"}, "to columns, got xyz; write {OURS:COLUMN}"),
-        ({"prompt": "q", "response": "q"}, "must take each column once, got q twice; leave one out"),
+        ({"promt": "question"}, Message("promt", "prompt", "mean")),
+        ({"question": "prompt"}, Message("question", "{prompt:question}")),
+        ({"xyz": "question"}, Message("xyz", "{OURS:COLUMN}")),
+        ({"prompt": "q", "response": "q"}, Message("q", "leave")),
     ],
 )
 def test_fields_mistakes(fields: dict[str, str], text: str) -> None:
     with pytest.raises(DataError) as error:
         Fields(fields)
-    assert str(error.value).endswith(text)
+    assert str(error.value) == text
 
 
 def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: Path) -> None:
@@ -183,19 +187,19 @@ def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"tools": 3}, '"tools" must be a list of JSON schemas, or that as a string of JSON, got 3'),
-        ({"tools": ["f"]}, "or that as a string of JSON, got ['f']"),
-        ({"tools": "{"}, '"tools" must be a list of JSON schemas, got a string that is not JSON'),
-        ({"chat_template_kwargs": "x"}, "\"chat_template_kwargs\" must be an object, got 'x'"),
+        ({"tools": 3}, Message("tools", "list", "JSON", "string", "3")),
+        ({"tools": ["f"]}, Message("string", "JSON", "['f']")),
+        ({"tools": "{"}, Message("tools", "list", "JSON", "string")),
+        ({"chat_template_kwargs": "x"}, Message("chat_template_kwargs", "object", "x")),
         (
             {"chat_template_kwargs": {"tokenize": True}},
-            '"chat_template_kwargs" must hold variables of the chat template, got "tokenize"; remove it',
+            Message("chat_template_kwargs", "template", "tokenize", "remove"),
         ),
     ],
 )
 def test_arguments_of_the_chat_template_that_are_none(tmp_path: Path, given: dict, text: str) -> None:
     _, _, wrong = read(tmp_path, {"messages": [USER, said("a")], "label": True, **given})
-    assert text in wrong
+    assert wrong == text
 
 
 def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
@@ -204,5 +208,5 @@ def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
         (name,) = given
         for pairs in (False, True):
             _, _, wrong = read(tmp_path, row | given, pairs=pairs)
-            assert f'"{name}" is for the chat template, which strings do not go through; make "prompt" a list of' in wrong
+            assert wrong == Message(name, "template", "prompt", "list")
     assert read(tmp_path, row | {"tools": [], "chat_template_kwargs": None})[2] == ""

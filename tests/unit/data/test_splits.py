@@ -14,6 +14,7 @@ from nemo_kto.data.counts import SplitCounts
 from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
 from nemo_kto.data.prefix import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.records import DataError
+from tests.messages import Message
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
@@ -42,18 +43,27 @@ def test_the_default_gives_every_row_to_a_split_that_is_read(least: int) -> None
     for rows, validation in {**small, **large}.items():
         found, said = sizes(rows, "auto", least)
         assert found == [rows - validation, validation, 0]
-        remedy = f'set model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}" for more, or null for no validation'
-        assert said == ([] if validation else [f"validation: no row, of {rows} rows in all; {remedy}"])
+        assert said == (
+            []
+            if validation
+            else [
+                Message(
+                    "validation",
+                    f"{rows}",
+                    "all",
+                    f'model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}"',
+                    "null",
+                )
+            ]
+        )
 
 
 def test_a_validation_split_of_one_row_is_joined_where_the_loss_needs_two() -> None:
     found, said = sizes(100, "98,1,1", 2)
     assert found == [99, 0, 1]
     assert said == [
-        "validation: 1 of 100 rows is too few and is used for training; set "
-        'model.data.splits_string="90,10" for more, or null for no validation',
-        "test: 1 of 100 rows are set aside for it, and nothing reads them; leave the third number out of "
-        "model.data.splits_string=98,1,1",
+        Message("validation", "1", "100", 'model.data.splits_string="90,10"', "null"),
+        Message("test", "1", "100", "nothing", "number", "model.data.splits_string=98,1,1"),
     ]
     assert sizes(100, "98,1,1", 1)[0] == [98, 1, 1]
     assert sizes(100, "98,2", 2) == ([98, 2, 0], [])
@@ -78,8 +88,8 @@ def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) 
     assert len(built.train) == 4
     assert built.validation == {}
     assert built.warnings == (
-        "validation: 1 row is too few and is left out, at least 2 are needed; see model.data.data_prefix",
-        "test: 4 rows, and nothing reads them; leave them out of model.data.data_prefix",
+        Message("validation", "1", "2", "model.data.data_prefix"),
+        Message("test", "4", "nothing", "model.data.data_prefix"),
     )
     built = splits({"train": files["a"], "validation": files["b"]}, tmp_path, min_validation_rows=1)
     assert [len(examples) for examples in built.validation.values()] == [1]
@@ -91,7 +101,7 @@ def test_a_split_of_one_label_is_warned_of(tmp_path: Path) -> None:
     assert built.train is not None
     for (name, dataset), label in zip(built.in_use.items(), ("desirable", "undesirable"), strict=True):
         said = list(dataset.counts.warnings(name, seq_length=32))
-        assert said == [f"{name}: all 5 rows are {label}; is the file sorted by label?"]
+        assert said == [Message(f"{name}", "all", "5", f"{label}", "file", "label")]
 
 
 LONG = [
@@ -109,8 +119,8 @@ def test_what_truncation_took_is_counted_from_the_cache_too(tmp_path: Path, monk
         assert built.train is not None
         assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, cut_prompts=2, cut_responses=2)
         assert list(built.train.counts.warnings("train", seq_length=10)) == [
-            "train: the prompt is cut in 2 of 4 rows, which are longer than model.data.seq_length=10",
-            "train: the answer is cut in 2 of 4 rows, which are longer than model.data.seq_length=10",
+            Message("train", "prompt", "2", "4", "model.data.seq_length=10"),
+            Message("train", "answer", "2", "4", "model.data.seq_length=10"),
         ]
         monkeypatch.setattr(RecordEncoder, "encode", None)  # the second time it is not needed
 
@@ -135,24 +145,22 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
     assert built.train is not None
     assert built.train.counts == SplitCounts(rows=2, desirable=None, tokens=3 + 10 + 12, cut_prompts=1, cut_responses=1)
     assert built.train.counts.classes == {}
-    assert list(built.train.counts.warnings("train", seq_length=10))[1] == (
-        "train: the answer is cut in 1 of 2 rows, which are longer than model.data.seq_length=10"
+    assert list(built.train.counts.warnings("train", seq_length=10))[1] == Message(
+        "train", "answer", "1", "2", "model.data.seq_length=10"
     )
 
 
 def test_unused_columns_are_said_from_the_cache_too(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [row | {"id": i, "source": "x"} for i, row in enumerate(numbered_rows(3))])
     for _ in range(2):
-        assert splits(path, tmp_path, None).warnings == (f"{path}: columns that are not used: id, source (3 rows)",)
+        assert splits(path, tmp_path, None).warnings == (Message(f"{path}", "used", "id", "3"),)
 
 
 def test_a_renamed_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"question": "q", "response": "r", "label": True}])
     with pytest.raises(DataError) as error:
         splits(path, tmp_path, fields={"prompt": "qestion"})
-    assert str(error.value) == (
-        "model.data.fields must name columns of the rows, got qestion, which no row has; they have label, question, response"
-    )
+    assert str(error.value) == Message("model.data.fields", "qestion", "label")
     assert splits(path, tmp_path, fields={"prompt": "question"}).train is not None
 
 

@@ -9,6 +9,7 @@ import pytest
 from nemo_kto.data.prefix import UNNAMED, validation_names
 from nemo_kto.data.records import DataError
 from nemo_kto.errors import UserError
+from tests.messages import Message, raises
 from tests.unit.data.test_dataset import named, prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 
@@ -55,21 +56,18 @@ def test_names_that_cannot_stand_in_those_of_metrics_are_all_told(tmp_path: Path
     sets = dict.fromkeys(["help ful", "ok_1", "", "a/b", "größe", 2024], file)
     with pytest.raises(DataError) as error:
         splits({"train": file, "validation": sets}, tmp_path)
-    assert str(error.value) == (
-        "data_prefix must name validation sets with letters, digits and underscores, got 'help ful', '', 'a/b', 'größe'; "
-        "rename them"
-    )
+    assert str(error.value) == Message("data_prefix", "validation", "help", "''", "a/b", "größe", "rename")
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"one": {"two": "a.jsonl"}}, r"must name a file, a folder or a list of them, got {'two': 'a\.jsonl'}"),
-        ({"one": "nowhere.jsonl"}, r"data_prefix names nowhere\.jsonl, which does not exist"),
+        ({"one": {"two": "a.jsonl"}}, Message("file", "folder", "list", "two", "a.jsonl")),
+        ({"one": "nowhere.jsonl"}, Message("data_prefix", "nowhere.jsonl")),
     ],
 )
 def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, *words.parts):
         splits({"train": write(tmp_path, a=4)["a"], "validation": value}, tmp_path)
 
 
@@ -78,8 +76,7 @@ def test_sets_that_are_too_small_are_refused_together(tmp_path: Path) -> None:
     prefix = {"train": files["a"], "validation": {"good": files["a"], "b": files["b"], "c": files["c"]}}
     with pytest.raises(UserError) as error:
         splits(prefix, tmp_path, min_validation_rows=2)
-    assert str(error.value) == (
-        "model.data.data_prefix must give at least 2 rows in each validation set, got 1 in validation.b, 1 in validation.c; "
-        "add rows, or leave such sets out"
+    assert str(error.value) == Message(
+        "model.data.data_prefix", "2", "validation", "1", "validation.b", "validation.c", "add"
     )
     assert splits(prefix, tmp_path, min_validation_rows=1).validation.keys() == {"good", "b", "c"}

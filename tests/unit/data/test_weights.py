@@ -14,6 +14,7 @@ from nemo_kto.data.dataset import DPODataset, KTODataset
 from nemo_kto.data.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.records import DataError, RowErrors, pair_of_row, records_of_row
 from nemo_kto.recipes.kto import loss_weights
+from tests.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 from tests.unit.launch.test_build_rows import config
@@ -49,7 +50,7 @@ def test_wrong_weights_are_all_reported(tmp_path: Path) -> None:
         assert str(error.value).splitlines() == [
             "10 broken rows:",
             *(
-                f'  {file}:{line}: "weight" must be a number above 0 that fp32 has, got {value}; correct it or leave it out'
+                Message(f"{file}:{line}", "weight", "number", "0", "fp32", f"{value}", "correct")
                 for line, value in enumerate(shown, start=2)
             ),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +16,10 @@ from nemo_kto.launch.job import Job
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel.ranks import World
 from nemo_kto.recipes import KTO, RECIPES, Recipe
+from tests.messages import Message
 from tests.tiny import write_stub_adapter, write_stub_model
+
+Text = TypeVar("Text", str, Message)
 
 
 class Load(Protocol):
@@ -67,7 +70,7 @@ def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = Fa
     ]
 
 
-def of(recipe: Recipe, texts: Sequence[str]) -> list[str]:
+def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
     """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_kto.launch.build_optimizer import ScheduleLengths, schedule_lengths
 from nemo_kto.launch.schema import ScheduleConfig
+from tests.messages import Message
 
 NONE: dict[str, Any] = {
     "name": "CosineAnnealing", "warmup_steps": 0, "warmup_ratio": None, "constant_steps": 0, "min_lr": 0.0,
@@ -35,8 +36,7 @@ def test_what_has_no_room_is_shortened_with_a_warning_each() -> None:
     found, warnings = lengths(4, **WSD, warmup_steps=9, constant_steps=2, wsd_decay_steps=3)
     assert found == ScheduleLengths(3, 0, 1)
     assert warnings == [
-        "model.optim.sched.warmup_steps must be below the number of steps, 4, got 9; shortened to 3",
-        "model.optim.sched.constant_steps must be below the number of steps after the warm-up, 1, got 2; left out",
-        "model.optim.sched.wsd_decay_steps must be at most 1, the steps between the warm-up and those at min_lr, got 3; "
-        "shortened to 1",
+        Message("model.optim.sched.warmup_steps", "number", "4", "9", "3"),
+        Message("model.optim.sched.constant_steps", "number", "1", "2", "left"),
+        Message("model.optim.sched.wsd_decay_steps", "1", "min_lr", "3", "shortened"),
     ]

@@ -9,6 +9,7 @@ import pytest
 from nemo_kto.data import parts
 from nemo_kto.errors import UserError
 from nemo_kto.launch import check
+from tests.messages import Message
 from tests.tiny import make_rows, write_rows
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -39,16 +40,25 @@ def refused(*argv: str) -> list[str]:
 
 REPORT = [
     "rows.jsonl: 5 rows",
-    "  columns that are not used: id (1 row)",
+    Message("used", "1"),
     "",
     "examples        5: 4 desirable, 1 undesirable",
-    "balance         desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be from 1 "
-    "to 4/3, got 1 * 4 / (1 * 1) = 4; set model.kto.desirable_loss_weight=1 and model.kto.undesirable_loss_weight=3, or "
-    "model.kto.auto_balance=true",
+    Message(
+        "balance",
+        "desirable_loss_weight",
+        "desirable",
+        "undesirable_loss_weight",
+        "undesirable",
+        "1",
+        "4/3",
+        "4",
+        "model.kto.desirable_loss_weight=1",
+        "model.kto.undesirable_loss_weight=3",
+        "model.kto.auto_balance=true",
+    ),
     "prompts         3 different, 1 of several examples, at most 3 (that at rows.jsonl:1)",
-    "duplicates      1 example with prompt, answer and label of an earlier one, the first at rows.jsonl:4, which repeats "
-    "rows.jsonl:1",
-    "contradictions  3 examples whose answer has the other label too, the first at rows.jsonl:1, against rows.jsonl:2",
+    Message("duplicates", "1", "prompt", "answer", "label", "first", "rows.jsonl:4", "rows.jsonl:1"),
+    Message("contradictions", "3", "answer", "label", "first", "rows.jsonl:1", "rows.jsonl:2"),
     "characters                  least     half     90 %     99 %     most",
     "  prompt                        1        1        5        5        5",
     "  desirable answer              3        3        9        9        9",
@@ -59,7 +69,7 @@ TOKENS = [  # one a byte; <|im_start|>, user, a line's end, hello, <|im_end|> an
     "  prompt                        1        1       24       24       24",
     "  desirable answer              4        4       10       10       10",
     "  undesirable answer            4        4        4        4        4",
-    "  prompt and answer             5        5       34       34       34",
+    Message("prompt", "answer", "5", "34"),
 ]
 
 
@@ -72,9 +82,20 @@ def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixt
     write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
     assert shown(capsys, "rows.jsonl")[3:5] == [
         "examples        3: 1 desirable, 2 undesirable",
-        "balance         desirable_loss_weight * desirable rows / (undesirable_loss_weight * undesirable rows) should be "
-        "from 1 to 4/3, got 1 * 1 / (1 * 3.5) = 0.2857; set model.kto.desirable_loss_weight=3.5 and "
-        "model.kto.undesirable_loss_weight=1, or model.kto.auto_balance=true",
+        Message(
+            "balance",
+            "desirable_loss_weight",
+            "desirable",
+            "undesirable_loss_weight",
+            "undesirable",
+            "1",
+            "4/3",
+            "3.5",
+            "0.2857",
+            "model.kto.desirable_loss_weight=3.5",
+            "model.kto.undesirable_loss_weight=1",
+            "model.kto.auto_balance=true",
+        ),
     ]
 
 
@@ -86,7 +107,7 @@ def test_with_a_model_it_counts_tokens_and_what_is_truncated(
     assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
     for length, told in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
         lines = shown(capsys, "rows.jsonl", *model, "--seq-length", str(length))
-        assert lines[len(REPORT + TOKENS) :] == [f"truncated       {told} at model.data.seq_length={length}, of 5"]
+        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{told}", f"model.data.seq_length={length}", "5")]
 
 
 def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +124,8 @@ def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFi
         "",
         "pairs           4",
         "prompts         2 different, 1 of several pairs, at most 3 (that at data/a.jsonl:1)",
-        "duplicates      1 pair with prompt, answer and label of an earlier one, the first at data/b.jsonl:1, which repeats "
-        "data/a.jsonl:1",
-        "contradictions  3 pairs whose answers stand the other way round, the first at data/a.jsonl:1, against "
-        "data/b.jsonl:2",
+        Message("duplicates", "1", "prompt", "answer", "label", "first", "data/b.jsonl:1", "data/a.jsonl:1"),
+        Message("contradictions", "3", "answers", "first", "data/a.jsonl:1", "data/b.jsonl:2"),
         "characters                  least     half     90 %     99 %     most",
         "  prompt                        1        1        1        1        1",
         "  chosen answer                 3        4        4        4        4",
@@ -115,13 +134,13 @@ def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFi
         "  prompt                        1        1        1        1        1",
         "  chosen answer                 4        5        5        5        5",
         "  rejected answer               4        4        5        5        5",
-        "  prompt and answer             6        6        6        6        6",
-        "truncated       0 prompts and 4 answers at model.data.seq_length=5, of 4",
+        Message("prompt", "answer", "6"),
+        Message("truncated", "0", "prompts", "4", "answers", "model.data.seq_length=5"),
     ]
     # for KTO the same pairs are two examples each
     assert shown(capsys, "data")[3:5] == [
         "examples        8: 4 desirable, 4 undesirable",
-        "balance         desirable / undesirable = 1, from 1 to 1.333, as it should be: weights of 1 are fine",
+        Message("balance", "desirable", "undesirable", "1", "1.333"),
     ]
 
 
@@ -130,23 +149,23 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
         Path("rows.jsonl"), [{"prompt": "p", "response": "r", "label": "x"}] * 12 + ROWS + [{"prompt": "", **ROWS[0]}]
     )
     write_rows(Path("more.jsonl"), [{"prompt": "", "response": "r", "label": True}])
-    fault = "\"label\" must be true or false, got 'x'; correct it or remove the row (the same in 11 more, up to line 12)"
-    assert refused("rows.jsonl") == ["12 broken rows:", f"  rows.jsonl:1: {fault}"]
+    fault = Message("rows.jsonl:1", "label", "true", "false", "x", "remove", "11", "line 12")
+    assert refused("rows.jsonl") == ["12 broken rows:", fault]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rows.jsonl: 18 rows"
     assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
     said = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
     assert said[0] == "13 broken rows:"
-    assert said[2].startswith("  more.jsonl:1: the prompt must have at least one token")
+    assert said[2] == Message("more.jsonl:1", "prompt", "token")
 
 
 def test_a_file_of_one_kind_and_one_of_broken_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS[2:3])
     lines = shown(capsys, "rows.jsonl")
-    assert lines[3:5] == ["balance         all examples are desirable", "prompts         1 different, each of one example"]
+    assert lines[3:5] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
     assert lines[5:7] == [
-        "duplicates      0 examples with prompt, answer and label of an earlier one",
-        "contradictions  0 examples whose answer has the other label too",
+        Message("duplicates", "0", "prompt", "answer", "label"),
+        Message("contradictions", "0", "answer", "label"),
     ]
     Path("rows.jsonl").write_text("[]\n")
     assert refused("rows.jsonl")[0] == "1 broken row:"
@@ -170,18 +189,14 @@ def test_parts_and_renamed_columns_change_nothing(
 def test_mistakes() -> None:
     Path("empty").mkdir()
     assert refused("none.jsonl", "empty") == [
-        "FILE must be a jsonl file, or a folder with such files:",
-        "  got none.jsonl, which does not exist",
-        "  got empty, which has no jsonl file",
+        Message("FILE", "file", "folder", "files"),
+        Message("none.jsonl"),
+        Message("empty", "file"),
     ]
     write_rows(Path("rows.jsonl"), ROWS)
-    assert refused("rows.jsonl", "--seq-length", "8") == [
-        "--seq-length must come with --model, whose tokenizer makes tokens of the rows; add --model FOLDER"
-    ]
-    assert refused("rows.jsonl", "--fields", "prompt=question") == [
-        "--fields must be OURS:COLUMN, separated by commas, got prompt=question; e.g. --fields prompt:question"
-    ]
-    assert refused("rows.jsonl", "--fields", "promt:question")[0].endswith("got promt; did you mean prompt?")
+    assert refused("rows.jsonl", "--seq-length", "8") == [Message("--seq-length", "--model", "tokenizer", "FOLDER")]
+    assert refused("rows.jsonl", "--fields", "prompt=question") == [Message("--fields", "OURS:COLUMN", "prompt=question")]
+    assert refused("rows.jsonl", "--fields", "promt:question") == [Message("promt", "prompt?")]
     for option in ("--seq-length=1", "--workers=0"):
         with pytest.raises(SystemExit) as ended:
             check.main(["rows.jsonl", option])

@@ -14,6 +14,7 @@ import pytest
 
 from nemo_kto.checkpoint.checkpoint_files import info_text
 from nemo_kto.launch.entry import look_at_checkpoints
+from tests.messages import Message
 from tests.unit.checkpoint.test_checkpoint_files import earlier, flip, make_checkpoint
 
 
@@ -44,12 +45,12 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     validated = "val_loss 0.4628, val_acc 0.7500, val_rewards_margin 0.2900"
     assert [re.split("  +", line) for line in lines[:3]] == [
-        ["step", "written", "size", "data x tensor x pipeline", "metrics", "state"],
+        ["step", "written", "size", Message("data", "tensor", "pipeline"), "metrics", "state"],
         ["2", "2023-11-14 22:15", "0.01 MB", "1 x 1 x 1", "train_loss 0.5000", "complete"],
         ["4", "2023-11-14 22:17", "0.01 MB", "1 x 1 x 1", validated, "complete"],
     ]
-    assert re.split("  +", lines[3]) == ["5", "damaged: rng/00000.pt is not there"]
-    assert lines[4:] == [".writing-step_000006: not complete; it is being written, or its run was stopped"]
+    assert re.split("  +", lines[3]) == ["5", Message("damaged", "rng/00000.pt")]
+    assert lines[4:] == [Message(".writing-step_000006", "written")]
     assert (
         len({line.index(word) for line, word in zip(lines, ("state", "complete", "complete", "damaged"), strict=False)}) == 1
     )
@@ -82,29 +83,26 @@ def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout:
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = (run / "checkpoints" / f"step_{step:06d}" for step in (2, 4))
-    whole = "5 files (0.01 MB) are as they were written"
     assert command("verify", run) == 0
-    assert capsys.readouterr().out == f"{first}: {whole}\n{last}: {whole}\n"
+    assert capsys.readouterr().out.splitlines() == [Message(f"{step}", "5", "0.01 MB") for step in (first, last)]
     for name in ("rng/00000.pt", "hf/tokenizer.json"):
         flip(last / name)
-    damaged = f"{last}: damaged\n  rng/00000.pt has another content\n  hf/tokenizer.json has another content\n"
+    damaged = Message(f"{last}", "damaged", "rng/00000.pt", "hf/tokenizer.json")
     assert command("verify", run) == 1
-    assert capsys.readouterr().out == f"{first}: {whole}\n{damaged}"
+    assert capsys.readouterr().out.partition("\n")[2] == damaged
     assert command("verify", last) == 1
     assert capsys.readouterr().out == damaged
     earlier(first)
     assert command("verify", first) == 0
-    told = f"{first}: 3 files (0.01 MB) are as they were written, by their sizes; an earlier version wrote no hashes\n"
+    told = Message(f"{first}", "3", "files", "0.01", "MB", "earlier")
     assert capsys.readouterr().out == told
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("ls", tmp_path) == 2
-    told = f"RUN must be a run folder, with checkpoints in {tmp_path}/checkpoints, but there are none"
-    assert capsys.readouterr().err == f"nemo-kto checkpoint: {told}\n"
+    assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/checkpoints")
     assert command("verify", tmp_path / "gone") == 2
-    told = f"RUN must be a folder that exists, got {tmp_path}/gone; correct the path"
-    assert capsys.readouterr().err == f"nemo-kto checkpoint: {told}\n"
+    assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/gone", "path")
     assert command() == 2
     assert "the following arguments are required: ls|verify" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_kto.launch.job import Job
 from nemo_kto.recipes import KTO
+from tests.messages import Message
 from tests.unit.launch.conftest import composed, source_of
 
 
@@ -17,12 +18,8 @@ def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
     config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
     here = Job(recipe=KTO, source=source_of(KTO), world=None)
     texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
-    product = "the number of data-parallel ranks = 4"
-    of_batch = f"model.global_batch_size must be divisible by {product}, got 3; use 4"
-    of_nodes = (
-        "trainer.num_nodes must be 1 where no ranks were started for it, got 2; start the ranks with torchrun or srun, "
-        "see examples/slurm"
-    )
+    of_batch = Message("model.global_batch_size", "number", "4", "3", "use")
+    of_nodes = Message("trainer.num_nodes", "1", "2", "torchrun", "srun", "examples/slurm")
     assert texts == [[of_nodes, of_batch], [of_batch]]
 
 

@@ -10,6 +10,7 @@ import pytest
 from nemo_kto.launch.identity import MAY_CHANGE, MUST_STAY, Rule, as_markdown, differences, facts_of_earlier, rule_of
 from nemo_kto.launch.keys import all_keys
 from nemo_kto.recipes import RECIPES
+from tests.messages import Message
 
 KEYS = [(name, key.name) for name, recipe in RECIPES.items() for key in all_keys(recipe)]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
@@ -81,29 +82,20 @@ FACTS: dict[str, Any] = {
     [
         (
             {"model.kto.ref_policy_kl_penalty": 0.2},
-            ["model.kto.ref_policy_kl_penalty must stay 0.1 in a resumed run, got 0.2"],
+            [Message("model.kto.ref_policy_kl_penalty", "0.1", "0.2")],
         ),
         ({"pretrained_checkpoint.restore_from_path": content("a", "/moved")}, []),
         (
             {"pretrained_checkpoint.restore_from_path": content("z", "/other")},
-            [
-                "pretrained_checkpoint.restore_from_path must hold the same weights and configuration in a resumed run, "
-                "got others (/other; then /model)"
-            ],
+            [Message("pretrained_checkpoint.restore_from_path", "others", "/other", "/model")],
         ),
         (
             {"pretrained_checkpoint.restore_from_path": content("z", "/model")},
-            [
-                "pretrained_checkpoint.restore_from_path must hold the same weights and configuration in a resumed run, "
-                "got others (/model)"
-            ],
+            [Message("pretrained_checkpoint.restore_from_path", "others", "/model")],
         ),
         (
             {"model.reference.restore_from_path": content("z", "/other")},
-            [
-                "model.reference.restore_from_path must hold the same weights and configuration in a resumed run, "
-                "got others (/other; then none)"
-            ],
+            [Message("model.reference.restore_from_path", "others", "/other", "none")],
         ),
         (
             {
@@ -111,31 +103,25 @@ FACTS: dict[str, Any] = {
                 "order of the rows": content("z", "that of numpy 3.0"),
                 "trainer.kto.limit_train_batches": 7,
             },
-            [
-                "model.data.data_prefix and splits_string must give the same training rows in the same order in a resumed "
-                "run, got others (78 rows; then 77 rows)"
-            ],
+            [Message("model.data.data_prefix", "splits_string", "others", "78", "77")],
         ),
         (
             {"model.seed": 7, "order of the rows": content("z", "that of numpy 3.0")},
-            ["model.seed must stay 1234 in a resumed run, got 7"],
+            [Message("model.seed", "1234", "7")],
         ),
         (
             {"order of the rows": content("z", "that of numpy 3.0")},
-            [
-                "model.seed must draw the rows in the same order in a resumed run, got others (that of numpy 3.0; then that "
-                "of numpy 2.0)"
-            ],
+            [Message("model.seed", "others", "3.0", "2.0")],
         ),
         (
             {"trainer.kto.limit_train_batches": 2},
-            ["trainer.kto.limit_train_batches must give epochs of 6 steps in a resumed run, got 2"],
+            [Message("trainer.kto.limit_train_batches", "6", "2")],
         ),
         (
             {"trainer.precision": "bf16", "model.seed": 7},
             [
-                "model.seed must stay 1234 in a resumed run, got 7",
-                "trainer.precision must stay 32 in a resumed run, got bf16",
+                Message("model.seed", "1234", "7"),
+                Message("trainer.precision", "32", "bf16"),
             ],
         ),
     ],
@@ -147,7 +133,7 @@ def test_every_difference_is_told(change: dict[str, Any], told: list[str]) -> No
 def test_what_only_one_of_two_losses_takes_is_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
     told = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
-    assert told == ["model.dpo.preference_loss must stay dpo in a resumed run, got simpo"]
+    assert told == [Message("model.dpo.preference_loss", "dpo", "simpo")]
 
 
 EARLIER: dict[str, Any] = {
@@ -167,10 +153,10 @@ def test_an_earlier_version_noted_less() -> None:
     now |= {"model.global_batch_size": 8, "trainer.kto.limit_train_batches": 12, "model.peft.lora_tuning.alpha": 3.0}
     now |= {"model.peft.lora_tuning.target_modules": ["q_proj", "k_proj", "v_proj"]}
     assert differences(facts_of_earlier(then, now), now) == [
-        "model.reference.sync_interval must stay above 0 in a resumed run, got 0",
-        "model.global_batch_size must stay 16 in a resumed run, got 8",
-        "trainer.precision must stay bf16 in a resumed run, got 32",
-        "model.optim.use_distributed_optimizer must stay false in a resumed run, got true",
-        "model.peft.peft_scheme must stay lora in a resumed run, got none",
-        "model.peft.lora_tuning.alpha must stay 6.0 in a resumed run, got 3.0",
+        Message("model.reference.sync_interval", "0"),
+        Message("model.global_batch_size", "16", "8"),
+        Message("trainer.precision", "bf16", "32"),
+        Message("model.optim.use_distributed_optimizer", "false", "true"),
+        Message("model.peft.peft_scheme", "lora", "none"),
+        Message("model.peft.lora_tuning.alpha", "6.0", "3.0"),
     ]

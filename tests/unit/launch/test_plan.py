@@ -15,6 +15,7 @@ from nemo_kto.launch import plan, plan_run
 from nemo_kto.models.hardware import Hardware
 from nemo_kto.parallel import device
 from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.messages import Message, assert_names
 from tests.unit.launch.conftest import Load
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -63,13 +64,13 @@ def test_what_a_layout_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert told["model"] == "llama (llama), 8.03 B parameters, all trained"
     assert told["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
-    assert told["micro-batch"] == "8,192 tokens at most, 8 a step"
+    assert told["micro-batch"] == Message("8,192", "8")
     # 8.03 B / 4 parameters: 2 bytes of weights, 4 of gradients, 12 / 2 of optimizer state; of a checkpoint 14 / 2
     assert told["parameters"] == "2.01 B a rank"
     assert (told["weights"], told["gradients"], told["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
-    assert told["checkpoint copy"] == "14.1 GB on the host"
+    assert told["checkpoint copy"] == Message("14.1", "GB")
     assert told["verdict"] == "fits"
-    assert told["expected"].endswith("(an estimate from published figures, not measured)")
+    assert told["expected"] == Message("tokens/s", "estimate")
 
 
 # The shape of Mixtral 8x7B.
@@ -95,7 +96,7 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (status, told["model"]) == (0, "mixtral (mixtral), 46.7 B parameters, all trained")
     assert told["layout"].startswith("16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 8, selective")
     # 45.1 B in experts, 1 / 16 of them; 1.34 B in attention, routers and norms, 1 / 2; an embedding of 0.13 B
-    assert told["parameters"] == "3.62 B a rank, on stage 1 of 2, which needs the most"
+    assert told["parameters"] == Message("3.62", "1", "2")
     # 12 bytes for each value of an expert, of which no other rank has a copy; of the others 12 / 8
     assert told["optimizer"] == "35.0 GB"
     assert "expert" in told["sent by a rank"]
@@ -129,8 +130,8 @@ def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture
 def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
-    assert told["in all"].endswith("of 60.0 GB (60.2 GB whatever the rows are)")
-    assert told["verdict"] == "does not fit: use model.tensor_model_parallel_size=2 model.sequence_parallel=true"
+    assert told["in all"] == Message("60.0 GB", "60.2 GB")
+    assert told["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
 def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,13 +163,13 @@ def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
     )
     layout = (TENSOR.format(8), "model.sequence_parallel=true", *recomputed, "--memory", "24")
     _, told = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
-    assert told["verdict"] == ("does not fit: use model.pipeline_model_parallel_size=2, or model.context_parallel_size=2")
+    assert told["verdict"] == Message("fit", "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
     assert status == plan.DOES_NOT_FIT
-    assert told["use"] == "nothing fits; use more ranks, or a smaller model"
+    assert told["use"] == Message("nothing", "use")
     status, told = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
     assert told["use"] == (
         "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
@@ -182,7 +183,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert status == plan.DOES_NOT_FIT
     assert told["weights"] == "32.2 GB"
     assert "of 32.0 GB" in told["in all"]
-    assert told["expected"].endswith("(an estimate from a matrix product that was timed just now)")
+    assert_names(told["expected"], "estimate", "timed")
 
 
 @pytest.mark.parametrize(
@@ -191,28 +192,42 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
             [
-                "nothing can be planned:",
-                "  pretrained_checkpoint.restore_from_path must be a Hugging Face folder (with config.json) or one of our "
-                "checkpoints (with trainer.json), got nowhere; download it or correct the path",
-                "  model.lr is not a key of the configuration, got model.lr=3; did you mean model.optim.lr?",
+                Message("nothing", "planned"),
+                Message(
+                    "pretrained_checkpoint.restore_from_path", "folder", "config.json", "trainer.json", "nowhere", "download"
+                ),
+                Message("model.lr", "model.lr=3", "model.optim.lr"),
             ],
         ),
         (
             ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
             [
-                "nothing can be planned:",
-                "  model.tensor_model_parallel_size * pipeline_model_parallel_size = 4 * 1 = 4 must divide the number of "
-                "ranks, got 6; use a multiple of 4 ranks (trainer.devices) or smaller sizes",
+                Message("nothing", "planned"),
+                Message(
+                    "model.tensor_model_parallel_size",
+                    "pipeline_model_parallel_size",
+                    "4",
+                    "1",
+                    "number",
+                    "6",
+                    "trainer.devices",
+                ),
             ],
         ),
         (
             ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
             [
-                "nothing can be planned:",
-                "  model.tensor_model_parallel_size * pipeline_model_parallel_size = 1 * 5 = 5 must divide the number of "
-                "ranks, got 8; use a multiple of 5 ranks (trainer.devices) or smaller sizes",
-                "  model.pipeline_model_parallel_size must divide the 32 layers of llama, got 5; use 4, or "
-                "model.num_layers_in_last_pipeline_stage=4",
+                Message("nothing", "planned"),
+                Message(
+                    "model.tensor_model_parallel_size",
+                    "pipeline_model_parallel_size",
+                    "1",
+                    "5",
+                    "number",
+                    "8",
+                    "trainer.devices",
+                ),
+                Message("model.pipeline_model_parallel_size", "32", "5", "4", "model.num_layers_in_last_pipeline_stage=4"),
             ],
         ),
     ],
@@ -220,22 +235,24 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_all_that_is_wrong(argv: list[str], said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         plan.main(argv)
-    assert sorted(str(error.value).splitlines()) == sorted(said)
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(said)
+    assert [message for message in said if message not in lines] == []
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--memory", "0"], "argument --memory: must be a number above 0, in 10^9 bytes, got 0; e.g. --memory 80"),
-        (["--memory", "much"], "argument --memory: must be a number above 0, in 10^9 bytes, got much; e.g. --memory 80"),
-        (["--gpus", "0"], "argument --gpus: must be an integer of at least 1, got 0"),
+        (["--memory", "0"], Message("--memory", "number", "0", "10^9", "80")),
+        (["--memory", "much"], Message("--memory", "number", "0", "10^9", "much", "80")),
+        (["--gpus", "0"], Message("--gpus", "integer", "1", "0")),
     ],
 )
-def test_options_that_are_wrong(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_wrong(argv: list[str], said: Message, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plan.main(["kto", MODEL, *argv])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{said}\n")
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
@@ -268,14 +285,11 @@ def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureF
 
     with pytest.raises(UserError) as error:
         check(128e9)
-    assert str(error.value) == (
-        "weights, gradients, optimizer and reference of this run need 128.5 GB for each rank, got 128.0 GB of this machine; "
-        "use model.peft.peft_scheme=lora (`nemo-kto plan kto` with the same keys shows all of it)"
-    )
+    assert str(error.value) == Message("128.5", "GB", "128.0", "model.peft.peft_scheme=lora", "kto", "all")
     with caplog.at_level(logging.WARNING):
         check(129e9)
     (warned,) = caplog.messages
-    assert warned.startswith("the run may need ")
+    assert warned == Message("330.6 GB", "129.0 GB", "model.data.seq_length", "model.peft.peft_scheme=lora")
     caplog.clear()
     check(1e12)
     assert not caplog.messages

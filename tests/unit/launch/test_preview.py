@@ -10,6 +10,7 @@ import pytest
 from nemo_kto.data.preview import Marks
 from nemo_kto.errors import UserError
 from nemo_kto.launch import preview
+from tests.messages import Message, assert_names, raises
 from tests.tiny import make_tokenizer, write_rows
 
 USER, GOOD = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -47,27 +48,27 @@ def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.Capture
         + json.dumps({"prompt": "not shown", "completion": "f", "label": True})
     )
     assert shown(capsys, "rows.jsonl", "--model", model, "model.data.seq_length=32", "model.data.eod_mask_loss=true") == [
-        f"rows.jsonl as {model} sees it in `nemo-kto kto`",
-        "Marks: the prompt, [[what is trained on]], {{what is masked}}.",
-        "Of the first rows, columns that are not used: id (1 row).",
-        "KL examples: as if the first 4 examples were a global batch; training shuffles them.",
+        Message("rows.jsonl", f"{model}", "kto"),
+        Message("Marks", "prompt"),
+        Message("first", "used", "1"),
+        Message("KL", "examples", "first", "4", "training"),
         "",
-        "line 1: desirable, 21 + 6 = 27 of at most 32 tokens",
+        Message("1", "desirable", "21", "6", "27", "32"),
         "  | <|im_start|>user",
         "  | hi<|im_end|>",
         "  | <|im_start|>assistant",
         "  | [[hello<|im_end|>]]",
-        "  KL example: this prompt with the answer of line 3, 21 + 11 = 32 of at most 32 tokens",
+        Message("KL", "example", "prompt", "answer", "3", "21", "11", "32"),
         "  | [[bcdefghijbc]]",
         "",
-        "line 3: undesirable, 1 + 31 = 32 of at most 32 tokens, prompt and answer cut",
+        Message("3", "undesirable", "1", "31", "32", "prompt", "answer"),
         "  |  [[bcdefghijbcdefghijbcdefghijbcde]]",
-        "  KL example: this prompt with the answer of line 4, 1 + 4 = 5 of at most 32 tokens",
+        Message("KL", "example", "prompt", "answer", "4", "1", "5", "32"),
         "  | [[d<|im_end|>]]{{e}}[[<|im_end|>]]",
         "",
-        "line 4: desirable, 4 + 4 = 8 of at most 32 tokens",
+        Message("4", "desirable", "8", "32"),
         "  | c<|im_end|>: [[d<|im_end|>]]{{e}}[[<|im_end|>]]",
-        "  KL example: this prompt with the answer of line 5, 4 + 2 = 6 of at most 32 tokens",
+        Message("KL", "example", "prompt", "answer", "5", "4", "2", "6", "32"),
         "  | [[f<|im_end|>]]",
     ]
 
@@ -81,8 +82,8 @@ def test_rows_do_not_control_the_terminal(model: str, capsys: pytest.CaptureFixt
 def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {"prompt": "p", "chosen": " good", "rejected": " bad"}
     write_rows(Path("pairs.jsonl"), [pair, {**pair, "chosen_reward": 3.5, "rejected_reward": 1}])
-    text = ["  chosen, 1 + 6 = 7 of at most 2048 tokens", "  | p[[ good<|im_end|>]]"]
-    text += ["  rejected, 1 + 5 = 6 of at most 2048 tokens", "  | [[ bad<|im_end|>]]"]
+    text = [Message("chosen", "1", "6", "7", "2048"), "  | p[[ good<|im_end|>]]"]
+    text += [Message("rejected", "1", "5", "6", "2048"), "  | [[ bad<|im_end|>]]"]
     arguments = ("pairs.jsonl", "--model", model, "--algorithm", "dpo")
     assert shown(capsys, *arguments, "--rows", "1")[2:] == ["", "line 1: a pair", *text]
     with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[2:]
@@ -98,12 +99,10 @@ def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     # the same file in KTO: a pair is two examples, and both are answers to one prompt
     lines = shown(capsys, "pairs.jsonl", "--model", model, "--rows", "1")
     assert [line for line in lines if line.startswith(("line", "  KL"))] == [
-        "line 1: desirable, 1 + 6 = 7 of at most 2048 tokens",
-        "  KL example: this prompt with the answer of line 1, which was given to the same prompt, 1 + 5 = 6 of at most "
-        "2048 tokens",
-        "line 1: undesirable, 1 + 5 = 6 of at most 2048 tokens",
-        "  KL example: this prompt with the answer of line 2, which was given to the same prompt, 1 + 6 = 7 of at most "
-        "2048 tokens",
+        Message("1", "desirable", "6", "7", "2048"),
+        Message("KL", "example", "prompt", "answer", "1", "5", "6", "2048"),
+        Message("1", "undesirable", "5", "6", "2048"),
+        Message("KL", "example", "prompt", "answer", "2", "1", "6", "7", "2048"),
     ]
 
 
@@ -112,7 +111,7 @@ def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.Captu
     fields = "model.data.fields={prompt:question,response:answer}"
     for override in ("model.kto.preference_loss=kto", "model.kto.preference_loss=apo_zero_unpaired"):
         lines = shown(capsys, "rows.jsonl", "--model", model, fields, override)
-        assert lines[2:] == ["", "line 1: undesirable, 1 + 2 = 3 of at most 2048 tokens", "  | q[[a<|im_end|>]]"]
+        assert lines[2:] == ["", Message("1", "undesirable", "2", "3", "2048"), "  | q[[a<|im_end|>]]"]
 
 
 def test_colours_end_with_the_line() -> None:
@@ -123,46 +122,42 @@ def test_colours_end_with_the_line() -> None:
 
 
 def test_a_file_without_a_model() -> None:
-    assert refused("rows.jsonl") == [
-        "--model must name a Hugging Face folder, whose tokenizer and chat template make tokens of the rows, got none; e.g. "
-        "nemo-kto data preview rows.jsonl --model MODEL"
-    ]
+    assert refused("rows.jsonl") == [Message("--model", "folder", "tokenizer", "template", "none", "rows.jsonl", "MODEL")]
 
 
 def test_a_folder_in_the_place_of_a_file(model: str) -> None:
-    assert refused(".", "--model", model) == ["FILE must be a jsonl file, got the folder .; name one of its files"]
+    assert refused(".", "--model", model) == [Message("FILE", "file", "folder", "files")]
 
 
 def test_mistakes_come_together_and_those_of_the_machine_do_not_matter(model: str) -> None:
     said = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
-    assert said[0] == "nothing can be shown:"
+    assert said[0] == Message("nothing", "shown")
     assert [line.split()[0] for line in said[1:]] == [
         "pretrained_checkpoint.restore_from_path", "model.data.data_prefix", "model.data.seq_length",
     ]  # fmt: skip
-    assert "got nowhere" in said[1]
-    assert "got none.jsonl" in said[2]
+    assert_names(said[1], "nowhere")
+    assert_names(said[2], "none.jsonl")
     write_rows(Path("rows.jsonl"), [{"prompt": "p", "response": "r", "label": True}])
     misspelt = refused("rows.jsonl", "--model", model, "model.data.seq_lenght=5")
-    assert misspelt[1].endswith("did you mean model.data.seq_length?")
+    assert misspelt[1] == Message("model.data.seq_lenght", "model.data.seq_length?")
 
 
 def test_broken_rows_are_named_by_the_file_that_was_given(model: str) -> None:
     write_rows(Path("rows.jsonl"), [{"question": "Q?", "chosen": "it is a", "rejected": "it is b"}])
     assert refused("rows.jsonl", "--model", model) == [
         "1 broken row:",
-        '  rows.jsonl:1: "question" would be lost, the row has no "prompt"; name the columns with '
-        "'model.data.fields={prompt:question}'",
+        Message("rows.jsonl:1", "question", "prompt", "model.data.fields={prompt:question}"),
     ]
 
 
 def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"prompt": "p", "response": "r", "label": True}
     write_rows(Path("rows.jsonl"), [{**row, "prompt": f"p{number}"} for number in range(4)] + [{}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:5: "):
+    with raises(UserError, "rows.jsonl:5"):
         preview.main(["rows.jsonl", "--model", model])
     lines = shown(capsys, "rows.jsonl", "--model", model, "model.global_batch_size=4", "--rows", "1")
-    assert lines[2].startswith("KL examples: as if the first 4 examples")
-    assert "answer of line 2" in lines[-2]
+    assert lines[2] == Message("KL", "4")
+    assert lines[-2] == Message("KL", "line 2")
 
 
 def test_numbers_of_rows_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +165,7 @@ def test_numbers_of_rows_that_are_none(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit) as ended:
             preview.main(["rows.jsonl", f"--rows={number}"])
         assert ended.value.code == 2
-        assert f"argument --rows: must be an integer of at least 1, got {number}" in capsys.readouterr().err
+        assert_names(capsys.readouterr().err, "--rows", "integer", "1", number)
 
 
 def test_the_tokenizer_of_the_tests_has_one_token_a_byte() -> None:

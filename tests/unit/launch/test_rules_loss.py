@@ -8,94 +8,107 @@ from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES
 from nemo_kto.recipes import DPO, KTO, Recipe
+from tests.messages import Message
 from tests.unit.launch.conftest import Load, Said
 
 SORTING = LOSSES["aot"]
 
 # Algorithm, overrides, what is said.
 BROKEN = [
-    (KTO, ["model.kto.preference_loss=dpo"], ["model.kto.preference_loss must be kto, apo_zero_unpaired or bco, got dpo"]),
+    (
+        KTO,
+        ["model.kto.preference_loss=dpo"],
+        [Message("model.kto.preference_loss", "kto", "apo_zero_unpaired", "bco", "dpo")],
+    ),
     (
         DPO,
         ["model.dpo.preference_loss=kto"],
         [
-            "model.dpo.preference_loss must be dpo, ipo, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-            "apo_zero, apo_down, discopop, aot, aot_unpaired, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, simpo or orpo, got kto",
+            Message(
+                "model.dpo.preference_loss",
+                "dpo",
+                "ipo",
+                "hinge",
+                "robust",
+                "exo_pair",
+                "nca_pair",
+                "bco_pair",
+                "sppo_hard",
+                "apo_zero",
+                "apo_down",
+                "discopop",
+                "aot",
+                "aot_unpaired",
+                "rpo_sq",
+                "rpo_bwd_kl",
+                "rpo_fwd_kl",
+                "simpo",
+                "orpo",
+                "kto",
+            ),
         ],
     ),
     (
         KTO,
         ["model.global_batch_size=1"],
-        [
-            "model.global_batch_size must be at least 2: the reference point pairs each row with the answer of another, "
-            "got 1; use a larger batch"
-        ],
+        [Message("model.global_batch_size", "2", "answer", "1", "use")],
     ),
     (
         DPO,
         ["model.global_batch_size=1", "model.micro_batch_size=2"],
         [
-            "model.global_batch_size must be divisible by micro_batch_size * data-parallel ranks = 2 * 1 = 2, got 1; use 2",
+            Message("model.global_batch_size", "micro_batch_size", "2", "1", "use"),
         ],
     ),
-    (KTO, ["model.kto.desirable_loss_weight=-1"], ["model.kto.desirable_loss_weight must be at least 0, got -1"]),
+    (KTO, ["model.kto.desirable_loss_weight=-1"], [Message("model.kto.desirable_loss_weight", "0", "-1")]),
     (
         KTO,
         ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
-        [
-            "model.kto.desirable_loss_weight and model.kto.undesirable_loss_weight must not both be 0, got 0.0 and 0.0; "
-            "nothing would be learned"
-        ],
+        [Message("model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight", "0", "0.0", "nothing")],
     ),
     (
         DPO,
         ["model.dpo.label_smoothing=0.5"],
-        ["model.dpo.label_smoothing must be from 0 to below 0.5, got 0.5"],
+        [Message("model.dpo.label_smoothing", "0", "0.5")],
     ),
     (
         DPO,
         ["model.dpo.label_smoothing=-0.1"],
-        ["model.dpo.label_smoothing must be from 0 to below 0.5, got -0.1"],
+        [Message("model.dpo.label_smoothing", "0", "0.5", "-0.1")],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
         [
-            "model.dpo.label_smoothing must be left out with hinge, which does not take it, got 0.1; "
-            "it is for dpo, robust, aot, aot_unpaired or simpo",
+            Message("model.dpo.label_smoothing", "0.1", "dpo", "aot_unpaired"),
         ],
     ),
     (
         DPO,
         ["model.dpo.gt_reward_scale=2"],
-        [
-            "model.dpo.gt_reward_scale must be left out with dpo, which does not take it, got 2.0; "
-            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl"
-        ],
+        [Message("model.dpo.gt_reward_scale", "dpo", "2.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=rpo_sq", "model.dpo.gt_reward_scale=0"],
-        ["model.dpo.gt_reward_scale must be above 0, got 0"],
+        [Message("model.dpo.gt_reward_scale", "0")],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=orpo", "model.dpo.simpo_gamma=1"],
-        ["model.dpo.simpo_gamma must be left out with orpo, which does not take it, got 1.0; it is for simpo"],
+        [Message("model.dpo.simpo_gamma", "1.0")],
     ),
     (
         DPO,
         ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=-1"],
-        ["model.dpo.simpo_gamma must be at least 0, got -1"],
+        [Message("model.dpo.simpo_gamma", "0", "-1")],
     ),
     (
         DPO,
         ["model.data.default_chosen_reward=5", "model.data.default_rejected_reward=1"],
         [
-            "model.data.default_chosen_reward must be left out with dpo, which takes no rewards, got 5.0; "
-            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
-            "model.data.default_rejected_reward must be left out with dpo, which takes no rewards, got 1.0; "
-            "it is for rpo_sq, rpo_bwd_kl or rpo_fwd_kl",
+            Message("model.data.default_chosen_reward", "dpo", "5.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
+            Message("model.data.default_rejected_reward", "dpo", "1.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
         ],
     ),
     (
@@ -106,8 +119,8 @@ BROKEN = [
             "model.data.default_rejected_reward=-inf",
         ],
         [
-            "model.data.default_chosen_reward must be finite, got nan",
-            "model.data.default_rejected_reward must be finite, got -inf",
+            Message("model.data.default_chosen_reward", "nan"),
+            Message("model.data.default_rejected_reward", "-inf"),
         ],
     ),
 ]
@@ -126,11 +139,10 @@ def test_a_loss_without_a_reference_holds_none(said: Said, tmp_path: object, nam
         f"model.reference.restore_from_path={tmp_path}/model",
         "model.reference.sync_interval=3",
     ]
-    text = f"must be left out with {name}, which has no reference"
     assert said(*overrides, recipe=DPO) == [
-        f"model.reference.mode {text}, got swap",
-        f"model.reference.restore_from_path {text}, got {tmp_path}/model",
-        f"model.reference.sync_interval {text}, got 3",
+        Message("model.reference.mode", name, "reference", "swap"),
+        Message("model.reference.restore_from_path", name, "reference", f"{tmp_path}/model"),
+        Message("model.reference.sync_interval", name, "reference", "3"),
     ]
 
 
@@ -212,9 +224,7 @@ def test_losses_that_sort(said: Said) -> None:
     """A record of pairs by its path: single answers are in no two lists that could be compared."""
     path = "tests.unit.launch.test_rules_loss.SORTING"
     assert said(f"model.dpo.preference_loss={path}", recipe=DPO) == []
-    assert said(f"model.kto.preference_loss={path}") == [
-        f"model.kto.preference_loss must name a loss without sorts, which `nemo-kto kto` cannot give, got {path}"
-    ]
+    assert said(f"model.kto.preference_loss={path}") == [Message("model.kto.preference_loss", "kto", f"{path}")]
 
 
 def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +234,8 @@ def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> 
     own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
     assert said(f"model.kto.preference_loss={own}") == []
     assert said(f"model.dpo.preference_loss={own}", recipe=DPO) == [
-        f"model.dpo.preference_loss must name a loss without needs_delta, which `nemo-kto dpo` cannot give, got {own}"
+        Message("model.dpo.preference_loss", "needs_delta", "dpo", f"{own}")
     ]
     assert said(f"model.kto.preference_loss={silent}") == [
-        "model.kto.preference_loss must name a loss whose function takes beta, desirable_weight, undesirable_weight by "
-        f"keyword, got {silent}, which takes beta, delta, desirable_weight, undesirable_weight"
+        Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", f"{silent}")
     ]

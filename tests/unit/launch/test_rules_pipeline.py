@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import Message
 from tests.unit.launch.conftest import Said
 
 STAGES, CHUNKS = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
@@ -26,64 +27,64 @@ def layers(folder: Path, number: int) -> str:
 @pytest.mark.parametrize(
     ("number", "overrides", "told"),
     [
-        (5, [f"{STAGES}=2"], f"{STAGES} must divide the 5 layers of MODEL, got 2; use 1, or {LAST}=2"),
-        (9, [f"{STAGES}=8"], f"{STAGES} must divide the 9 layers of MODEL, got 8; use 3, or {LAST}=2"),
-        (3, [f"{STAGES}=4"], f"{STAGES} must divide the 3 layers of MODEL, got 4; use 3"),
+        (5, [f"{STAGES}=2"], Message(STAGES, "5", "MODEL", "2", "1", f"{LAST}=2")),
+        (9, [f"{STAGES}=8"], Message(STAGES, "9", "MODEL", "8", "3", f"{LAST}=2")),
+        (3, [f"{STAGES}=4"], Message(STAGES, "3", "MODEL", "4", "use")),
         (
             6,
             [f"{STAGES}=3", f"{LOSS}=true"],
-            f"{STAGES} must divide loss and the 6 layers of MODEL, got 3; use {LOSS}=false",
+            Message(STAGES, "6", "MODEL", "3", f"{LOSS}=false"),
         ),
         (
             8,
             [f"{STAGES}=4", f"{EMBEDDING}=true", f"{LOSS}=true"],
-            f"{STAGES} must divide embedding, loss and the 8 layers of MODEL, got 4; use 2",
+            Message(STAGES, "8", "MODEL", "4", "2"),
         ),
         (
             24,
             [f"{STAGES}=4", f"{CHUNKS}=4"],
-            f"{CHUNKS} must divide each stage's share (6) of the 24 layers of MODEL, got 4; use 3",
+            Message(CHUNKS, "6", "24", "MODEL", "4", "3"),
         ),
         (
             4,
             [f"{STAGES}=4", f"{CHUNKS}=2"],
-            f"{CHUNKS} must divide each stage's share (1) of the 4 layers of MODEL, got 2; use null",
+            Message(CHUNKS, "1", "4", "MODEL", "2", "null"),
         ),
         (
             14,
             [f"{STAGES}=4", f"{CHUNKS}=2", f"{FIRST}=3"],
-            f"{FIRST} must leave the other stages equal shares of the 14 layers of MODEL, got 3; use 2, or 8",
+            Message(FIRST, "14", "MODEL", "3", "2", "8"),
         ),
         (
             32,
             [f"{STAGES}=4", f"{FIRST}=7", f"{LAST}=6"],
-            f"{FIRST} must leave the other stages equal shares of the 32 layers of MODEL, got 7; use 6, or 8",
+            Message(FIRST, "32", "MODEL", "7", "6", "8"),
         ),
         (
             32,
             [f"{STAGES}=4", f"{LAST}=30"],
-            f"{LAST} must leave the other stages equal shares of the 32 layers of MODEL, got 30; use 29",
+            Message(LAST, "32", "MODEL", "30", "29"),
         ),
         (
             5,
             [f"{STAGES}=2", f"{FIRST}=1", f"{LAST}=3"],
-            f"{FIRST} must make up, with the 3 of the last stage, the 5 layers of MODEL, got 1; use 2",
+            Message(FIRST, "3", "last", "5", "MODEL", "1", "2"),
         ),
         (
             7,
             [f"{STAGES}=2", f"{CHUNKS}=3", f"{FIRST}=4"],
-            f"{CHUNKS} must divide each stage's share (3 and 4) of the 7 layers of MODEL, got 3; use null",
+            Message(CHUNKS, "3", "4", "7", "MODEL", "null"),
         ),
-        (4, [*FULL, f"{GROUP}=3"], f"{GROUP} must divide the layers that stages have in one piece (4), got 3; use 2"),
+        (4, [*FULL, f"{GROUP}=3"], Message(GROUP, "4", "3", "2")),
         (
             8,
             [f"{STAGES}=2", f"{CHUNKS}=2", *FULL, f"{GROUP}=4"],
-            f"{GROUP} must divide the layers that stages have in one piece (2), got 4; use 2",
+            Message(GROUP, "2", "4", "use"),
         ),
         (
             5,
             [f"{STAGES}=2", f"{LAST}=2", *FULL, f"{GROUP}=2"],
-            f"{GROUP} must divide the layers that stages have in one piece (2 and 3), got 2; use 1",
+            Message(GROUP, "2", "3", "1"),
         ),
     ],
 )
@@ -110,20 +111,20 @@ def test_layers_that_fit(said: Said, tmp_path: Path, number: int, overrides: lis
 
 def test_what_needs_a_pipeline(said: Said) -> None:
     assert said(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
-        f"{CHUNKS} needs {STAGES} above 1, got 2 and 1; raise it or set {CHUNKS}=null",
-        f"{LAST} needs {STAGES} above 1, got 3 and 1; raise it or set {LAST}=null",
-        f"{LOSS} needs {STAGES} above 1, got true and 1; raise it or set {LOSS}=false",
+        Message(CHUNKS, STAGES, "1", "2", f"{CHUNKS}=null"),
+        Message(LAST, STAGES, "1", "3", f"{LAST}=null"),
+        Message(LOSS, STAGES, "1", "true", f"{LOSS}=false"),
     ]
 
 
 def test_what_says_the_same_twice(said: Said) -> None:
     assert said(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
-        f"{EMBEDDING} must be false where {FIRST} say how many layers a stage has, got true; give one or the other"
+        Message(EMBEDDING, "false", FIRST, "true", "give")
     ]
 
 
 def test_impossible_numbers(said: Said) -> None:
     assert said(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
-        f"{CHUNKS} must be at least 2, got 1; null: no virtual pipeline",
-        f"{FIRST} must be at least 1, got 0",
+        Message(CHUNKS, "2", "1", "null"),
+        Message(FIRST, "1", "0"),
     ]

@@ -12,6 +12,7 @@ from nemo_kto.losses.metrics import balance_metrics
 from nemo_kto.losses.preference import preference_metrics
 from nemo_kto.recipes import DPO, KTO, Recipe
 from nemo_kto.recipes.recipe import OTHER_METRICS
+from tests.messages import Message, assert_names
 from tests.unit.launch.conftest import Said
 from tests.unit.launch.test_rules import MONITOR, OFFERED, STOPPING
 
@@ -33,8 +34,9 @@ def override(folder: Path, *names: str) -> str:
 def test_a_metric_of_no_set_is_met_with_the_right_names(said: Said, recipe: Recipe, sets: str, monitor: str) -> None:
     """The default too: which set ranks the checkpoints is for the user to say."""
     assert said(sets, *([] if monitor == "val_loss" else [f"{MONITOR}={monitor}"]), recipe=recipe) == [
-        f"{MONITOR} must be val_helpful_, val_harmless_ or train_ and one of {OFFERED[recipe.name]}, got {monitor}; "
-        "e.g. val_helpful_loss"
+        Message(
+            MONITOR, "val_helpful_", "val_harmless_", "train_", f"{OFFERED[recipe.name]}", f"{monitor}", "val_helpful_loss"
+        )
     ]
 
 
@@ -49,31 +51,36 @@ def test_early_stopping_may_look_at_another_set(said: Said, sets: str) -> None:
     assert said(*given) == []
     assert said(*given, f"{STOPPED_BY}=val_harmless_kl") == []
     assert said(*given, f"{STOPPED_BY}=val_loss") == [
-        f"{STOPPED_BY} must be val_helpful_, val_harmless_ or train_ and one of {OFFERED['kto']}, got val_loss; "
-        "e.g. val_helpful_loss"
+        Message(STOPPED_BY, "val_helpful_", "val_harmless_", "train_", f"{OFFERED['kto']}", "val_loss", "val_helpful_loss")
     ]
 
 
 def test_a_set_where_there_are_none(said: Said) -> None:
     assert said(f"{MONITOR}=val_helpful_loss") == [
-        f"{MONITOR} must be val_ or train_ and one of {OFFERED['kto']}, got val_helpful_loss; e.g. val_loss"
+        Message(MONITOR, "val_", "train_", f"{OFFERED['kto']}", "val_helpful_loss", "val_loss")
     ]
     wrong = said("model.data.data_prefix=3", f"{MONITOR}=val_helpful_loss")
-    assert wrong == ["model.data.data_prefix must be a string, a list or a mapping, got 3"], "perhaps it has that set"
+    assert wrong == [Message("model.data.data_prefix", "string", "list", "mapping", "3")], "perhaps it has that set"
 
 
-NAMES = "model.data.data_prefix must name validation sets so that no metric has two meanings, got"
+NAMES = "model.data.data_prefix"
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["preference"], [f"{NAMES} preference (val_preference_loss); rename it"]),
-        (["loss", "kl"], [f"{NAMES} loss (val_loss); rename it", f"{NAMES} kl (val_kl); rename it"]),
-        (["invalid"], [f"{NAMES} invalid (val_invalid_rows); rename it"]),
-        (["a", "a_preference"], [f"{NAMES} a and a_preference (val_a_preference_loss); rename one of them"]),
-        (["a_preference", "a"], [f"{NAMES} a_preference and a (val_a_preference_loss); rename one of them"]),
-        (["a", "a_loss"], [f"{NAMES} a and a_loss (val_a_loss); rename one of them"]),
+        (["preference"], [Message(NAMES, "preference", "val_preference_loss", "rename")]),
+        (["loss", "kl"], [Message(NAMES, "loss", "val_loss", "rename"), Message(NAMES, "kl", "val_kl", "rename")]),
+        (["invalid"], [Message(NAMES, "invalid", "val_invalid_rows", "rename")]),
+        (
+            ["a", "a_preference"],
+            [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")],
+        ),
+        (
+            ["a_preference", "a"],
+            [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")],
+        ),
+        (["a", "a_loss"], [Message(NAMES, "a", "a_loss", "val_a_loss", "rename")]),
         (["math", "math_hard", "chosen", "val", "train", "A", "2024"], []),
     ],
 )
@@ -84,21 +91,19 @@ def test_names_that_metrics_have(said: Said, tmp_path: Path, names: list[str], t
 def test_names_and_files_that_are_wrong_are_told_together(said: Said, tmp_path: Path) -> None:
     files = f"{{help ful: {tmp_path}/rows.jsonl, a/b: /nowhere/a, preference: [0.5, /nowhere/b]}}"
     found = said(f"model.data.data_prefix={{train: {tmp_path}/rows.jsonl, validation: {files}}}", f"{MONITOR}=val_loss")
-    exist = "model.data.data_prefix must name files and folders that exist, got"
     assert found[:-1] == [
-        f"{exist} /nowhere/a; correct the path",
-        f"{exist} /nowhere/b; correct the path",
-        "model.data.data_prefix cannot be read: must name validation sets with letters, digits and underscores, got "
-        "'help ful', 'a/b'; rename them",
-        f"{NAMES} preference (val_preference_loss); rename it",
+        Message("model.data.data_prefix", "files", "/nowhere/a", "path"),
+        Message("model.data.data_prefix", "files", "/nowhere/b", "path"),
+        Message("model.data.data_prefix", "read", "validation", "help", "a/b", "rename"),
+        Message(NAMES, "preference", "val_preference_loss", "rename"),
     ]
-    assert found[-1].startswith(f"{MONITOR} must be val_help ful_, ")
+    assert_names(found[-1], MONITOR, "val_help ful_")
 
 
 def test_a_set_without_training_rows(said: Said, tmp_path: Path) -> None:
     sets = f"{{helpful: {tmp_path}/rows.jsonl}}"
     (text,) = said(f"model.data.data_prefix={{validation: {sets}}}", f"{MONITOR}=val_helpful_loss", "export.which=best")
-    assert text.startswith("model.data.data_prefix must give training rows, got ")
+    assert text == Message("model.data.data_prefix", "train", "helpful")
 
 
 def test_all_metrics_that_are_reported_are_known() -> None:

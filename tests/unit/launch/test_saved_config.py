@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_kto.launch.saved_config import save_config
-from tests.messages import assert_names
+from tests.messages import Message, assert_names
 from tests.unit.launch.conftest import Load
 
 NESTED_ALIASES = b"algorithm: kto\na0: &a0 [x, x]\n" + b"".join(
@@ -34,8 +34,7 @@ def test_a_damaged_configuration_is_written_again(
     file.write_bytes(damage)
     save_config(config)
     assert file.read_bytes() == content
-    text = "cannot be read and is written again; what has changed since the last start is not known"
-    assert capsys.readouterr().err == f"nemo-kto: {file} {text}\n"
+    assert capsys.readouterr().err == Message("nemo-kto", f"{file}", "written")
 
 
 def test_interpolations_of_a_saved_configuration_are_not_resolved(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.launch.slurm import requeue
+from tests.messages import Message
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def test_the_job_is_requeued(environ: dict[str, str], job: str, scontrol: Path) 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "trainer.requeue needs a SLURM job, got none (SLURM_JOB_ID is not set); nothing was requeued"),
-        ({"SLURM_JOB_ID": "13"}, "`scontrol requeue 13` failed, nothing was requeued: Job is pending"),
+        ({}, Message("trainer.requeue", "SLURM", "none", "SLURM_JOB_ID", "nothing")),
+        ({"SLURM_JOB_ID": "13"}, Message("13", "nothing", "requeued")),
     ],
 )
 def test_a_job_that_cannot_be_requeued_is_a_warning(
@@ -49,4 +50,4 @@ def test_a_machine_without_scontrol(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue({"SLURM_JOB_ID": "12"}) is None
-    assert caplog.records[0].getMessage().startswith("`scontrol requeue 12` failed, nothing was requeued: [Errno 2]")
+    assert caplog.records[0].getMessage() == Message("scontrol requeue 12", "requeued", "[Errno 2]")

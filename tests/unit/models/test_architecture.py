@@ -13,6 +13,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.architecture import read_architecture
 from nemo_kto.models.config_file import layers_with_experts
 from nemo_kto.models.families import FAMILIES, Experts, Temperature
+from tests.messages import Message, raises
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,11 +90,11 @@ def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
         )
     }
     assert found == {
-        "Gemma2ForCausalLM": ("norms after attention and MLP", "a soft cap on the scores"),
-        "Gemma3ForCausalLM": ("norms after attention and MLP", "a rope for layers with a window"),
-        "GptOssForCausalLM": ("sinks in the softmax", "experts with biases", "a clamped activation"),
+        "Gemma2ForCausalLM": (Message("MLP", "attention"), Message("scores", "soft")),
+        "Gemma3ForCausalLM": (Message("MLP", "attention"), Message("layers", "window")),
+        "GptOssForCausalLM": (Message("softmax", "sinks"), Message("experts", "biases"), "a clamped activation"),
         "LlamaForCausalLM": (),
-        "Olmo2ForCausalLM": ("norms after attention and MLP", "norms over all heads"),
+        "Olmo2ForCausalLM": (Message("MLP", "attention"), Message("all", "norms")),
         "Qwen3ForCausalLM": (),
     }
 
@@ -161,10 +162,10 @@ def test_llama4_as_published(tmp_path: Path) -> None:
         weighs_input=True,
     )
     assert read.not_in_engine == (
-        "attention in chunks",
-        "a rotation of neighbouring channels",
-        "norms after the rotation",
-        "queries that grow with the position",
+        Message("attention", "chunks"),
+        Message("neighbouring", "rotation"),
+        Message("rotation", "norms"),
+        Message("position", "queries"),
     )
 
 
@@ -191,7 +192,7 @@ def test_llama4_without_its_extras(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
     assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
     assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
-    assert read.not_in_engine == ("a rotation of neighbouring channels",)
+    assert read.not_in_engine == (Message("neighbouring", "rotation"),)
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -302,7 +303,7 @@ def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
     given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
     read = read_architecture(folder(tmp_path, **given, **changes), tensor_parallel=1)
     assert read.rope.factor_in_table == in_table
-    assert ("an attention factor of some layers or channels" in read.not_in_engine) == in_table
+    assert any("attention factor" in reason for reason in read.not_in_engine) == in_table
     assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
 
 
@@ -342,48 +343,63 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "must be one of Gemma2ForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, Llama4ForCausalLM, "
-            "MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
-            "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM, got 'GPT2LMHeadModel'",
+            Message(
+                "Gemma2ForCausalLM",
+                "Gemma3ForCausalLM",
+                "GptOssForCausalLM",
+                "LlamaForCausalLM",
+                "Llama4ForCausalLM",
+                "MistralForCausalLM",
+                "MixtralForCausalLM",
+                "Olmo2ForCausalLM",
+                "Olmo3ForCausalLM",
+                "Phi3ForCausalLM",
+                "Qwen2ForCausalLM",
+                "Qwen2MoeForCausalLM",
+                "Qwen3ForCausalLM",
+                "Qwen3MoeForCausalLM",
+                "SmolLM3ForCausalLM",
+                "GPT2LMHeadModel",
+            ),
         ),
-        ({"architectures": None}, "must be one of .* got ''"),
+        ({"architectures": None}, Message("''")),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
-            "must be one of default, linear, llama3, yarn, dynamic, longrope, got 'proportional'",
+            Message("llama3", "proportional"),
         ),
-        ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, "got 'made-up'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized, got quant_method 'gptq'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"intermediate_size": 97}, "intermediate_size must be divisible by the tensor-parallel size, got 97 and 2"),
-        ({"mlp_bias": True}, "mlp_bias=true with attention_bias=false is not supported"),
+        ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, Message("made-up")),
+        ({"quantization_config": {"quant_method": "gptq"}}, Message("quant_method", "gptq")),
+        ({"hidden_act": "gelu"}, Message("hidden_act", "silu", "gelu")),
+        ({"intermediate_size": 97}, Message("intermediate_size", "97", "2")),
+        ({"mlp_bias": True}, Message("mlp_bias=true", "attention_bias=false")),
         (
             {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            "layer_types must be of full_attention, chunked_attention, got sliding_attention; choose another model",
+            Message("layer_types", "full_attention", "chunked_attention", "sliding_attention", "choose"),
         ),
         (
             {**of("Llama4ForCausalLM"), "attention_chunk_size": None},
-            "attention_chunk_size must be given where layer_types has chunked_attention, got null; add it",
+            Message("attention_chunk_size", "layer_types", "chunked_attention", "null", "add"),
         ),
         (
             {**of("Llama4ForCausalLM"), "attn_temperature_tuning": 4},
-            "attn_temperature_tuning must be true or false, got 4; download the model again",
+            Message("attn_temperature_tuning", "true", "false", "4", "download"),
         ),
         (
             {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
-            "got chunked_attention",
+            Message("layer_types", "chunked_attention"),
         ),
         (
             {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0]},
-            "no_rope_layers must have a 0 or 1 for each of 3 layers, got 2",
+            Message("no_rope_layers", "0", "1", "3", "2"),
         ),
         (
             {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0, 2]},
-            r"no_rope_layers must be a list of 0 and 1, got \[1, 0, 2\]",
+            Message("no_rope_layers", "list", "0", "[1, 0, 2]"),
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
+    with raises(ValueError, *message.parts) as error:
         read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
     assert str(tmp_path / "config.json") in str(error.value)
 
@@ -395,12 +411,9 @@ def test_encoder_decoder_models_are_refused_with_the_reason(tmp_path: Path, conf
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError) as error:
         read_architecture(tmp_path, tensor_parallel=1)
-    assert str(error.value) == (
-        f"{tmp_path / 'config.json'}: an encoder-decoder model ({config.model_type}) cannot be trained: a response must be "
-        "the continuation of its prompt; choose a decoder-only model"
-    )
+    assert str(error.value) == Message(f"{tmp_path / 'config.json'}", f"{config.model_type}", "trained", "prompt", "choose")
 
 
 def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must be a Hugging Face model folder, but it has no config\.json"):
+    with raises(UserError, "folder", "config.json"):
         read_architecture(tmp_path, tensor_parallel=1)

@@ -16,6 +16,7 @@ from nemo_kto.models.lora_mappings import adapted_mappings, adapter_mappings, ad
 from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
 from nemo_kto.models.rope import Rope
 from nemo_kto.models.segments import Segment, held, pieces, segments, source_shapes
+from tests.messages import Message
 
 # Three key-value heads that two ranks share as four; head size 2.
 ARCHITECTURE = Architecture(
@@ -59,19 +60,19 @@ def test_scales() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "the rank of an adapter must be at least 1, got 0"),
-        ({"alpha": 0.0}, "alpha of an adapter must be above 0 and at most 1000000, got 0.0"),
-        ({"alpha": 1e300}, "alpha of an adapter must be above 0 and at most 1000000, got 1e+300"),
-        ({"alpha": float("nan")}, "alpha of an adapter must be above 0 and at most 1000000, got nan"),
-        ({"dropout": 1.0}, "the dropout of an adapter must be in [0, 1), got 1.0"),
-        ({"dropout": -0.1}, "the dropout of an adapter must be in [0, 1), got -0.1"),
+        ({"rank": 0}, Message("rank", "1", "0")),
+        ({"alpha": 0.0}, Message("alpha", "0", "1000000", "0.0")),
+        ({"alpha": 1e300}, Message("alpha", "0", "1000000", "1e+300")),
+        ({"alpha": float("nan")}, Message("alpha", "0", "1000000", "nan")),
+        ({"dropout": 1.0}, Message("dropout", "0", "1", "1.0")),
+        ({"dropout": -0.1}, Message("dropout", "0", "1", "-0.1")),
         (
             {"target_modules": ("q_proj", "lm_head", "qkv")},
-            f"target_modules must be one or more of {', '.join(TARGET_MODULES)}; got lm_head, qkv",
+            Message("target_modules", f"{', '.join(TARGET_MODULES)}", "lm_head"),
         ),
-        ({"target_modules": ()}, f"target_modules must be one or more of {', '.join(TARGET_MODULES)}; got none"),
-        ({"layers": (0, 1)}, "layers must be one or more numbers from 1, or None for all; got [0, 1]"),
-        ({"layers": ()}, "layers must be one or more numbers from 1, or None for all; got []"),
+        ({"target_modules": ()}, Message("target_modules", f"{', '.join(TARGET_MODULES)}", "none")),
+        ({"layers": (0, 1)}, Message("layers", "1", "0")),
+        ({"layers": ()}, Message("layers", "1", "[]")),
     ],
 )
 def test_impossible_settings(changes: dict[str, object], message: str) -> None:
@@ -186,9 +187,9 @@ def test_an_embedding_is_the_other_way_round_to_peft() -> None:
     [
         ({}, False, None),
         ({"target_modules": ("all",)}, True, None),
-        ({}, True, "must leave out embed_tokens where it is the output layer too, which peft would not adapt with it"),
-        ({"layers": (1,)}, False, "must leave out embed_tokens where only some layers are adapted: it lies in none"),
-        ({"dora": True}, False, "must leave out embed_tokens with DoRA"),
+        ({}, True, Message("embed_tokens", "peft")),
+        ({"layers": (1,)}, False, Message("embed_tokens", "adapted", "none")),
+        ({"dora": True}, False, Message("embed_tokens", "DoRA")),
     ],
 )
 def test_an_embedding_that_cannot_be_adapted(changes: dict[str, Any], tied: bool, problem: str | None) -> None:
@@ -199,7 +200,4 @@ def test_an_embedding_that_cannot_be_adapted(changes: dict[str, Any], tied: bool
 def test_only_megatron_layers_are_adapted() -> None:
     with pytest.raises(TypeError) as error:
         adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
-    assert str(error.value) == (
-        "a layer to adapt must be one of ColumnParallelLinear, RowParallelLinear, RowEmbedding, and not be adapted yet, "
-        "got Linear"
-    )
+    assert str(error.value) == Message("ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "Linear")

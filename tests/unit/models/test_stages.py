@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from nemo_kto.models.stages import PipelineSplit, SplitError
 from nemo_kto.models.transformer_settings import _pipeline_settings
+from tests.messages import Message
 
 SPLITS = [
     (4, PipelineSplit()),
@@ -43,12 +44,12 @@ def test_a_stage_holds_the_layers_that_megatron_core_builds(layers: int, split: 
 @pytest.mark.parametrize(
     ("layers", "split", "told"),
     [
-        (5, PipelineSplit(stages=2), "stages must divide the 5 layers, got 2"),
-        (5, PipelineSplit(chunks=2), "stages must be at least 2 for chunks, or an uneven split, of the layers, got 1"),
+        (5, PipelineSplit(stages=2), Message("5", "2")),
+        (5, PipelineSplit(chunks=2), Message("2", "1")),
         (
             8,
             PipelineSplit(stages=2, first=4, counts_loss=True),
-            "first must be left out where embedding or loss are counted among the layers, got 4",
+            Message("first", "4"),
         ),
     ],
 )
@@ -63,11 +64,11 @@ def test_what_cannot_be_shared_out(layers: int, split: PipelineSplit, told: str)
     ("layers", "split", "text"),
     [
         (4, PipelineSplit(stages=2), ""),
-        (8, PipelineSplit(stages=2, chunks=4), "4 chunks of each stage"),
+        (8, PipelineSplit(stages=2, chunks=4), Message("4", "chunks")),
         (7, PipelineSplit(stages=3, last=1), "stages of 3, 3 and 1 layers"),
         (30, PipelineSplit(stages=4, counts_embedding=True, counts_loss=True), "stages of 7, 8, 8 and 7 layers"),
         (126, PipelineSplit(stages=16, counts_embedding=True, counts_loss=True), "stages of 7, 14 x 8 and 7 layers"),
-        (7, PipelineSplit(stages=2, chunks=2, counts_loss=True), "2 chunks of each stage, stages of 4 and 3 layers"),
+        (7, PipelineSplit(stages=2, chunks=2, counts_loss=True), Message("2", "4", "3")),
     ],
 )
 def test_in_words(layers: int, split: PipelineSplit, text: str) -> None:

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
 from nemo_kto.parallel import device, imports, kernels, main_grad
+from tests.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RICH = {"te": True, "apex": True, "triton": True, "compiler": "/usr/bin/gcc"}
@@ -43,13 +44,13 @@ def test_a_cpu_has_no_kernels_and_misses_none() -> None:
     assert [kernels.compiles(), kernels.adds_products()] == [False, False]
 
 
-NO_ENGINE = "layers without Transformer Engine's kernels; install transformer-engine[pytorch]"
-NO_ADDING = "gradients of linear layers are made before they are added; install apex with its CUDA extensions"
-NO_ROPE = "rotary embeddings in several kernels; install transformer-engine[pytorch]"
-NO_FUSING = "activations in several kernels; torch needs triton and a C compiler (gcc) to fuse them"
-NO_ADAM = "the optimizer in several kernels; install transformer-engine[pytorch] or apex"
-NO_OVERLAP = "tensor-parallel communication does not overlap; unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 1"
-SLOW_TYPE = "fp32: no tensor cores; trainer.precision=bf16 is many times faster"
+NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
+NO_ADDING = Message("gradients", "apex", "CUDA")
+NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
+NO_FUSING = Message("activations", "triton", "gcc")
+NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
+NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,9 @@ def test_each_slow_path_is_a_line(
 
 def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": False})
-    parts = ["norms after attention and MLP", "norms over all heads"]
+    parts = ["norms over all heads", "a clamped activation"]
     assert kernels.slow_paths(BF16, tensor_parallel=1, not_in_engine=parts, environment={}) == [
-        "layers without Transformer Engine's kernels, which lack norms after attention and MLP and norms over all heads",
+        Message("layers", "Transformer Engine", *parts),
         NO_ADDING,
     ]
     assert kernels.slow_paths(FP32, tensor_parallel=1, not_in_engine=parts, environment={})[0] == SLOW_TYPE

@@ -14,7 +14,7 @@ import pytest
 from nemo_kto.parallel import launcher
 from tests import forked
 from tests.integration.commands import environment
-from tests.messages import assert_names
+from tests.messages import Message, assert_names
 
 
 class Failure:
@@ -49,9 +49,9 @@ def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path
 @pytest.mark.parametrize(
     ("exitcode", "status", "text"),
     [
-        (-9, 1, "nemo-kto: rank 1 of 4 was killed by SIGKILL (out of memory?); the other ranks were ended\n"),
-        (-11, 1, "nemo-kto: rank 1 of 4 was killed by SIGSEGV; the other ranks were ended\n"),
-        (7, 7, "nemo-kto: rank 1 of 4 ended with status 7; the other ranks were ended. Its error is above.\n"),
+        (-9, 1, Message("nemo-kto", "1", "4", "SIGKILL", "other")),
+        (-11, 1, Message("nemo-kto", "1", "4", "SIGSEGV", "other")),
+        (7, 7, Message("nemo-kto", "1", "4", "7", "other")),
         (2, 2, ""),
     ],
 )
@@ -72,10 +72,7 @@ def test_without_a_loopback_interface_no_rank_is_started(
     with pytest.raises(SystemExit) as ended:
         launcher.spawn_ranks(2, ["-c", "print('started')"], stop_signals=[])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "nemo-kto: the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
-        "(ip link set lo up) or use trainer.devices=1\n"
-    )
+    assert capsys.readouterr().err == Message("nemo-kto", "127.0.0.1", "none", "trainer.devices=1")
 
 
 def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:

@@ -15,20 +15,19 @@ import torch
 
 from nemo_kto.parallel import device, precision
 from nemo_kto.parallel.precision import Bf16Support
-
-TAKES = "a matrix product takes {} times as long in bf16 as in fp32"
+from tests.messages import Message
 
 
 @pytest.mark.parametrize(
     ("instructions", "slowdown", "native", "why"),
     [
-        (True, 0.31, True, f"on this CPU {TAKES.format('0.3')}"),
-        (True, 1.0, False, f"on this CPU {TAKES.format('1.0')}"),
-        (True, 6.5, False, f"on this CPU {TAKES.format('6.5')}"),  # torch was asked, the measurement denies it
-        (False, 75.2, False, f"this CPU has no bf16 instructions: {TAKES.format('75')}"),
-        (False, 0.9, False, f"this CPU has no bf16 instructions: {TAKES.format('0.9')}"),
-        (None, 0.5, True, f"on this CPU {TAKES.format('0.5')}"),  # a torch that cannot tell
-        (None, 12.4, False, f"on this CPU {TAKES.format('12')}"),
+        (True, 0.31, True, Message("CPU", "0.3")),
+        (True, 1.0, False, Message("CPU", "1.0")),
+        (True, 6.5, False, Message("CPU", "6.5")),  # torch was asked, the measurement denies it
+        (False, 75.2, False, Message("CPU", "bf16", "instructions", "75")),
+        (False, 0.9, False, Message("CPU", "bf16", "instructions", "0.9")),
+        (None, 0.5, True, Message("CPU", "0.5")),  # a torch that cannot tell
+        (None, 12.4, False, Message("CPU", "12")),
     ],
 )
 def test_on_a_cpu(
@@ -40,9 +39,7 @@ def test_on_a_cpu(
     assert precision.bf16_support() == Bf16Support(native=native, why=why)
 
 
-@pytest.mark.parametrize(
-    ("has", "why"), [(True, "this GPU has bf16 instructions"), (False, "this GPU has no bf16 instructions")]
-)
+@pytest.mark.parametrize(("has", "why"), [(True, Message("GPU", "bf16")), (False, Message("GPU", "no", "bf16"))])
 def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(device, "gpu_has_bf16", lambda: has)

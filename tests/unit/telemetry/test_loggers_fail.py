@@ -17,6 +17,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
+from tests.messages import Message
 
 
 def steps(file: Path) -> list[int]:
@@ -48,8 +49,7 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCa
         assert file.read_text().count("\n") == 4
     logger.finalize("success")
     assert steps(file) == [1, 2, 3, 4, 5]
-    told = "training continues, and what is missing there is written as soon as it can be"
-    assert caplog.messages == [f"{file} cannot be written: File too large; {told}"]
+    assert caplog.messages == [Message(f"{file}", "File too large", "continues")]
 
 
 DAMAGES = [b'\x00\x01{"step": 2}\n', b'{"step"\n', b"\xff\xfe\n", b"[]\n", b"[" * 10_000 + b"\n", b"\0" * 9]
@@ -63,7 +63,7 @@ def test_lines_that_can_be_read_stay(damage: bytes, tmp_path: Path, caplog: pyte
     RunLogger(folder=tmp_path, enabled=True, tensorboard=False, resumed_step=2).finalize("success")
     assert steps(file) == ([1, 2] if damage.endswith(b"\n") else [1])
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
-    told = f"{file} is damaged: what can be read of it is kept; the file as it was is now {file}.damaged"
+    told = Message(f"{file}", "damaged", "file", f"{file}.damaged")
     assert caplog.messages == [told]
 
 
@@ -94,8 +94,7 @@ def test_a_service_that_fails_is_left_out(
         logger.log_metrics({"train/loss": 0.5}, step)
     logger.finalize("success")
     assert (steps(tmp_path / "metrics.jsonl"), down.calls) == ([1, 2, 3], 1)
-    why = "ConnectionError: cannot reach http://***@host"
-    assert caplog.messages == [f"the log tensorboard failed, and the run continues without it: {why}"]
+    assert caplog.messages == [Message("tensorboard", "ConnectionError", "http://***@host")]
 
 
 def test_a_service_that_is_down_at_the_start(
@@ -108,15 +107,13 @@ def test_a_service_that_is_down_at_the_start(
     monkeypatch.setattr(loggers, "installed", lambda package: True)
     with pytest.raises(UserError) as raised:
         RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={})
-    assert str(raised.value) == (
-        "the log wandb must be there when a run begins, but it cannot be opened: ConnectionError: cannot reach http://host; "
-        "make it reachable, or set exp_manager.create_wandb_logger=false"
+    assert str(raised.value) == Message(
+        "wandb", "opened", "ConnectionError", "http://host", "exp_manager.create_wandb_logger=false"
     )
     logger = RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={}, resumed_step=0)
     logger.log_metrics({"train/loss": 0.5}, 1)
     assert steps(tmp_path / "metrics.jsonl") == [1]
-    why = "ConnectionError: cannot reach http://host"
-    assert caplog.messages == [f"the log wandb failed, and the run continues without it: {why}"]
+    assert caplog.messages == [Message("wandb", "ConnectionError", "http://host")]
 
 
 def test_the_event_file_of_a_full_disk(tmp_path: Path) -> None:
@@ -140,7 +137,7 @@ def test_the_identity_of_a_run_at_a_service(
     file = tmp_path / "wandb_run_id"
     file.write_bytes(text)
     assert loggers._known_identity(file, 3) == known
-    warning = f"{file} is damaged: the figures of this run continue in a new one there"
+    warning = Message(f"{file}", "damaged")
     assert caplog.messages == ([] if known else [warning])
 
 

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from nemo_kto.telemetry.spikes import LossSpikes
+from tests.messages import Message
 
 
 def told(losses: list[float]) -> list[int]:
@@ -46,5 +47,5 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate([0.5, 0.55, 0.6] * 10 + [4.0], start=1):
             spikes.watch(step, loss)
-    said = "step 31: the loss jumped to 4; the median of the last 30 steps is 0.55"
+    said = Message("31", "4", "last", "30", "0.55")
     assert [record.getMessage() for record in caplog.records] == [said]

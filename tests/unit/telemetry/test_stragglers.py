@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_kto.telemetry.stragglers import RankTimes, StragglerFinder, slowest
+from tests.messages import Message
 
 
 def rank(*, data: float = 0.1, forward: float = 0.4, stage: int = 0, step: float = 2.0) -> RankTimes:
@@ -27,10 +28,7 @@ def test_a_rank_that_is_slow_twice_in_a_row_is_named_once() -> None:
     assert finder.find(slow) == []
     assert finder.find(well) == []
     assert finder.find(slow) == []
-    assert finder.find(slow) == [
-        "rank 2 of 4 on node0 is slower than the others with the same work: it needs 2.30 s of each step (data 1.90 s, "
-        "forward 0.40 s), they need 0.50 s (median, over 20 steps), and all ranks wait for it"
-    ]
+    assert finder.find(slow) == [Message("2", "4", "node0", "work", "2.30", "1.90", "0.40", "0.50", "20", "all")]
     assert finder.find(slow) == []
 
 

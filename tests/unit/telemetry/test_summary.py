@@ -10,6 +10,7 @@ import pytest
 
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines, short
 from nemo_kto.telemetry.timers import duration_text
+from tests.messages import Message
 
 START = RunStart(
     command="nemo-kto kto",
@@ -41,7 +42,7 @@ START = RunStart(
     stages="",
     sequence_parallel=False,
     device="NVIDIA H200",
-    precision="bf16 (this GPU has bf16 instructions)",
+    precision="bf16 (why)",
     reference="cached (it does not change)",
     folder="results/gpt_kto",
 )
@@ -53,8 +54,8 @@ END = RunEnd(
     seconds=725.0,
     stopped_by=None,
     reached={"train loss": "0.5000 -> 0.4000 (steps 1 and 375)"},
-    best="results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100, the lowest of 4 that are kept)",
-    exports=model_lines(Path("results/gpt_kto/hf"), "after the last step, 375"),
+    best="results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100)",
+    exports=model_lines(Path("results/gpt_kto/hf"), "step 375"),
     train_longer="trainer.kto.max_epochs=2",
     metrics="results/gpt_kto/metrics.jsonl",
 )
@@ -62,24 +63,24 @@ END = RunEnd(
 
 def test_the_start() -> None:
     assert str(START).splitlines() == [
-        "nemo-kto kto",
-        "  model       models/small (llama), 135 M parameters, all trained",
-        "  adapters    none",
-        "  train       12,000 rows (7,000 desirable, 5,000 undesirable), 3,400,000 tokens, 12 prompts truncated",
-        "  validation  400 rows",
-        "  steps       375 (2.01 epochs of 187 steps)",
-        "  batch       64 rows a step, micro-batches of 4",
-        "  layout      1 rank",
-        "  device      NVIDIA H200",
-        "  precision   bf16 (this GPU has bf16 instructions)",
-        "  reference   cached (it does not change)",
-        "  run folder  results/gpt_kto",
+        Message("nemo-kto kto"),
+        Message("model", "models/small", "llama", "135 M"),
+        Message("adapters", "none"),
+        Message("train", "12,000 rows", "7,000 desirable", "5,000 undesirable", "3,400,000 tokens", "12 prompts"),
+        Message("validation", "400 rows"),
+        Message("steps", "375", "2.01 epochs", "187 steps"),
+        Message("64", "4"),
+        Message("layout", "1 rank"),
+        Message("device", "NVIDIA H200"),
+        Message("bf16 (why)"),
+        Message("reference", "cached (it does not change)"),
+        Message("run folder", "results/gpt_kto"),
     ]
 
 
 def test_the_layout_of_a_mixture_of_experts() -> None:
     start = replace(START, data_parallel=8, pipeline_parallel=2, expert_parallel=4)
-    assert "  layout      16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 4" in str(start).splitlines()
+    assert str(start).splitlines()[7] == Message("layout", "16 ranks", "8 data x 1 tensor x 2 pipeline", "experts over 4")
 
 
 @pytest.mark.parametrize(
@@ -108,38 +109,35 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
     )
     lines = str(start).splitlines()
     assert lines[1:3] == [
-        "  model       models/small (llama), 135 M parameters, 921,600 in adapters trained",
-        "  adapters    LoRA of rank 16, alpha 32, on q_proj, v_proj",
+        Message("models/small", "135 M", "921,600", "adapters"),
+        Message("adapters", "LoRA of rank 16, alpha 32, on q_proj, v_proj"),
     ]
-    assert lines[5] == "  steps       187 (1 epoch of 187 steps), resumed after step 187"
-    assert lines[7] == "  layout      8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel"
+    assert lines[5] == Message("187", "1")
+    assert lines[7] == Message("layout", "8 ranks", "2 data x 4 tensor x 1 pipeline", "sequence parallel")
     shared = str(replace(start, context_parallel=2)).splitlines()
-    assert shared[7] == "  layout      16 ranks = 2 data x 2 context x 4 tensor x 1 pipeline parallel, sequence parallel"
-    staged = replace(start, pipeline_parallel=2, tensor_parallel=1, stages="2 chunks of each stage", sequence_parallel=False)
-    assert (
-        "  layout      4 ranks = 2 data x 1 tensor x 2 pipeline parallel (2 chunks of each stage)"
-        in str(staged).splitlines()
-    )
+    assert shared[7] == Message("16 ranks", "2 data x 2 context x 4 tensor x 1 pipeline", "sequence parallel")
+    staged = replace(start, pipeline_parallel=2, tensor_parallel=1, stages="2 chunks", sequence_parallel=False)
+    assert str(staged).splitlines()[7] == Message("4 ranks", "2 data x 1 tensor x 2 pipeline", "2 chunks")
 
 
 def test_the_start_on_a_machine_that_lacks_something() -> None:
     lines = str(replace(START, slow_paths=["no apex; install it", "no gcc"])).splitlines()
     assert lines[-3:] == [
-        "  run folder   results/gpt_kto",
-        "  slow path 1  no apex; install it",
-        "  slow path 2  no gcc",
+        Message("results/gpt_kto"),
+        Message("1", "no apex; install it"),
+        Message("2", "no gcc"),
     ]
 
 
 def test_the_end() -> None:
     assert str(END).splitlines() == [
-        "nemo-kto kto finished after step 375 of 375 (1 epoch of 375 steps) in 12 min",
-        "  train loss       0.5000 -> 0.4000 (steps 1 and 375)",
-        "  best checkpoint  results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100, the lowest of 4 that are kept)",
-        "  exported model   results/gpt_kto/hf (after the last step, 375)",
-        '  load it with     transformers.AutoModelForCausalLM.from_pretrained("results/gpt_kto/hf")',
-        "  train longer     the same command with trainer.kto.max_epochs=2",
-        "  metrics          results/gpt_kto/metrics.jsonl",
+        Message("nemo-kto kto", "step 375 of 375", "1 epoch of 375 steps", "12 min"),
+        Message("train loss", "0.5000 -> 0.4000 (steps 1 and 375)"),
+        Message("best", "results/gpt_kto/checkpoints/step_000300 (val_loss 0.4100)"),
+        Message("results/gpt_kto/hf", "step 375"),
+        Message('transformers.AutoModelForCausalLM.from_pretrained("results/gpt_kto/hf")'),
+        Message("train", "trainer.kto.max_epochs=2"),
+        Message("metrics", "results/gpt_kto/metrics.jsonl"),
     ]
 
 
@@ -148,24 +146,21 @@ def test_the_end_of_a_run_whose_time_was_up() -> None:
         END, step=75, stopped_by="trainer.max_time=00:03:00:00", exports=adapter_lines(Path("adapter")), train_longer=""
     )
     lines = str(end).splitlines()
-    assert (
-        lines[0]
-        == "nemo-kto kto stopped by trainer.max_time=00:03:00:00 after step 75 of 375 (0.2 epochs of 375 steps) in 12 min"
-    )
+    assert lines[0] == Message("trainer.max_time=00:03:00:00", "step 75 of 375", "0.2 epochs of 375 steps", "12 min")
     assert lines[3:6] == [
-        "  exported adapters  adapter",
-        '  load them with     peft.AutoPeftModelForCausalLM.from_pretrained("adapter")',
-        "  resume             the same command",
+        Message("exported adapters", "adapter"),
+        Message('peft.AutoPeftModelForCausalLM.from_pretrained("adapter")'),
+        Message("command", "resume"),
     ]
 
 
 def test_the_end_of_a_run_that_no_longer_improved() -> None:
-    why = "val_loss has not improved in the last 3 validations; it was 0.4100 at step 300"
+    why = "val_loss was 0.4100 at step 300"
     end = replace(END, step=360, early_stopping=why, train_longer="exp_manager.create_early_stopping_callback=false")
     lines = str(end).splitlines()
-    assert lines[0] == "nemo-kto kto stopped by early stopping after step 360 of 375 (0.96 epochs of 375 steps) in 12 min"
-    assert lines[1] == f"  early stopping   {why}"
-    assert lines[-2] == "  train longer     the same command with exp_manager.create_early_stopping_callback=false"
+    assert lines[0] == Message("early stopping", "step 360 of 375", "0.96 epochs of 375 steps", "12 min")
+    assert lines[1] == Message("early stopping", why)
+    assert lines[-2] == Message("train", "exp_manager.create_early_stopping_callback=false")
 
 
 def test_first_and_last_values(tmp_path: Path) -> None:
