@@ -53,7 +53,9 @@ def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
         with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(0)
-            if (told := other_format(handle.read(_FORMAT_BYTES))) is not None:
+            start = handle.read(_FORMAT_BYTES)
+            # the format's own header begins with "{", after a length that may begin like another format
+            if start[8:9] != b"{" and (told := other_format(start)) is not None:
                 raise UserError(f"{file} must be a safetensors file, but it is {told}")
             handle.seek(0)
             length = int.from_bytes(handle.read(8), "little")

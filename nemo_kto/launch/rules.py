@@ -38,7 +38,6 @@ def broken_rules(
     """
     checks: list[Callable[[RunConfig], Errors]] = [
         _callbacks,
-        _run_folder,
         _files,
         _data_files,
         set_name_rules,
@@ -110,16 +109,6 @@ def _checkpoints(cfg: RunConfig) -> Errors:
     for package in ("tensorboard", "wandb", "mlflow"):
         if getattr(cfg.exp_manager, f"create_{package}_logger") and not installed(package):
             yield ConfigError(f"exp_manager.create_{package}_logger", f"cannot be true: {missing_package(package)}")
-
-
-def _run_folder(cfg: RunConfig) -> Errors:
-    folder = Path(os.path.abspath(cfg.exp_manager.explicit_log_dir))
-    above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
-        why = "is no folder" if not os.path.isdir(above) else "cannot be written"
-        text = f"must be a folder that can be written, got {folder}: {above} {why}"
-        remedy = "choose another with exp_manager.exp_dir, exp_manager.name or exp_manager.explicit_log_dir"
-        yield ConfigError("exp_manager.explicit_log_dir", f"{text}; {remedy}", about_files=True)
 
 
 def _files(cfg: RunConfig) -> Errors:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,24 +121,25 @@ def test_an_adapter_is_looked_at_before_anything_starts(here: Path, case: str) -
     assert_harmless(said[0])
 
 
+def info(**changes: Any) -> str:
+    """A trainer.json of step 3 with the least that it holds, and changes."""
+    return json.dumps({"trainer": {"step": 3}, "metrics": {}, "dtype": "float32", "layout": {}, "files": {}, **changes})
+
+
 CHECKPOINTS: dict[str, tuple[str, Message]] = {
     "no JSON": ("{", Message("trainer.json", "JSON")),
     "a list": ("[]", Message("trainer.json", "JSON", "object", "list", "checkpoint")),
     "nothing in it": ("{}", Message("trainer.json", "files", "adapters", "something")),
     "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "files", "adapters")),
     "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "adapters")),
-    "a file that is not there": (
-        '{"files": {"state/x": 3}, "dtype": "float32"}', Message("state/x", "checkpoint")),
-    "a file that is cut": ('{"files": {"hf/config.json": 3}, "dtype": "float32"}', Message("hf/config.json")),
-    "adapters that are a list": ('{"files": {}, "dtype": "float32", "adapters": []}', Message("trainer.json", "files")),
-    "adapters of nothing": (
-        '{"files": {}, "dtype": "float32", "adapters": {}}', Message("adapters")),
+    "a file that is not there": (info(files={"state/x": 3}), Message("state/x", "checkpoint")),
+    "a file that is cut": (info(files={"hf/config.json": 3}), Message("hf/config.json")),
+    "adapters that are a list": (info(adapters=[]), Message("trainer.json", "adapters")),
+    "adapters of nothing": (info(adapters={}), Message("trainer.json", "adapters")),
     "adapters of unknown settings": (
-        '{"files": {}, "dtype": "float32", "adapters": {"base_model": "x", "settings": {"depth": 3}}}',
-        Message("adapters")),
+        info(adapters={"base_model": "x", "settings": {"depth": 3}}), Message("trainer.json", "adapters")),
     "a base model that is gone": (
-        '{"files": {}, "dtype": "float32", "adapters": {"base_model": "/nowhere/base", "settings": '
-        '{"rank": 1, "alpha": 1}}}',
+        info(adapters={"base_model": "/nowhere/base", "settings": {"rank": 1, "alpha": 1}}),
         Message("/nowhere/base", "trainer.json")),
 }  # fmt: skip
 

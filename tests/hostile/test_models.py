@@ -54,8 +54,8 @@ NO_MODEL = Message("folder", "config.json", "trainer.json")
 AT_START: dict[str, tuple[Break, Message]] = {
     # config.json as a file
     "config is absent": (removed("config.json"), NO_MODEL),
-    "config is a folder": (replaced_by_folder("config.json"), ", where config.json is a folder; download it"),
-    "config is a named pipe": (replaced_by_pipe("config.json"), ", where config.json is a named pipe (FIFO); download it"),
+    "config is a folder": (replaced_by_folder("config.json"), Message("config.json", "folder", "download")),
+    "config is a named pipe": (replaced_by_pipe("config.json"), Message("config.json", "FIFO", "download")),
     "config is a link to itself": (linked("config.json", "config.json"), NO_MODEL),
     "config is a link to nowhere": (linked("config.json", "nowhere"), NO_MODEL),
     "config cannot be read": (
@@ -302,7 +302,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "a header of empty entries": (header(lambda known: known.update({NORM: {}})), Message(NORM)),
     "a weight whose name controls the terminal": (
         header(lambda known: known.update({"\x1b[2J\n" + "x" * 100_000: {}})),
-        Message(WEIGHTS, r"\x1b[2J\nxxx"),
+        Message(WEIGHTS, r"\x1b[2J\n" + "x" * 500),
     ),
     "a shape of strings": (header(lambda known: known[NORM].update(shape=["8"])), Message(NORM)),
     "a negative shape": (header(lambda known: known[NORM].update(shape=[-8])), Message(NORM)),

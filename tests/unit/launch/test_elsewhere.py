@@ -27,6 +27,6 @@ def test_ranks_run_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) 
     """And not the script of the launcher, which is what the process of the job was started with."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
     job = Job(recipe=KTO, source=source_of(KTO), world=None)
-    assert job._command(["model.seed=1"])[:4] == ["-u", "-m", "nemo_kto.launch.cli", "kto"]
+    assert job._command(["model.seed=1"])[:5] == ["-u", "-P", "-m", "nemo_kto.launch.cli", "kto"]
     job = Job(recipe=KTO, source=source_of(KTO), world=None, script=Path("/examples/train.py"))
     assert job._command(["model.seed=1"])[:2] == ["-u", "/examples/train.py"]

@@ -13,7 +13,7 @@ from nemo_kto.launch import job, rules
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from nemo_kto.recipes import DPO, KTO, Recipe
-from tests.messages import Message, assert_names
+from tests.messages import Message
 from tests.unit.launch.conftest import Said, of
 
 # Overrides, number of ranks, what is said.
@@ -364,15 +364,6 @@ def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.Monke
     ]
 
 
-def test_a_run_folder_that_cannot_be_made(said: Said, tmp_path: Path) -> None:
-    (tmp_path / "notes").touch()
-    (message,) = said(f"exp_manager.explicit_log_dir={tmp_path}/notes/run")
-    assert_names(message, "exp_manager.explicit_log_dir", f"{tmp_path}/notes/run", f"{tmp_path}/notes", "exp_manager.name")
-    assert said(f"exp_manager.explicit_log_dir={tmp_path}/new/run") == []
-    (message,) = said("exp_manager.explicit_log_dir=/proc/run")
-    assert_names(message, "/proc")
-
-
 def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 0)
     assert said("trainer.accelerator=gpu") == [
@@ -466,7 +457,7 @@ def test_the_metrics_are_those_that_the_losses_report() -> None:
     of_rows = dict.fromkeys(
         [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows"], 2.0
     )
-    of_pairs = dict.fromkeys([*shared, "correct", "margin_square_sum"], 2.0)
+    of_pairs = dict.fromkeys([*shared, "sft_count", "correct", "margin_square_sum"], 2.0)
     counts = {"rows", "invalid_rows", "kl_unclamped"}
     assert {*KTO.metrics, *KTO.anchors.values()} == set(kto_metrics(of_rows)) - counts
     assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts

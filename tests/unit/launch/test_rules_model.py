@@ -363,16 +363,20 @@ def test_what_is_right_passes_with_the_other_algorithms(said: Said, tmp_path: Pa
     assert wrong == {}
 
 
+# The least that a trainer.json holds.
+INFO = {"trainer": {"step": 3}, "metrics": {}, "dtype": "float32", "layout": {}, "files": {}}
+
+
 def test_a_checkpoint_of_ours_can_be_the_reference(said: Said, recipe: Recipe, tmp_path: Path) -> None:
     write_stub_model(tmp_path / "step=3" / "hf")
-    (tmp_path / "step=3" / "trainer.json").write_text('{"dtype": "float32", "files": {}}')
+    (tmp_path / "step=3" / "trainer.json").write_text(json.dumps(INFO))
     assert said(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
 
 
 def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
     write_stub_model(folder / "hf")
     adapters = {"base_model": str(base), "settings": {"rank": 1, "alpha": 1.0}}
-    (folder / "trainer.json").write_text(json.dumps({"dtype": "float32", "files": {}, "adapters": adapters}))
+    (folder / "trainer.json").write_text(json.dumps({**INFO, "adapters": adapters}))
     return folder
 
 

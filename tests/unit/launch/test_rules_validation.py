@@ -114,7 +114,7 @@ def test_all_metrics_that_are_reported_are_known() -> None:
         ["rewards_square_sum", "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "correct"],
         2.0,
     )
-    ones |= dict.fromkeys(["margin_square_sum", "same_prompt_pairs", "moe_batches", "moe_aux_losses"], 2.0)
+    ones |= dict.fromkeys(["margin_square_sum", "sft_count", "same_prompt_pairs", "moe_batches", "moe_aux_losses"], 2.0)
     ones |= dict.fromkeys(["moe_aux_loss_sum", "moe_largest_share_sum", "moe_smallest_share_sum"], 2.0)
     for recipe, derive in ((KTO, kto_metrics), (DPO, preference_metrics)):
         reported = {**derive(ones), **balance_metrics(ones)}
