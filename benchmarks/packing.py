@@ -106,7 +106,7 @@ def measure(trainer: Any, batch: Any, way: dict[str, Any], figures: Figures) -> 
     engine.limits = replace(engine.limits, **{"packed": False, **way})
     samples, kl_samples = trainer.model.sequences(batch)
     carried = sum(each.padded_tokens(engine.limits) for each in (samples, kl_samples))
-    figures.padding = 1 - int(samples.lengths_B.sum()) / carried
+    figures.padding = 1 - int(samples.lengths_B.sum() + kl_samples.lengths_B.sum()) / carried
     trainer.model.zero_grad()
     device.synchronize()
     started = clock()

@@ -198,9 +198,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _passed.add(report.nodeid)
 
 
-def pytest_sessionfinish() -> None:
-    """Each worker of pytest-xdist adds what its tests saw."""
-    if not (_updating and _passed):
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Each worker of pytest-xdist adds what its tests saw; their controller saw none of it."""
+    is_controller = not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None)
+    if is_controller or not (_updating and _passed):
         return
     said = {test: _said.get(test, []) for test in _passed}
     with SNAPSHOT.open("a+") as file:

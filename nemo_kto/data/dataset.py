@@ -248,11 +248,9 @@ def build_splits(
         splits_string: such as "98,2", or "auto": shares of each file (or folder) in the order of its rows, see
             ``prefix.split_shares``. None: all is for training. It is not needed, and not looked at, where ``data_prefix``
             itself names the splits.
-        tokenizer: the model's.
-        vocab_size: rows of the model's embedding, see ``chat.RecordEncoder``.
-        seq_length, truncation_mode: see ``truncation.Truncation``.
+        tokenizer, vocab_size: the model's, see ``chat.RecordEncoder``.
+        seq_length, truncation_mode, fields: see ``truncation.Truncation`` and ``reader.Fields``.
         seed: order of the examples within a blend.
-        fields: columns to rename, see ``reader.Fields``.
         cache_dir, cache_shared, cache_verified, preprocess_workers, progress: see ``cache.TokenCache``.
         min_validation_rows: a validation set of fewer rows is joined to the training rows, or left out where it has
             files of its own; it is refused where it has a name.

@@ -31,7 +31,9 @@ def raise_limit() -> None:
 def explained(error: Exception) -> Exception:
     """A UserError that names the limit if it is the cause of the error; else the error itself."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: list[BaseException] = []  # an error that was raised from one of its own consequences is met again
+    while cause is not None and cause not in seen:
+        seen.append(cause)
         if (isinstance(cause, OSError) and cause.errno == errno.EMFILE) or "Too many open files" in str(cause):
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             found = UserError(f"ulimit -n must allow all files and sockets of a rank, got {soft} ({error}); {_REMEDY}")

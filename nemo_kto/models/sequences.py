@@ -233,7 +233,7 @@ class SequenceBatch:
         if limits.packed:
             return self._packed_micro_batch(sequence_index_b, limits)
         width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
-        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b)
+        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b, width)
         return MicroBatch(
             sequence_index_b=sequence_index_b,
             tokens_bs=self.tokens_BS[sequence_index_b, :width],
@@ -246,9 +246,9 @@ class SequenceBatch:
             num_logprobs=len(self.label_sets) * len(sequence_index_b),
         )
 
-    def _predictions(self, sequence_index_b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _predictions(self, sequence_index_b: Tensor, width: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``response_positions`` of all label sets of some sequences, and the log-prob that each token is part of."""
-        found = [response_positions(labels_BS[sequence_index_b]) for labels_BS in self.label_sets]
+        found = [response_positions(labels_BS[sequence_index_b, :width]) for labels_BS in self.label_sets]
         sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
         logprobs = [own_T + k * len(sequence_index_b) for k, (own_T, _, _) in enumerate(found)]
         return sequence_T, position_T, target_T, torch.cat(logprobs)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nemo_kto.parallel.device import on_gpu
+from nemo_kto.parallel.imports import define_missing_names
 
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
@@ -29,7 +30,11 @@ _FACTORIES = (
 
 @functools.cache
 def install_cpu_backend() -> None:
-    """Prepare this process for megatron-core on the CPU; nothing where there is a GPU. May be called any number of times."""
+    """Prepare this process for megatron-core on the CPU. May be called any number of times.
+
+    Where there is a GPU, only the names that megatron-core lacks are defined.
+    """
+    define_missing_names()
     if on_gpu():
         return
     if not getattr(sys.modules.get("megatron.core.optimizer"), "USING_PYTORCH_OPTIMIZER", True):

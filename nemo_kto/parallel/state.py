@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from nemo_kto.errors import UserError
 from nemo_kto.parallel import device, rendezvous, watchdog
 from nemo_kto.parallel.cpu import install_cpu_backend
-from nemo_kto.parallel.imports import define_missing_names
 from nemo_kto.parallel.signals import Stopped
 from nemo_kto.parallel.waits import Section
 
@@ -73,7 +72,6 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     Raises:
         ValueError: the world cannot be divided into whole copies of the model, or of its experts.
     """
-    define_missing_names()
     install_cpu_backend()
     device.select()
     if not dist.is_initialized():

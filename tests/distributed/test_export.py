@@ -67,13 +67,15 @@ class Stage(NamedTuple):
 
 
 def stages() -> dict[str, Stage]:
-    from nemo_kto.checkpoint import folders, safetensors_files
+    import safetensors.torch
+
+    from nemo_kto.checkpoint import folders
 
     return {
         "the lock": Stage(folders, "one_writer"),
         "the new folder": Stage(Path, "mkdir", ".out.export-"),
-        "the first file of weights": Stage(safetensors_files, "save_file"),
-        "a later file of weights": Stage(safetensors_files, "save_file", after=2),
+        "the first file of weights": Stage(safetensors.torch, "save_file"),
+        "a later file of weights": Stage(safetensors.torch, "save_file", after=2),
         "the names of the weight files": Stage(Path, "rename", "part-1"),
         "the index": Stage(Path, "write_text", "index.json"),
         "the configuration": Stage(Path, "write_text", "config.json"),

@@ -110,15 +110,15 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
 
 def on_other_weights(folder: Path) -> list[int]:
     """The rows found for weights, for others of equal size and time, for the first again, and for those moved elsewhere."""
-    from nemo_kto.checkpoint import content
+    from nemo_kto import hashes
     from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
-    smallest, content._MIN_KEPT_BYTES = content._MIN_KEPT_BYTES, 0  # hashes are kept, as those of large files are
+    smallest, hashes.MIN_KEPT_BYTES = hashes.MIN_KEPT_BYTES, 0  # hashes are kept, as those of large files are
     try:
         return rows_found(folder, make_model(folder / "model"))
     finally:
-        content._MIN_KEPT_BYTES = smallest
+        hashes.MIN_KEPT_BYTES = smallest
 
 
 def rows_found(folder: Path, model: Path) -> list[int]:

@@ -360,7 +360,7 @@ def test_flags_that_only_show(tmp_path: Path, recipe: Recipe) -> None:
     assert helped.startswith(
         f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL "
     )
-    assert_names(helped, "torchrun", "--nproc-per-node", "4", "-m", "nemo_kto.launch.cli", f"{name}")
+    assert_names(helped, "torchrun", "--nproc-per-node", "4", "--no-python", "nemo-kto", f"{name}")
     for key in keys.all_keys(recipe):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
     assert (REPOSITORY / recipe.page).is_file()

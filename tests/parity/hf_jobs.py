@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -12,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
 
-from nemo_kto.checkpoint import safetensors_files, stream
+from nemo_kto.checkpoint import stream
 from nemo_kto.checkpoint.huggingface import export, load_weights
 from nemo_kto.checkpoint.mapping import rank_weights
 from nemo_kto.models.architecture import Architecture, read_architecture
@@ -180,18 +181,18 @@ def export_only(layout: Layout, folder: Path, out: Path, source: Path | None = N
 
 def export_to_broken_disk(layout: Layout, folder: Path, out: Path) -> str:
     """The same on a disk that takes one file of weights and no more."""
-    save, saved = safetensors_files.save_file, []
+    save, saved = safetensors.torch.save_file, []
 
     def save_one(*arguments: Any, **settings: Any) -> None:
         if saved:
             raise OSError("No space left on device")
         saved.append(save(*arguments, **settings))
 
-    safetensors_files.save_file = save_one
+    safetensors.torch.save_file = save_one
     try:
         return export_only(layout, folder, out)
     finally:
-        safetensors_files.save_file = save
+        safetensors.torch.save_file = save
 
 
 def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:

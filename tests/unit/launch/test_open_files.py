@@ -70,3 +70,9 @@ def test_the_cause_of_an_error_counts_and_other_errors_stay_as_they_are() -> Non
     assert isinstance(explained(outer), UserError)
     other = OSError(errno.ENOENT, "No such file")
     assert explained(other) is other
+
+
+def test_errors_that_are_each_the_cause_of_the_other_come_to_an_end() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__context__ = second, first
+    assert explained(first) is first
