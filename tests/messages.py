@@ -29,6 +29,8 @@ _PLACEHOLDERS = {
     re.escape(str(REPOSITORY)): "<repository>",
     re.escape(sys.prefix): "<environment>",
     r"\b0x[0-9a-f]{6,}": "<address>",
+    r"\b[0-9a-f]{24,64}(?=\.(sha256|arrow))": "<hash>",
+    r"/proc/\d+": "/proc/<number>",
 }
 Snapshot = dict[str, dict[str, list[str]]]  # test file, test, messages
 _said: dict[str, list[str]] = {}  # in this session, by the id of the test
