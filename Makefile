@@ -1,5 +1,5 @@
 # make quickstart   align a small real model on this machine, in minutes
-# make test         check that the numbers are correct (make check: linters and unit tests alone, in less than 90 seconds)
+# make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
 # packages), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), image-test, audit,
 # bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
@@ -73,7 +73,7 @@ lint: $(VENV)/.test
 	$(BIN)/hadolint Dockerfile
 	grep -rlE '^#!.*\b(ba)?sh' .ci examples tests/slurm | xargs $(BIN)/shellcheck
 
-# What takes less than 90 seconds, once installed.
+# Linters, types and unit tests.
 check: lint
 	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) tests/unit tests/test_*.py
 
