@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.algorithms.callbacks import Callback, Event
+from nemo_kto.algorithms.callbacks import Callback, Event, PrecomputeReference
 from nemo_kto.launch import build, compose
 from nemo_kto.parallel import device, state
 from nemo_kto.parallel.dtypes import DTYPES
@@ -73,7 +73,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     policy = build.build_policy(cfg.model, Path(settings["model"]), dtype=dtype)
     trainer = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
     watch = Watch()
-    trainer.callbacks = [watch]
+    trainer.callbacks = [*(each for each in trainer.callbacks if isinstance(each, PrecomputeReference)), watch]
     trainer.fit()
     here = device.current_device()
     return {
