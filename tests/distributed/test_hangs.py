@@ -197,7 +197,7 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
             "all",
             "4",
             "WORLD_SIZE",
-            TIMEOUT,
+            str(TIMEOUT),
             "trainer.timeout_minutes",
             "2",
             f"{socket.gethostname()}",
