@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_kto.models.activations import RECOMPUTED, Activations
+from nemo_kto.models.activations import Activations
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.backward import Block, blocks_of
 from nemo_kto.models.flops import ModelFlops
@@ -71,7 +71,7 @@ class Training:
     reference_moves: bool = False
     async_save: bool = True
     recompute: str | None = None
-    recompute_modules: tuple[str, ...] = RECOMPUTED
+    recompute_modules: tuple[str, ...] = ()
     recompute_method: str | None = None
     recompute_layers: int | None = None
     micro_batch_tokens: int
