@@ -21,6 +21,7 @@ from nemo_kto.models.parameters import RankParameter, rank_parameters
 from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
 _FP32 = 4
+_PRODUCT_ROWS = 8192  # of the output weight's gradient at a time, as in nemo_kto.parallel.logprobs, which needs torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,15 +341,16 @@ def _logprobs(training: Training) -> float:
     """Hidden states that meet the vocabulary, and a chunk of logits in fp32; a soft cap's slopes.
 
     For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The chunk is free again when their
-    product with the hidden states is made, the gradient of the output weight.
+    product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time in
+    a torch that cannot. Which of them is not known here; the block is counted, and is seldom more than the chunk.
     """
     saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
     chunk = min(training.logprob_chunk, tokens) * rows
     logits = chunk * (_FP32 if training.architecture.logit_softcap is None else 2 * _FP32)
     if training.on_gpu and training.element_bytes < _FP32:
-        product = rows * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
-        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, product))
+        block = min(rows, _PRODUCT_ROWS) * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
+        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, block))
     return saved.head() * tokens + logits
 
 

@@ -46,6 +46,24 @@ def adds_products() -> bool:
 
 
 @functools.cache
+def adds_wide_products() -> bool:
+    """Whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
+
+    ``torch.addmm`` with ``out_dtype`` takes a sum in fp32 since torch 2.10; 2.9 refuses one, and so do early builds of 2.10
+    (in NVIDIA's images), which a version's number does not tell apart. So it is tried, once.
+    """
+    if not device.on_gpu():
+        return False
+    total = torch.zeros(8, 8, device=device.current_device())
+    factor = total.bfloat16()
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
 def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     """torch's flash attention over sequences of unlike length, for half precision on GPUs; None where there is none.
 

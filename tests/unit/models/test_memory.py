@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_kto.models import memory
 from nemo_kto.models.activations import Activations
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -20,6 +21,7 @@ from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.models.speed import step_speed
 from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.models.traffic import Step, step_traffic
+from nemo_kto.parallel import logprobs
 from tests.tiny import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
@@ -185,7 +187,7 @@ def test_layers_that_are_recomputed_keep_only_inputs(
 
 
 def test_a_chunk_of_logits(architecture: Architecture) -> None:
-    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and the product is fp32."""
+    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)
@@ -194,6 +196,9 @@ def test_a_chunk_of_logits(architecture: Architecture) -> None:
     hidden = first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4), logprob_chunk=0).logprobs
     assert first(architecture, **gpu).logprobs == hidden + 100 * rows * 2 * 2 + rows * max(100, HIDDEN) * 4
     assert first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4)).logprobs == hidden + 100 * rows * (2 * 2 + 4)
+    large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
+    assert large == hidden + 100_000 * 2 * 2 + 8192 * HIDDEN * 4
+    assert memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 
 def test_the_most_at_one_time(architecture: Architecture) -> None:
