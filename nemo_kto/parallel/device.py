@@ -122,8 +122,8 @@ class _HostBlock(mmap.mmap):
             runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
             if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
                 raise RuntimeError(
-                    f"{size / 1e9:.1f} GB of host memory must be page-locked for the GPU, got CUDA's error {int(answer)}; give "
-                    f"the job more host memory (`nemo-kto plan` says how much a rank needs)"
+                    f"{size / 1e9:.1f} GB of host memory must be page-locked for the GPU, got CUDA's error {int(answer)}; "
+                    "give the job more host memory (`nemo-kto plan` says how much a rank needs)"
                 )
             self._unlock = functools.partial(runtime.cudaHostUnregister, address)
 

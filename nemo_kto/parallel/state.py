@@ -106,8 +106,8 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
 def uses_gloo_groups() -> bool:
     """Whether megatron-core makes gloo groups beside those of the default backend: not where that is NCCL.
 
-    megatron-core 0.16 and 0.19 use them only to gather the distributed optimizer's state on the host, in a form of checkpoints
-    that is not written here. Each would take sockets and a thread of every rank.
+    megatron-core 0.16 and 0.19 use them only to gather the distributed optimizer's state on the host, for checkpoints of a
+    form that is not written here. Each would take sockets and a thread of every rank.
     """
     return not device.on_gpu()
 

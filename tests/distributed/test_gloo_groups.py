@@ -42,7 +42,9 @@ def test_a_run_without_them_is_the_same_run(
 ) -> None:
     keys = [f"model.optim.use_distributed_optimizer={sharded}"]
     made = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "with", None, keys)
-    none = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, [*keys, "trainer.kto.max_steps=4"])
+    none = ranks.run(
+        2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, [*keys, "trainer.kto.max_steps=4"]
+    )
     none += ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, keys)
     assert all("gloo" in backends for backends in made), "CPU runs keep them"
     assert not any("gloo" in backends for backends in none)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,15 @@ def test_matrices_in_fp8_are_held_beside_the_weights(architecture: Architecture)
 
 
 def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
-    """Main weights, moments and gradients there; and while it is made, all main weights of the GPU's part."""
+    """Main weights, moments and gradients there, these and copies of the weights in powers of two; and while it is made, all
+    main weights of the GPU's part."""
     memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
     assert memory.optimizer == memory.trained * 12 / 4 / 4
-    assert memory.offloaded == memory.trained * 16 / 4 * 3 / 4
+    numels = [each.numel for each in rank_parameters(architecture) if each.trained]
+    rounded = [2 ** math.ceil(math.log2(4 * numel)) for numel in numels]
+    copied = {2 ** math.ceil(math.log2(2 * numel / 4)) for numel in numels}
+    assert sum(rounded) > 4 * memory.trained, "some are not a power of two"
+    assert memory.offloaded == (memory.trained * 12 + sum(rounded)) / 4 * 3 / 4 + sum(copied)
     assert memory.host == memory.offloaded + memory.checkpoint
     assert memory.working == memory.trained * 4 / 4
     assert first(architecture, element_bytes=2, data_parallel=4, offload=0.5, on_gpu=True).working == 2 * memory.trained

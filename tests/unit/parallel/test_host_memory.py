@@ -24,9 +24,7 @@ ROUNDED = 64 + 64 + 0 + 14_016 + 192
 
 def tensors() -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(shape, generator=draw) * 1000).to(dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)
-    ]
+    return [(torch.randn(shape, generator=draw) * 1000).to(dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
 
 
 @pytest.fixture
@@ -112,16 +110,16 @@ def test_the_copies_of_a_checkpoint_are_in_one_block_that_is_kept(blocks: list[i
 class Runtime:
     """What is asked of CUDA's runtime."""
 
-    cudaError = SimpleNamespace(success=0)  # noqa: N815  # CUDA's name
+    cudaError = SimpleNamespace(success=0)  # CUDA's name
 
     def __init__(self, answer: int = 0) -> None:
         self.answer, self.locked = answer, dict[int, int]()
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.locked[address] = size
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
 

@@ -1,4 +1,4 @@
-"""Products of bf16 matrices with fp32 results, as log-probs take them on a GPU: what is allocated for them, and their values.
+"""Products of bf16 matrices with fp32 results, as log-probs take them on a GPU: their values, and their memory.
 
 A CPU lacks these products. They are registered for it here, so that the code for GPUs runs with real values.
 """
@@ -29,7 +29,13 @@ def product(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> 
 
 
 def added_product(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor, **factors: Any
+    total: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
+    **factors: Any,
 ) -> torch.Tensor:
     """torch 2.13's."""
     assert out is total or out.data_ptr() == total.data_ptr()
@@ -44,7 +50,7 @@ def refused(*_: Any, **__: Any) -> torch.Tensor:
 @pytest.fixture(params=[True, False], ids=["adds", "torch_2_9"], autouse=True)
 def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether torch adds such a product to an fp32 sum; the choice between both is the package's."""
-    library = torch.library.Library("aten", "IMPL", "CPU")  # noqa: TOR901  # destroyed below
+    library = torch.library.Library("aten", "IMPL", "CPU")  # destroyed below
     library.impl("mm.dtype", product)
     library.impl("addmm.dtype_out", added_product if request.param else refused)
     monkeypatch.setattr(logprobs, "_multiplies_to_fp32", lambda factor: factor.dtype == BF16)
