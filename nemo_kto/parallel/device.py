@@ -119,6 +119,7 @@ class _HostBlock(mmap.mmap):
     def __init__(self, size: int) -> None:
         self._unlock: Callable[[], object] | None = None
         if on_gpu():
+            self.madvise(mmap.MADV_DONTFORK)  # a fork might get the pages that the GPU knows, and this process copies
             runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
             if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
                 raise RuntimeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,13 @@ class Runtime:
         return 0
 
 
+def flags_of(address: int) -> list[str]:
+    """Those of the mapping that starts at an address, by Linux (proc_pid_smaps(5))."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
+
+
 def test_pages_are_locked_until_the_last_tensor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(device, "on_gpu", lambda: True)
@@ -131,6 +139,7 @@ def test_pages_are_locked_until_the_last_tensor_is_gone(monkeypatch: pytest.Monk
     copies = device.host_tensors(tensors())
     assert runtime.locked == {copies[0].data_ptr(): ROUNDED}
     assert copies[0].data_ptr() % mmap.PAGESIZE == 0
+    assert "dc" in flags_of(copies[0].data_ptr()), "it is not copied to a fork"
     last = copies[3][10:20].view(-1)
     del copies
     gc.collect()
