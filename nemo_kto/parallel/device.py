@@ -108,7 +108,7 @@ def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class _HostBlock(mmap.mmap):
     """Zeroed host memory of an exact size, page-locked where ranks compute on GPUs; freed with the last tensor in it.
 
-    torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.9 to 2.13,
+    torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.11 and 2.13,
     ATen/core/CachingHostAllocator.h), up to twice what was asked for, and keeps what is freed. So the pages are the
     operating system's, and CUDA is asked to lock them.
     """

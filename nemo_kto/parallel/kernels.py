@@ -46,8 +46,8 @@ def adds_products() -> bool:
 def adds_wide_products() -> bool:
     """Whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
 
-    ``torch.addmm`` with ``out_dtype`` takes a sum in fp32 since torch 2.10; 2.9 refuses one, and so do early builds of 2.10
-    (in NVIDIA's images), which a version's number does not tell apart. So it is tried, once.
+    ``torch.addmm`` with ``out_dtype`` takes a sum in fp32 in torch 2.11 and 2.13 (aten/src/ATen/native/cuda/Blas.cpp). Older
+    ones have the argument and refuse such a sum, and builds for NVIDIA's images lie between versions: it is tried, once.
     """
     if not device.on_gpu():
         return False

@@ -47,7 +47,7 @@ def refused(*_: Any, **__: Any) -> torch.Tensor:
     raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16")
 
 
-@pytest.fixture(params=[True, False], ids=["adds", "torch_2_9"], autouse=True)
+@pytest.fixture(params=[True, False], ids=["adds", "refuses"], autouse=True)
 def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether torch adds such a product to an fp32 sum; the choice between both is the package's."""
     library = torch.library.Library("aten", "IMPL", "CPU")  # destroyed below
