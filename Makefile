@@ -151,7 +151,7 @@ gpu:
 
 # On a machine with an index: the packages that `make gpu WHEELS=wheels` installs on one without.
 gpu-wheels:
-	@$(or $(PYTHON312),$(PYTHON)) benchmarks/gpu_wheels.py $(or $(WHEELS),wheels) --trl '$(TRL)'
+	@echo 'collecting wheels (minutes)'; $(STILL_RUNS) $(or $(PYTHON312),$(PYTHON)) benchmarks/gpu_wheels.py $(or $(WHEELS),wheels) --trl '$(TRL)'
 
 wheel: $(VENV)/.made
 	rm -rf build  # or setuptools would ship the files of an earlier build

@@ -224,6 +224,14 @@ def test_pins_are_what_was_compiled_with_torch() -> None:
     assert not {"numpy", "transformers", "megatron-core"} & set(names)
 
 
+def test_pins_hold_the_torch_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not also the one of an outer environment, which it hides: pip could not install both."""
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [pin for pin in gpu_report.pins() if pin.startswith("torch==")] == ["torch==9.9"]
+
+
 @pytest.mark.parametrize(
     ("device", "name"),
     [
