@@ -66,7 +66,7 @@ def environment(*before: Path) -> dict[str, str]:
         "HYDRA_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, [*before, REPOSITORY]))}
+    return {**kept, "PYTHONPATH": forked.search_path(*before, REPOSITORY)}
 
 
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
