@@ -231,8 +231,7 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
         with torch.cuda.stream(down):
             there.copy_(kept, non_blocking=True)
             in_flight.append((kept, down.record_event()))
-    down.synchronize()
-    now.wait_stream(up)
+    down.synchronize()  # which has waited for all that goes up
 
 
 def peak_memory_bytes() -> int:
