@@ -1,7 +1,8 @@
-"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule."""
+"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule, and counts in a step."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, state
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine
+from tests.gpu.jobs import LORA, STEPS, Workplace, on
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 ROWS, WIDTH = 6, 11
+MAX_WAITS = 15  # of a step, whatever the number of its micro-batches, tensors and parameters
 
 
 @pytest.fixture
@@ -63,8 +66,39 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(watched_calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("kto", ("model.reference.mode=swap",)),
+        ("kto", ("model.reference.mode=cached",)),
+        ("kto", ("model.reference.mode=adapter", *LORA)),
+        ("dpo", ("model.reference.mode=swap",)),
+    ],
+    ids=["swap", "cached", "lora", "dpo"],
+)
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], micro_batch: int, place: Workplace) -> None:
+    name = f"waits-{algorithm}-{overrides[0].partition('=')[2]}-{micro_batch}"
+    file = place.folder / f"{name}-steps.json"
+    callback = f"{{_target_: tests.gpu.noted.Waits, file: {file}}}"
+    once = (f"trainer.{algorithm}.limit_val_batches=0", f"model.micro_batch_size={micro_batch}")
+    place.run(name, *on("gpu"), *overrides, *once, algorithm=algorithm, callbacks=[callback])
+    steps = json.loads(file.read_text())
+    assert len(steps) == STEPS
+    assert all(0 < len(waits) <= MAX_WAITS for waits in steps[1:]), steps[1:]
+
+
 def test_an_upload_is_what_was_given() -> None:
-    parts = [torch.arange(7), torch.arange(6).view(2, 3), torch.zeros(0, dtype=torch.int64)]
+    parts = [
+        torch.arange(7),
+        torch.arange(6).view(2, 3),
+        None,
+        torch.tensor([True, False]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([1.5, -2.0]),
+    ]
     there = device.upload(parts)
-    assert all(each.is_cuda for each in there)
-    assert all(torch.equal(each.cpu(), part) for each, part in zip(there, parts, strict=True))
+    assert there[2] is None
+    pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
+    assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
+    assert all(torch.equal(each.cpu(), part) for each, part in pairs)
