@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_kto.models import engine as engine_module
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, state
+from nemo_kto.telemetry.timers import PhaseTimers
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine
 from tests.gpu.jobs import LORA, STEPS, Workplace, on
@@ -102,3 +104,17 @@ def test_an_upload_is_what_was_given() -> None:
     pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
     assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
     assert all(torch.equal(each.cpu(), part) for each, part in pairs)
+
+
+def test_phases_have_the_seconds_of_the_device() -> None:
+    values = torch.randn(500, 500, device=device.current_device())
+    torch.cuda.synchronize()
+    timers, began = PhaseTimers(clock=device.moment), time.perf_counter()
+    for name in ("kl", "optimizer", "kl"):
+        with timers.phase(name):
+            for _ in range(10):
+                values = values @ values
+    report = timers.report_and_reset()
+    assert list(report) == ["kl", "optimizer"]
+    assert all(seconds > 0 for seconds in report.values())
+    assert sum(report.values()) <= time.perf_counter() - began, "the report waits until they are over"
