@@ -94,13 +94,14 @@ def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     nobody else before the copy has ended.
 
     Returns:
-        The tensors, in their order; None for None.
+        The tensors, in their order; None for None. Those that are on the device already stay as they are.
     """
     uploaded = list(tensors)
     if not on_gpu():
         return uploaded
-    for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
-        own = [(k, tensor) for k, tensor in enumerate(tensors) if tensor is not None and tensor.dtype == dtype]
+    on_host = [(k, tensor) for k, tensor in enumerate(tensors) if tensor is not None and not tensor.is_cuda]
+    for dtype in {tensor.dtype for _, tensor in on_host}:
+        own = [(k, tensor) for k, tensor in on_host if tensor.dtype == dtype]
         sizes = [tensor.numel() for _, tensor in own]
         packed = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
         torch.cat([tensor.flatten() for _, tensor in own], out=packed)

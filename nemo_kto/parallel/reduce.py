@@ -17,9 +17,7 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
     Returns:
         name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
     """
-    packed = torch.stack([value.detach().double() for value in sums.values()])
-    if packed.device != device.current_device():
-        (packed,) = device.upload([packed])
+    (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 

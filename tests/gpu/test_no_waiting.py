@@ -98,9 +98,11 @@ def test_an_upload_is_what_was_given() -> None:
         torch.tensor([True, False]),
         torch.zeros(0, dtype=torch.int64),
         torch.tensor([1.5, -2.0]),
+        torch.ones(2, device=device.current_device()),
     ]
     there = device.upload(parts)
     assert there[2] is None
+    assert there[6] is parts[6]
     pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
     assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
     assert all(torch.equal(each.cpu(), part) for each, part in pairs)
