@@ -20,12 +20,12 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
 from nemo_kto.models.spans import packed_rows, row_places
 from nemo_kto.parallel import device
+from nemo_kto.parallel.precision import FP8_MULTIPLE
 
 if TYPE_CHECKING:  # a plan needs no megatron-core
     from nemo_kto.models.packed_sequences import PackedSequences
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
-FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
 
 
 def width_multiple(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import mmap
 import os
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
+_ALIGNMENT = 64  # bytes, of a tensor in a block: what torch gives tensors on the CPU
 _COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 _DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, Tegra's, those of Windows' Linux, and AMD's
 
@@ -90,8 +93,9 @@ def compute_capability() -> tuple[int, int]:
 def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """Tensors from the host to this rank's device, in one transfer for each dtype, which the host does not wait for.
 
-    They go through page-locked memory: a copy from elsewhere makes the host wait for the device. torch gives that memory to
-    nobody else before the copy has ended.
+    They go through page-locked memory: a copy from elsewhere makes the host wait for the device. It is that of torch's
+    allocator, which keeps such a block and gives it to the next upload once the copy has ended; of its rounding up no more
+    than some 100 KB are lost.
 
     Returns:
         The tensors, in their order; None for None. Those that are on the device already stay as they are.
@@ -109,6 +113,60 @@ def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         for (k, tensor), part in zip(own, parts, strict=True):
             uploaded[k] = part.view(tensor.shape)
     return uploaded
+
+
+class _HostBlock(mmap.mmap):
+    """Zeroed host memory of an exact size, page-locked where ranks compute on GPUs; freed with the last tensor in it.
+
+    torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.11 and 2.13,
+    ATen/core/CachingHostAllocator.h), up to twice what was asked for, and keeps what is freed. So the pages are the
+    operating system's, and CUDA is asked to lock them.
+    """
+
+    def __new__(cls, size: int) -> _HostBlock:
+        return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, size: int) -> None:
+        self._unlock: Callable[[], object] | None = None
+        if on_gpu():
+            self.madvise(mmap.MADV_DONTFORK)  # a fork might get the pages that the GPU knows, and this process copies
+            runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
+                raise RuntimeError(
+                    f"{size / 1e9:.1f} GB of host memory must be page-locked for the GPU, got CUDA's error {int(answer)}; "
+                    "give the job more host memory (`nemo-kto plan` says how much a rank needs)"
+                )
+            self._unlock = functools.partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+
+
+def host_tensors(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros in host memory in the shapes and dtypes of other tensors, page-locked where ranks compute on GPUs.
+
+    They take the bytes of those tensors, each rounded up to 64, and less than a page besides. Each has a storage of its own:
+    ``torch.save`` of one writes no other.
+    """
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+    if not sum(sizes):
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
+    block, starts = _HostBlock(sum(sizes)), itertools.accumulate(sizes, initial=0)
+    return [
+        torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor, start in zip(like, starts, strict=False)  # the last start is the end
+    ]
+
+
+def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory, as :func:`host_tensors` makes it; the host waits for them."""
+    copies = host_tensors(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor.detach())
+    return copies
 
 
 def synchronize() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,48 @@ class Noted(Callback):
 
 
 class Deterministic(Callback):
-    """Takes the kernels that give the same bits each time."""
+    """Takes the kernels that give the same bits each time; an operation that has none is an error.
+
+    With ``warn_only`` torch's fused attention would warn and keep the others (aten/src/ATen/native/transformers/cuda).
+    """
 
     def on_fit_start(self, trainer: Any) -> None:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+
+
+class Bits(Callback):
+    """Adds to FILE, a line for each, hashes of weights and optimizer state: at the start, and after each step."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._note(trainer, "start")
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self._note(trainer, "end")
+
+    def _note(self, trainer: Any, when: str) -> None:
+        weights = [weight for chunk in trainer.model.engine.chunks for weight in chunk.parameters()]
+        adams = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+        mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
+        moments = [
+            each
+            for adam in adams
+            for kept in adam.state.values()
+            for _, each in sorted(kept.items())
+            if torch.is_tensor(each)
+        ]
+        noted = {"weights": _hash(weights), "main weights": _hash(mains), "moments": _hash(moments), "tensors": len(moments)}
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": trainer.step, "when": when, **noted}) + "\n")
+
+
+def _hash(tensors: Sequence[torch.Tensor]) -> str:
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 class StopAfter(Callback):

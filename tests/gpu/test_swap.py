@@ -31,6 +31,17 @@ def test_a_swap_there_and_back_is_exact() -> None:
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
 
+def test_page_locked_memory_is_what_is_needed() -> None:
+    """Not the next power of two of each tensor, from torch's allocator."""
+    odd = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for size in (2**18 + 1, 1000, 5 * 2**16 + 3)]
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    held = SwappedWeights(parameters=odd)
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
+    starts = [host.data_ptr() for host in held.host]
+    assert starts[2] + odd[2].nbytes - starts[0] < sum(each.nbytes for each in odd) + 3 * 64
+    assert all(host.is_pinned() for host in held.host)
+
+
 def test_the_next_swaps_take_no_more_memory() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2**20, device=device.current_device())) for _ in range(4)]
     held = SwappedWeights(parameters=parameters)

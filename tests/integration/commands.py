@@ -20,7 +20,7 @@ CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
 _PRETEND = """
 import sys, types
 
-def train(cfg):
+def train(cfg, check_memory):
     import os
     from nemo_kto.launch.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,12 @@ from tests.distributed.test_no_waiting import Asked
 from tests.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
-RICH = {"te": True, "apex": True, "triton": True, "compiler": "/usr/bin/gcc"}
+RICH = {"te": True, "apex": True, "triton": True, "compiler": True, "headers": True}
 
 
-def gpu(patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: str | None, hopper: bool = True) -> None:
+def gpu(
+    patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: bool, headers: bool, hopper: bool = True
+) -> None:
     """A machine with a GPU and these packages."""
     patch.setattr(device, "on_gpu", lambda: True)
     patch.setattr(device, "compute_capability", lambda: (9, 0) if hopper else (10, 0))
@@ -31,9 +32,8 @@ def gpu(patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compil
     patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if te else None)
     patch.setattr(layers, "_grad_accum_fusion_available", apex)
     patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", not (te or apex))
-    patch.setattr(kernels.importlib.util, "find_spec", lambda name: SimpleNamespace() if triton else None)  # type: ignore[attr-defined]
-    patch.setattr(kernels.shutil, "which", lambda name: compiler)  # type: ignore[attr-defined]
-    patch.delenv("CC", raising=False)
+    has = {"triton": triton, "gcc": compiler, "Python.h": headers}
+    patch.setattr(imports, "missing_for_compiling", lambda: [name for name, found in has.items() if not found])
 
 
 def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,8 @@ def test_a_cpu_has_no_kernels_and_misses_none() -> None:
 NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
 NO_ADDING = Message("gradients", "apex", "CUDA")
 NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
-NO_FUSING = Message("activations", "triton", "gcc")
+NO_GCC, NO_TRITON = Message("compiled", "activations", "gcc"), Message("compiled", "activations", "triton")
+NO_HEADERS = Message("compiled", "activations", "triton", "Python.h")
 NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
 NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
@@ -65,8 +66,9 @@ SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
         ({**RICH, "apex": False}, BF16, 1, "1", []),  # Transformer Engine's layers need no apex
         ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
         ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING, NO_ROPE, NO_ADAM]),
-        ({**RICH, "compiler": None}, BF16, 1, "1", [NO_FUSING]),
-        ({**RICH, "triton": False}, BF16, 1, "1", [NO_FUSING]),
+        ({**RICH, "compiler": False}, BF16, 1, "1", [NO_GCC]),
+        ({**RICH, "triton": False}, BF16, 1, "1", [NO_TRITON]),
+        ({**RICH, "triton": False, "headers": False}, BF16, 1, "1", [NO_HEADERS]),
         (RICH, BF16, 1, "32", []),
         (RICH, BF16, 2, "32", [NO_OVERLAP]),
         ({**RICH, "hopper": False}, BF16, 2, "32", []),
