@@ -156,7 +156,7 @@ def build_timer(cfg: RunConfig) -> RunTimer:
 
 def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTimer) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
-    timers = PhaseTimers(synchronize=device.synchronize, observe=watchdog.phase)
+    timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
     first_step = start.run.resumed_step or 0

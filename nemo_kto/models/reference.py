@@ -47,7 +47,7 @@ class LiveReference:
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""
         with self.active():
-            return torch.cat([self._engine.logprobs(sequences) for sequences in parts])
+            return self._engine.logprobs(*parts)
 
 
 class SwappedWeights:

@@ -20,6 +20,14 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_kto.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 # What megatron-core says of every run without a GPU: there it is no news.
 _EXPECTED_ON_CPU = (
@@ -96,6 +104,25 @@ def define_missing_names() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def keep_norm_on_device() -> None:
+    """Have megatron-core, up to 0.19.2, find the norm of the gradient on the device where it has no kernel for it.
+
+    Without Transformer Engine and apex it fetches that of each parameter, and the host waits for each.
+    """
+    from megatron.core.optimizer import clip_grads
+
+    if getattr(clip_grads.l2_norm_impl, "__name__", "") == "local_multi_tensor_l2_norm":
+        clip_grads.l2_norm_impl = _l2_norm
+
+
+def _l2_norm(
+    chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], of_each: bool
+) -> tuple[torch.Tensor, None]:
+    """Takes the place of amp_C.multi_tensor_l2norm: the norm of all tensors of all lists together, [1] fp32."""
+    norm = torch.nn.utils.get_total_norm(tensor for tensors in lists for tensor in tensors)
+    return norm.float().view(1).to(flag.device), None
 
 
 def prepare_imports() -> None:

@@ -162,7 +162,7 @@ def is_first_of_machine() -> bool:
 
 def largest(answer: int) -> int:
     """The largest answer of all ranks, on every rank; collective."""
-    box = torch.tensor([answer], device=device.current_device())
+    box = torch.full((), answer, device=device.current_device())  # filled there: the host waits for the answer only
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
 

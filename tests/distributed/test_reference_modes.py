@@ -144,9 +144,9 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     evaluated, before_training = [0], [0]
     original = LogProbEngine.logprobs
 
-    def counted(self: LogProbEngine, sequences: Any) -> Any:
-        evaluated[0] += len(sequences)
-        return original(self, sequences)
+    def counted(self: LogProbEngine, *parts: Any) -> Any:
+        evaluated[0] += sum(map(len, parts))
+        return original(self, *parts)
 
     def noted(**arguments: Any) -> Any:
         before_training[0] = evaluated[0]

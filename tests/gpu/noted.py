@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,42 @@ class StopAfter(Callback):
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
         if event.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Waits(Callback):
+    """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
+
+    torch warns of those within its operators, and those that are asked for are noted where they are.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+        self.steps: list[list[str]] = []
+        self._waits: list[str] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            owner.synchronize = self._noted(owner.synchronize, owner.__name__)  # type: ignore[method-assign, assignment]
+        shown = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *options: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                self._waits.append(f"{filename}:{lineno}")
+            else:
+                shown(message, category, filename, lineno, *options)
+
+        warnings.showwarning = note
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def _noted(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._waits.append(name)
+            return wait(*arguments)
+
+        return call
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self.steps.append(self._waits)
+        self._waits = []
+        self.file.write_text(json.dumps(self.steps, indent=1))

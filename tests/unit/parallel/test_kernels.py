@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from megatron.core import optimizer
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
+from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm
 
 from nemo_kto.parallel import device, imports, kernels, main_grad
+from tests.distributed.test_no_waiting import Asked
 from tests.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -116,3 +120,21 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     weight, tokens = torch.randn(3, 4), torch.randn(2, 4)
     logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
     torch.testing.assert_close(logits, tokens @ weight.t())
+
+
+def test_the_norm_of_the_gradient_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel of Transformer Engine or apex, megatron-core asks for that of each parameter."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    imports.keep_norm_on_device()
+    gradients = [torch.randn(size) for size in (5, 0, 300, 2)]
+    lists, counts = [gradients[:2], gradients[2:]], Counter[str]()
+    with Asked(counts):
+        norm_1, _ = local_multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), lists, False)
+    assert not any(counts.values())
+    torch.testing.assert_close(norm_1, torch.cat(gradients).norm().view(1))
+
+
+def test_a_kernel_for_the_norm_of_the_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", print)
+    imports.keep_norm_on_device()
+    assert clip_grads.l2_norm_impl is print
