@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.models.hardware import CONTEXT
+from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
 from tests.distributed.jobs import train
 from tests.tiny import make_checkpoint, make_rows, write_rows
@@ -14,20 +15,20 @@ from tests.tiny import make_checkpoint, make_rows, write_rows
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
-def test_a_run_takes_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.launch import build, plan_run
+def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
+    from nemo_kto.launch import plan_run
 
     plans = []
 
-    def planned(cfg: object, machines: object) -> None:
-        plans.append(plan_run.make_plan(cfg, machines))
+    def planned(cfg: RunConfig, ranks: int, local: int) -> None:
+        plans.append(plan_run.make_plan(cfg, plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False)))
 
-    monkeypatch.setattr(build, "check_memory", planned)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
     model = make_checkpoint(tmp_path / "model", "llama", **sizes)
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "response": "a" * 4096} for row in make_rows(16)])
     overrides = ["trainer.accelerator=gpu", "trainer.precision=bf16", "model.data.seq_length=2048"]
     overrides += ["model.global_batch_size=8", "model.micro_batch_size=4", f"model.data.cache_dir={tmp_path / 'cache'}"]
-    train(model, rows, tmp_path / "run", 1, [*overrides, "model.reference.mode=cached"])
+    overrides += ["model.reference.mode=cached"]
+    train(model, rows, tmp_path / "run", 1, overrides, check_memory=planned)
     (plan,) = plans
     assert device.peak_memory_bytes() == pytest.approx(plan.largest.device - CONTEXT, rel=0.15)
