@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.launch.schema import RunConfig
+from nemo_kto.models.hardware import CONTEXT
 from nemo_kto.parallel import device
 from tests.distributed.jobs import train
 from tests.tiny import make_checkpoint, make_rows, write_rows
