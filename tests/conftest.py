@@ -53,13 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device, before a test asks for it: the GPU only where nothing but tests/gpu is to run.
+    """Choose the device, before a test asks for it: the GPU only where nothing but tests/gpu and tests/emulated_cuda is to run.
 
     Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
     """
     config.pluginmanager.register(messages)
     named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
-    if not all(path.resolve().is_relative_to(REPOSITORY / "tests" / "gpu") for path in named):
+    on_gpu = [REPOSITORY / "tests" / folder for folder in ("gpu", "emulated_cuda")]
+    if not all(any(path.resolve().is_relative_to(folder) for folder in on_gpu) for path in named):
         device.force_cpu()
     gc.disable()
 
