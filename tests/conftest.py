@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device, before a test asks for it: the GPU only where nothing but tests/gpu and tests/emulated_cuda is to run.
+    """Choose the device, before a test asks for it: the GPU only where tests/gpu and tests/emulated_cuda alone are to run.
 
     Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
     """

@@ -34,7 +34,15 @@ class Attended:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, hidden: Tensor | None, bias: Tensor | None, dropout: Tensor
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        hidden: Tensor | None = None,
+        bias: Tensor | None = None,
+        dropout: Tensor | None = None,
     ) -> Attended:
         """``hidden`` is true for the keys that a query does not see; ``bias`` is added to the scores."""
         groups, scale = q.shape[-3] // k.shape[-3], q.shape[-1] ** -0.5 if scale is None else scale
@@ -45,9 +53,15 @@ class Attended:
             scores = scores + bias.float()
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
-        weights, logsumexp = scores.softmax(-1).nan_to_num(0.0), scores.logsumexp(-1)
         return cls(
-            query=query, key=key, value=value, weights=weights, dropout=dropout, logsumexp=logsumexp, groups=groups, scale=scale
+            query=query,
+            key=key,
+            value=value,
+            weights=scores.softmax(-1).nan_to_num(0.0),
+            dropout=torch.ones(()) if dropout is None else dropout,
+            logsumexp=scores.logsumexp(-1),
+            groups=groups,
+            scale=scale,
         )
 
     def output(self) -> Tensor:
@@ -84,10 +98,12 @@ def _as_fused(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # Of sequences of equal length: torch's scaled_dot_product_attention, [batch, heads, tokens, size].
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: bool, scale: Any, rate: float, seed: int, first: bool) -> Attended:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: bool, scale: Any, rate: float, seed: int, *, first: bool
+) -> Attended:
     """The causal order puts the ``first`` query beside the first key, or else the last beside the last."""
     shape = (*q.shape[:-1], k.shape[-2])
-    dropout = torch.ones(())
+    dropout = None
     if rate:
         dropout = (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) >= rate) / (1 - rate)
     hidden = _hidden(*shape[-2:], None, 0, first=first) if causal else None
@@ -95,10 +111,17 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: bool, scale: Any,
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, debug: bool = False, *, scale: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: Any = None,
 ) -> tuple[Any, ...]:
     seed = torch.randint(2**31, ())
-    found = _dense(q, k, v, None, is_causal, scale, dropout_p, int(seed), False)
+    found = _dense(q, k, v, None, is_causal, scale, dropout_p, int(seed), first=False)
     state = torch.stack([seed, seed]).to(torch.uint64)
     nothing = torch.empty(0)
     out = _as_fused(found.output(), q.dtype)
@@ -109,15 +132,23 @@ def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Any, ck: Any, mq: Any, mk: Any,
     dropout_p: float, is_causal: bool, state: Tensor, offset: Any, *, scale: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found = _dense(q, k, v, None, is_causal, scale, dropout_p, int(state.view(-1)[0].item()), False)
+    found = _dense(q, k, v, None, is_causal, scale, dropout_p, int(state.view(-1)[0].item()), first=False)
     return tuple(_as_fused(tensor, q.dtype) for tensor in found.gradients(grad)[:3])
 
 
 def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, logsumexp: bool, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    logsumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
 ) -> tuple[Tensor, ...]:
     seed = torch.randint(2**31, ())
-    found = _dense(q, k, v, bias, is_causal, scale, dropout_p, int(seed), True)
+    found = _dense(q, k, v, bias, is_causal, scale, dropout_p, int(seed), first=True)
     return _as_fused(found.output(), q.dtype), found.logsumexp, seed, seed.clone()
 
 
@@ -125,7 +156,7 @@ def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, lse: Tensor, seed: Tensor, offset: Any,
     dropout_p: float, needed: Any, is_causal: bool = False, *, scale: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found = _dense(q, k, v, bias, is_causal, scale, dropout_p, int(seed), True)
+    found = _dense(q, k, v, bias, is_causal, scale, dropout_p, int(seed), first=True)
     *gradients, of_scores = found.gradients(grad)
     of_bias = of_scores.sum_to_size(bias.shape).to(bias.dtype) if needed[3] and bias is not None else torch.empty(0)
     return (*(_as_fused(tensor, q.dtype) for tensor in gradients), of_bias)
@@ -141,17 +172,17 @@ def _lower_right(
 ) -> tuple[Any, ...]:  # fmt: skip
     seed = torch.randint(2**31, ())
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), order == _FIRST)
+    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
     out = found.output().to(q.dtype).transpose(1, 2).contiguous()
     return out, found.logsumexp, seed, seed.clone(), q.shape[1], k.shape[1]
 
 
 def _lower_right_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, starts_q: None, starts_k: None, max_q: Any, max_k: Any,
-    lse: Tensor, dropout_p: float, seed: Tensor, offset: Any, order: int, of_bias: bool, *, scale: Any = None, **_: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, starts_q: None, starts_k: None, max_q: Any,
+    max_k: Any, lse: Tensor, dropout_p: float, seed: Tensor, offset: Any, order: int, of_bias: bool, *, scale: Any = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grad, *heads_first = (tensor.transpose(1, 2) for tensor in (grad, q, k, v))
-    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), order == _FIRST)
+    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
     return (*(tensor.to(q.dtype).transpose(1, 2).contiguous() for tensor in found.gradients(grad)[:3]), torch.empty(0))
 
 
@@ -159,48 +190,48 @@ def _lower_right_backward(
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest: tuple[int, int], causal: bool, scale: Any,
-    left: Any, right: Any,
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest: tuple[int, int], scale: Any, left: Any,
+    right: Any,
 ) -> Iterator[tuple[slice, slice, Attended]]:  # fmt: skip
     """Of each sequence its queries, its keys and its attention."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > 256:
-        raise RuntimeError(f"flash attention takes fp16 or bf16 and heads of a multiple of 8 up to 256, got {q.dtype}, {q.shape}")
+        raise RuntimeError(
+            f"flash attention takes fp16 or bf16 and heads of a multiple of 8 up to 256, got {q.dtype}, {q.shape}"
+        )
     if starts_q.dtype != torch.int32 or starts_k.dtype != torch.int32:
         raise RuntimeError(f"flash attention takes starts in int32, got {starts_q.dtype} and {starts_k.dtype}")
     bounds = [list(zip(starts.tolist(), starts.tolist()[1:], strict=False)) for starts in (starts_q, starts_k)]
     for (a, b), (c, d) in zip(*bounds, strict=True):
         if b - a > longest[0] or d - c > longest[1]:
-            raise RuntimeError(f"flash attention would leave out all after {longest} of a sequence of {b - a} and {d - c} tokens")
+            raise RuntimeError(
+                f"flash attention would leave out all after {longest} of a sequence of {b - a} and {d - c} tokens"
+            )
         if b > a:
             heads_first = (tensor.transpose(0, 1) for tensor in (q[a:b], k[c:d], v[c:d]))
-            hidden = _hidden(b - a, d - c, left, 0 if causal else right)
-            found = Attended.of(*heads_first, scale=scale, hidden=hidden, bias=None, dropout=torch.ones(()))
+            hidden = _hidden(b - a, d - c, left, right)
+            found = Attended.of(*heads_first, scale=scale, hidden=hidden)
             yield slice(a, b), slice(c, d), found
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, dropout_p: float, causal: bool,
-    debug: bool, *, scale: Any = None, window_size_left: Any = None, window_size_right: Any = None, **_: Any,
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, dropout_p: float,
+    causal: bool, debug: bool, *, scale: Any = None, window_size_left: Any = None, window_size_right: Any = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
-    longest = (max_q, max_k)
-    for queries, _keys, found in _packed(
-        q, k, v, starts_q, starts_k, longest, causal, scale, window_size_left, window_size_right
-    ):
+    window = (window_size_left, 0 if causal else window_size_right)
+    for queries, _keys, found in _packed(q, k, v, starts_q, starts_k, (max_q, max_k), scale, *window):
         out[queries], lse[:, queries] = found.output().transpose(0, 1).to(q.dtype), found.logsumexp
     return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0, dtype=q.dtype)
 
 
 def _varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int,
-    max_k: int, dropout_p: float, causal: bool, rng: Tensor, unused: Tensor, *, scale: Any = None, window_size_left: Any = None,
-    window_size_right: Any = None,
+    max_k: int, dropout_p: float, causal: bool, rng: Tensor, unused: Tensor, *, scale: Any = None,
+    window_size_left: Any = None, window_size_right: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     made = [torch.zeros_like(tensor) for tensor in (q, k, v)]
-    longest = (max_q, max_k)
-    for queries, keys, found in _packed(
-        q, k, v, starts_q, starts_k, longest, causal, scale, window_size_left, window_size_right
-    ):
+    window = (window_size_left, 0 if causal else window_size_right)
+    for queries, keys, found in _packed(q, k, v, starts_q, starts_k, (max_q, max_k), scale, *window):
         gradients = found.gradients(grad[queries].transpose(0, 1))
         for tensor, at, values in zip(made, (queries, keys, keys), gradients, strict=False):
             tensor[at] = values.transpose(0, 1).to(tensor.dtype)

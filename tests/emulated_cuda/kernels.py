@@ -1,7 +1,6 @@
 """Kernels of the emulated devices: each checks its arguments' devices as CUDA's do, and calls the CPU's on the same memory.
 
-They are registered for the dispatch key CUDA, so that autograd, type promotion and operators that are composed of others work as
-on a GPU.
+They are registered for the dispatch key CUDA: autograd, type promotion and operators composed of others work as on a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from tests.emulated_cuda import attention, copies, memory, waits
 
 # The real kernels of these need no arithmetic, and work on the stand-in for the runtime.
 REAL = set(
-    """as_strided view view.dtype _reshape_alias unfold view_as_real view_as_complex resize_ empty.memory_format empty_strided
-    record_stream is_set_to is_pinned _pin_memory _has_same_storage_numel set_ set_.source_Storage
-    set_.source_Storage_storage_offset set_.source_Tensor set_.source_Tensor_storage_offset _efficientzerotensor _lazy_clone lift
-    alias _fused_sdp_choice""".split()
+    """as_strided view view.dtype _reshape_alias unfold view_as_real view_as_complex resize_ empty.memory_format
+    empty_strided record_stream is_set_to is_pinned _pin_memory _has_same_storage_numel set_ set_.source_Storage
+    set_.source_Storage_storage_offset set_.source_Tensor set_.source_Tensor_storage_offset _efficientzerotensor
+    _lazy_clone lift alias _fused_sdp_choice""".split()
 )
 # Their indices may be on the host.
 INDEXING = set("index.Tensor index_put_ index_put _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put".split())

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event
+from nemo_kto.parallel import state
 from tests.emulated_cuda import waits
 
 
 class WriteWaits(Callback):
-    """Writes FILE: a JSON list with, for each training step, a list of waits [kind, site, in_micro_batch, count]."""
+    """Writes FILE, on the first rank: JSON, of each training step a list of waits [kind, site, in_micro_batch, count]."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(file)
@@ -23,4 +24,5 @@ class WriteWaits(Callback):
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
         self.steps.append([(*wait, count) for wait, count in waits.counted.most_common()])
         waits.counted.clear()
-        self.file.write_text(json.dumps(self.steps, indent=1))
+        if state.is_rank_zero():
+            self.file.write_text(json.dumps(self.steps, indent=1))

@@ -11,7 +11,7 @@ from tests.emulated_cuda import libraries
 def start() -> None:
     """Import torch with emulated devices.
 
-    torch is imported at once: nemo_kto looks for a driver's files, of which a machine without a GPU has none, before it imports
+    torch is imported at once: nemo_kto looks for a driver's files, which a machine without a GPU lacks, before it imports
     torch to look for GPUs.
     """
     if "torch" in sys.modules:  # a virtual environment may run its .pth files twice

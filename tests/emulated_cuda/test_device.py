@@ -158,9 +158,8 @@ def test_a_swap_without_its_synchronization_is_found(left_out: str, monkeypatch:
         with held.active():
             assert any(host.isnan().any() for host in held.host)
     else:
-        down = device._copy_streams(0)[1]
-        real = torch.cuda.Stream.wait_stream
-        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None if self == down else real(self, other))
+        down, wait = device._copy_streams(0)[1], torch.cuda.Stream.wait_stream
+        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: self == down or wait(self, other))
         with pytest.raises(RuntimeError, match="changed"), held.active():
             torch.cuda.synchronize()
     monkeypatch.undo()
@@ -188,7 +187,7 @@ def test_a_wait_is_counted_and_can_be_refused(name: str) -> None:
     WAITING[name](x)
     (wait,) = waits.counted
     assert waits.counted[wait] == 1
-    assert wait.site.startswith(("test_device.py", "tests/emulated_cuda/test_device.py")) or "test_device.py" in wait.site
+    assert "test_device.py" in wait.site
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         WAITING[name](x)

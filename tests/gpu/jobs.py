@@ -24,6 +24,7 @@ LORA = (
     "model.peft.lora_tuning.adapter_dim=4",
     "model.peft.lora_tuning.target_modules=[all]",
 )
+EXPERTS = ("pretrained_checkpoint.restore_from_path=experts",)  # relative to the folder of the runs
 # The same bits from the same inputs, also where the libraries know faster kernels that sum in any order.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
