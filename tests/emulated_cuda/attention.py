@@ -179,7 +179,8 @@ def _lower_right(
 
 def _lower_right_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, starts_q: None, starts_k: None, max_q: Any,
-    max_k: Any, lse: Tensor, dropout_p: float, seed: Tensor, offset: Any, order: int, of_bias: bool, *, scale: Any = None, **_: Any,
+    max_k: Any, lse: Tensor, dropout_p: float, seed: Tensor, offset: Any, order: int, of_bias: bool, *, scale: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grad, *heads_first = (tensor.transpose(1, 2) for tensor in (grad, q, k, v))
     found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)

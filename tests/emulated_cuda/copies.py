@@ -164,7 +164,7 @@ def _watched(original: Callable[..., Any], kind: str | None) -> Callable[..., An
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kind is not None:
-            waits.note(kind)
+            waits.note(kind, is_asked_for=True)
         result = original(*args, **kwargs)
         in_flight.update()
         return result

@@ -188,6 +188,8 @@ def test_a_wait_is_counted_and_can_be_refused(name: str) -> None:
     (wait,) = waits.counted
     assert waits.counted[wait] == 1
     assert "test_device.py" in wait.site
+    if name == "synchronize":  # of which torch does not complain
+        return
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         WAITING[name](x)

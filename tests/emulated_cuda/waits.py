@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +51,8 @@ def uncounted() -> Iterator[None]:
         _quiet.on = before
 
 
-def note(kind: str) -> None:
-    """Count a wait.
+def note(kind: str, *, is_asked_for: bool = False) -> None:
+    """Count a wait; torch.cuda.set_sync_debug_mode knows of those that are not asked for by name.
 
     Raises:
         RuntimeError: torch.cuda.set_sync_debug_mode("error") is set.
@@ -61,8 +62,11 @@ def note(kind: str) -> None:
     frames = _frames()
     wait = Wait(kind, _site(frames), _in_micro_batch(frames))
     counted[wait] += 1
-    if _debug_mode == 2:
-        raise RuntimeError(f"called a synchronizing CUDA operation: {kind} at {wait.site}")
+    message = f"called a synchronizing CUDA operation: {kind} at {wait.site}"
+    if _debug_mode == 2 and not is_asked_for:
+        raise RuntimeError(message)
+    if _debug_mode == 1 and not is_asked_for:
+        warnings.warn(message, stacklevel=3)
 
 
 def site() -> str:

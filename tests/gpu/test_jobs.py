@@ -120,7 +120,7 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(place: Workplace, expected: Ca
 def test_a_resumed_run_is_the_same_run(
     precision: str, ranks: int, place: Workplace, expected: Callable[[str], Path]
 ) -> None:
-    """A run that saves as it trains, is stopped and resumed logs the same figures and exports the same files, bit for bit."""
+    """A run that saves as it trains, is stopped and resumed logs the same figures and exports the same bits."""
     always = "{_target_: tests.gpu.noted.Deterministic}"
     stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
     name, settings = f"{precision}-{ranks}", [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
