@@ -95,7 +95,7 @@ def _as_fused(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# Of sequences of equal length: torch's scaled_dot_product_attention, [batch, heads, tokens, size].
+# Sequences of equal length: torch's scaled_dot_product_attention, [batch, heads, tokens, size].
 
 
 def _dense(
@@ -187,7 +187,7 @@ def _lower_right_backward(
     return (*(tensor.to(q.dtype).transpose(1, 2).contiguous() for tensor in found.gradients(grad)[:3]), torch.empty(0))
 
 
-# Of packed sequences, [tokens, heads, size]: torch's varlen_attn.
+# Packed sequences, [tokens, heads, size]: torch's varlen_attn.
 
 
 def _packed(

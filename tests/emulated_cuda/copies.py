@@ -74,7 +74,7 @@ class CopiesInFlight:
             self._arrive(set(self._streams[stream]))
 
     def update(self) -> None:
-        """Follow the synchronization that was asked of the runtime."""
+        """Apply the synchronization that the runtime has recorded."""
         with self._lock:
             while count := libraries.runtime.emulated_take_records(self._records, _RECORDS):
                 for at in range(0, 3 * count, 3):
@@ -117,13 +117,13 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     to_host, from_host = self.device.type == "cpu", src.device.type == "cpu"
     if not self.numel():
         return self
-    here, there = (tensor if tensor.device.type == "cpu" else memory.on_host(tensor) for tensor in (self, src))
+    target, source = (tensor if tensor.device.type == "cpu" else memory.on_host(tensor) for tensor in (self, src))
     if not (to_host or from_host):
         with waits.uncounted():
-            here.copy_(there)
+            target.copy_(source)
         return self
     if waits.is_gloo():  # whose own waits are not those of NCCL
-        here.copy_(there)
+        target.copy_(source)
         return self
     with waits.uncounted():
         stream = torch.cuda.current_stream(src.device if to_host else self.device).cuda_stream
@@ -134,21 +134,21 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
         if not non_blocking:
             in_flight.synchronized(stream)
         with waits.uncounted():
-            here.copy_(there)
+            target.copy_(source)
         return self
     with waits.uncounted():
-        copy = Copy(pinned=self if to_host else src, values=there.clone(), to_host=to_host, site=waits.site())
+        copy = Copy(pinned=self if to_host else src, values=source.clone(), to_host=to_host, site=waits.site())
         if to_host:
             in_flight.finish_uploads(stream)
             self.fill_(float("nan") if self.is_floating_point() else _POISON)
         else:
-            here.copy_(there)
+            target.copy_(source)
         in_flight.add(stream, copy)
     return self
 
 
 def install() -> None:
-    """Let the calls that wait, or ask whether they would, be counted and have copies arrive."""
+    """Count the calls that synchronize; copies arrive in these and in calls that query whether work is finished."""
     torch.cuda.set_sync_debug_mode = waits.set_debug_mode
     for owner, name, kind in (
         (torch.cuda, "synchronize", "device synchronize"),
@@ -164,7 +164,7 @@ def _watched(original: Callable[..., Any], kind: str | None) -> Callable[..., An
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kind is not None:
-            waits.note(kind, is_asked_for=True)
+            waits.note(kind, explicit=True)
         result = original(*args, **kwargs)
         in_flight.update()
         return result

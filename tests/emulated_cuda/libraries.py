@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def device_count() -> int:
-    """Number of devices; torch's own question would forbid the processes that are forked afterwards to use one."""
+    """Number of devices; torch's own function would forbid processes that are forked afterwards to use one."""
     count = ctypes.c_int()
     runtime.cudaGetDeviceCount(ctypes.byref(count))
     return count.value
@@ -66,7 +66,7 @@ def linked_libraries() -> dict[str, str]:
     assert spec.origin is not None
     files = sorted((Path(spec.origin).parent / "lib").glob("*.so"))
     command = ["readelf", "--wide", "--dynamic", "--version-info", *map(str, files)]
-    told = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True).stdout
-    versions = dict(re.findall(r"File: (\S+) +Cnt: \d+\n +\w+: +Name: (\S+)", told))
-    needed = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]", told))
+    output = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True).stdout
+    versions = dict(re.findall(r"File: (\S+) +Cnt: \d+\n +\w+: +Name: (\S+)", output))
+    needed = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]", output))
     return {name: versions.get(name, name) for name in sorted(needed - {RUNTIME})}

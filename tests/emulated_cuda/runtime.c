@@ -237,7 +237,7 @@ int __cudaLaunchKernel(void) { return NO_KERNEL; }
 int cudaLaunchKernelExC(void) { return NO_KERNEL; }
 int cudaFuncSetAttribute(void) { return SUCCESS; }
 
-/* Errors, and what other libraries are asked for while torch is imported or a job starts */
+/* Errors, and functions of other libraries that are called while torch is imported or a job starts */
 int cudaGetLastError(void) { return SUCCESS; }
 int cudaPeekAtLastError(void) { return SUCCESS; }
 const char *cudaGetErrorString(int error) {

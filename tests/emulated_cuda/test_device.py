@@ -56,9 +56,9 @@ def test_a_layer_and_its_gradients_are_those_of_the_cpu() -> None:
     for kind in ("cpu", "cuda"):
         copy = torch.nn.Linear(5, 3, device=kind)
         copy.load_state_dict(layer.state_dict())
-        there = x.to(kind).requires_grad_()
-        value = F.rms_norm(F.gelu(copy(there)), (3,)).square().sum()
-        found.append([value, *torch.autograd.grad(value, [there, *copy.parameters()])])
+        inputs = x.to(kind).requires_grad_()
+        value = F.rms_norm(F.gelu(copy(inputs)), (3,)).square().sum()
+        found.append([value, *torch.autograd.grad(value, [inputs, *copy.parameters()])])
         assert all(tensor.device.type == kind for tensor in found[-1])
     for expected, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), expected)
@@ -188,7 +188,7 @@ def test_a_wait_is_counted_and_can_be_refused(name: str) -> None:
     (wait,) = waits.counted
     assert waits.counted[wait] == 1
     assert "test_device.py" in wait.site
-    if name == "synchronize":  # of which torch does not complain
+    if name == "synchronize":  # which torch does not report
         return
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):

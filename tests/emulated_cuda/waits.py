@@ -51,8 +51,12 @@ def uncounted() -> Iterator[None]:
         _quiet.on = before
 
 
-def note(kind: str, *, is_asked_for: bool = False) -> None:
-    """Count a wait; torch.cuda.set_sync_debug_mode knows of those that are not asked for by name.
+def note(kind: str, *, explicit: bool = False) -> None:
+    """Count a wait.
+
+    Args:
+        kind: the operation that waits.
+        explicit: it is a call of ``synchronize``, which torch.cuda.set_sync_debug_mode does not report.
 
     Raises:
         RuntimeError: torch.cuda.set_sync_debug_mode("error") is set.
@@ -63,9 +67,9 @@ def note(kind: str, *, is_asked_for: bool = False) -> None:
     wait = Wait(kind, _site(frames), _in_micro_batch(frames))
     counted[wait] += 1
     message = f"called a synchronizing CUDA operation: {kind} at {wait.site}"
-    if _debug_mode == 2 and not is_asked_for:
+    if _debug_mode == 2 and not explicit:
         raise RuntimeError(message)
-    if _debug_mode == 1 and not is_asked_for:
+    if _debug_mode == 1 and not explicit:
         warnings.warn(message, stacklevel=3)
 
 
