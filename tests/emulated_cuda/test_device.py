@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -188,11 +189,31 @@ def test_a_wait_is_counted_and_can_be_refused(name: str) -> None:
     (wait,) = waits.counted
     assert waits.counted[wait] == 1
     assert "test_device.py" in wait.site
+    assert not wait.in_micro_batch
     if name == "synchronize":  # which torch does not report
         return
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         WAITING[name](x)
+
+
+class AsksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * grad.sum().item()
+
+
+def test_a_wait_of_the_backward_pass_is_one_of_a_micro_batch() -> None:
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    waits.counted.clear()
+    AsksInBackward.apply(x).sum().backward()
+    (wait,) = waits.counted
+    assert wait.in_micro_batch
+    assert wait.site.endswith("(backward)")
 
 
 def test_work_that_is_queued_is_no_wait() -> None:

@@ -102,8 +102,8 @@ def _site(frames: list[FrameType]) -> str:
         file = frame.f_code.co_filename
         if any(part in file for part in _NOT_SHOWN):
             continue
-        start = max(file.rfind("/nemo_kto/"), file.rfind("/megatron/"), 0)
-        file = file[start:].lstrip("/")
+        file = file.rpartition("/site-packages/")[2]
+        file = file[max(file.rfind("/nemo_kto/"), 0) :].lstrip("/")
         lines.append(f"{file}:{frame.f_lineno}({frame.f_code.co_name})")
         if len(lines) == MAX_LINES or (file.startswith("nemo_kto/") and not file.startswith(HELPERS)):
             break
