@@ -27,6 +27,8 @@ from tests import messages
 from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Its tests need the interpreter of `make test-emulated`.
+collect_ignore = [] if "tests.emulated_cuda.start" in sys.modules else ["emulated_cuda"]
 
 
 def _part(text: str) -> tuple[int, int]:
