@@ -19,8 +19,7 @@ WORKDIR /opt/nemo_kto
 # the base image has if that will do.
 ARG EXTRAS=""
 COPY pyproject.toml constraints.txt constraints-py312.txt benchmarks/gpu_report.py ./
-RUN case "$(python3 --version)" in *3.12.*) tested=constraints-py312.txt ;; *) tested=constraints.txt ;; esac \
-    && python3 gpu_report.py --pins "$tested" > /opt/constraints.txt \
+RUN python3 gpu_report.py --pins > /opt/constraints.txt \
     && python3 -c 'import sys, tomllib; \
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \

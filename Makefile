@@ -2,7 +2,8 @@
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
 # packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and
-# benchmarks on a GPU), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
+# benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
+# TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -26,8 +27,11 @@ PYTEST_FLAGS ?=
 N ?= 200
 # The quickstart's.
 MODEL ?= $(HOME)/.cache/nemo_kto/quickstart/SmolLM2-135M-Instruct
-# The newest TRL that `make gpu` compares with.
+# Of `make gpu`: the newest TRL that it compares with; a Python that has torch, by default the first one.
 TRL ?= 1.16.*
+with_torch := -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
+first_with_torch = $(shell for python in python3 python3.11 python3.12 python3.13; do if "$$python" $(with_torch); then echo "$$python"; break; fi; done)
+GPU_PYTHON ?= $(if $(filter file,$(origin PYTHON)),$(or $(first_with_torch),$(PYTHON)),$(PYTHON))
 # Each worker is a process with its own gloo ranks. The tests of a file run in one worker and share their fixtures. Files keep
 # their order, in which those of unit tests are last: long files would leave one worker without work in the end.
 WORKERS ?= 2
@@ -42,10 +46,10 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/parallel/test_kernels
 TESTS312 += $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench wheel clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 $(VENV)/.made:
 	$(STILL_RUNS) $(PYTHON) -m venv $(VENV)
@@ -147,11 +151,17 @@ audit: $(VENV)/.made
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py $(MODEL) $(if $(OTHER_TRL),--other-trl $(OTHER_TRL))
 
-# On a machine with a GPU, in less than 25 minutes besides installing; docs/gpu/README.md. In a container: make gpu PYTHON=python3
+# On a machine with a GPU, in less than 25 minutes besides installing; docs/gpu/README.md. In parts: PART=tests, llama-1b or
+# qwen-7b; without an index: WHEELS=FOLDER; a shorter part: MINUTES=M; results into FOLDER: OUT=FOLDER.
 gpu:
-	@$(PYTHON) benchmarks/gpu_report.py --check
-	$(NOT_SILENT) .ci/gpu-environment $(PYTHON) $(VENV) $(CONSTRAINTS) '$(TRL)'
-	$(BIN)/python benchmarks/gpu_report.py --trl-python $(VENV)-trl/bin/python
+	@$(GPU_PYTHON) benchmarks/gpu_report.py --check
+	$(NOT_SILENT) .ci/gpu-environment $(GPU_PYTHON) $(VENV) '$(TRL)' $(WHEELS)
+	$(BIN)/python benchmarks/gpu_report.py --trl-python $(VENV)-trl/bin/python \
+		$(PART:%=--part %) $(MINUTES:%=--minutes %) $(OUT:%=--folder %)
+
+# On a machine with an index: the packages that `make gpu WHEELS=wheels` installs on one without.
+gpu-wheels:
+	@echo 'collecting wheels (minutes)'; $(STILL_RUNS) $(or $(PYTHON312),$(PYTHON)) benchmarks/gpu_wheels.py $(or $(WHEELS),wheels) --trl '$(TRL)'
 
 wheel: $(VENV)/.made
 	rm -rf build  # or setuptools would ship the files of an earlier build

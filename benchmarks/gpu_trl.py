@@ -39,7 +39,8 @@ class Counted(KTOTrainer):
     tokens: Any = 0
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        self.tokens = self.tokens + inputs["completion_attention_mask"].sum()
+        mask = "attention_mask" if "attention_mask" in inputs else "completion_attention_mask"  # as TRL before 1.16 calls it
+        self.tokens = self.tokens + inputs[mask].sum()
         return super().training_step(model, inputs, *arguments, **options)
 
 

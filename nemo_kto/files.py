@@ -89,7 +89,7 @@ def irregular(file: Path) -> str | None:
     """The kind of a file that is no regular one, such as "a folder"; None for a regular file, and where there is none."""
     try:
         return _kind(os.stat(file))
-    except OSError:
+    except (OSError, ValueError):  # the second one of a name with a null byte
         return None
 
 

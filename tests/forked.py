@@ -117,11 +117,16 @@ def run(
     return subprocess.CompletedProcess(list(arguments), status, *said)
 
 
+def search_path(*before: Path) -> str:
+    """PYTHONPATH with these folders in front of those that this process has, where packages may be installed."""
+    return os.pathsep.join([*map(str, before), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @cache
 def _server() -> str:
     """Address of the server, which is started on first use and ends with this process."""
     address = os.path.join(tempfile.mkdtemp(prefix="forked_"), "socket")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server: subprocess.Popen[bytes] = subprocess.Popen(
         [sys.executable, __file__, address], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -302,7 +307,8 @@ def _end(status: int) -> NoReturn:
 
 def _main() -> None:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    _INSTALLED[:] = sys.path[1:]
+    given = {os.path.abspath(folder) for folder in search_path().split(os.pathsep)}
+    _INSTALLED[:] = [folder for folder in sys.path[1:] if folder not in given]
     request, files = _serve(sys.argv[1], sys.stdin.buffer)
     if request["ranks"]:
         # The output is held by ranks and not by what forks them.

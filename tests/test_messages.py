@@ -81,6 +81,7 @@ def stored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
 def test_a_message_names_its_parts_and_reads_as_in_the_snapshot(stored: list[str]) -> None:
     message = Message("model.seed", "-1")
+    assert message != "model.seed is -1", "it has no entry yet"
     stored += ["model.seed is -1", "model.seed is 7"]
     assert [message] == ["model.seed is -1"]
     assert message != "model.seed must not be -1", "it reads otherwise"

@@ -150,7 +150,7 @@ class DPOTrainer:
                 before = self.model.state_dict()
                 loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
                 figures = self._optimizer_step(loss, before)
-                self._report_step(metrics, figures, seconds=time.perf_counter() - started)
+                self._report_step(metrics, figures, started=started)
                 if self._end_step():
                     break
         except BaseException as error:
@@ -343,12 +343,12 @@ class DPOTrainer:
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
-    def _report_step(self, metrics: Metrics, figures: Mapping[str, float], *, seconds: float) -> None:
-        values = {**metrics, **figures}
-        self._monitor("train", values)
+    def _report_step(self, metrics: Metrics, figures: Mapping[str, float], *, started: float) -> None:
+        self._monitor("train", values := {**metrics, **figures})
         report = {f"train/{name}": value for name, value in values.items()}
         report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
         report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
+        seconds = time.perf_counter() - started  # the timers have waited for the device
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
         for callback in self.callbacks:
             callback.on_train_step_end(self, event)

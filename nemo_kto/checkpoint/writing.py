@@ -49,16 +49,17 @@ class PlannedSave(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
         self.of_copies = False
-        self._copies: dict[int, torch.Tensor] = {}  # by the tensor's number in the state
+        self._copies: list[torch.Tensor] = []
         self._writer: Any = None
         self._metadata: Any = None  # of the whole checkpoint, on rank 0
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *options: Any) -> AsyncRequest:
         """Plan what this rank writes, collective. ``options``: megatron-core 0.19 has one, and 0.16 none."""
         if self.of_copies:
-            for number, entry in enumerate(nested_values(sharded_state_dict)):
-                if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
-                    entry.data = self._copied(number, entry.data)
+            entries = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+            mine = [entry for entry in entries if is_main_replica(entry.replica_id)]
+            for entry, copy in zip(mine, self._copied([entry.data for entry in mine]), strict=True):
+                entry.data = copy
             device.synchronize()
         return super().async_save(sharded_state_dict, checkpoint_dir, *options)
 
@@ -79,12 +80,14 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._writer.checkpoint_dir))
 
-    def _copied(self, number: int, live: torch.Tensor) -> torch.Tensor:
+    def _copied(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """On the host, in the memory of the last save: to get new memory takes longer than to copy into it."""
-        copy = self._copies.get(number)
-        if copy is None or copy.shape != live.shape or copy.dtype != live.dtype:
-            copy = self._copies[number] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
-        return copy.copy_(live, non_blocking=True)
+        if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in live]:
+            self._copies = []  # freed before there are others
+            self._copies = device.host_tensors(live)
+        for copy, tensor in zip(self._copies, live, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        return self._copies
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Sequence[Any], *_: object) -> AsyncRequest:
         self._writer, self._metadata = writer, planned[1]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ from nemo_kto.launch.build_stopping import build_early_stopping, check_early_sto
 from nemo_kto.launch.finish import check_export, finish
 from nemo_kto.launch.leave import leave_early, newest_checkpoint
 from nemo_kto.launch.locks import hold_run_folder
-from nemo_kto.launch.plan_run import Machines, check_memory, these_machines
 from nemo_kto.launch.precision import resolve_precision
 from nemo_kto.launch.redaction import public_config, redacted
 from nemo_kto.launch.resume import Resumption, look_for_run
@@ -61,7 +62,10 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: RunConfig) -> None:
+CheckMemory = Callable[[RunConfig, int, int], None]  # (configuration, ranks, those of this machine): raises UserError
+
+
+def train(cfg: RunConfig, *, check_memory: CheckMemory | None = None) -> None:
     """Run the whole job on this rank: align the model and export it. ``cfg`` has been checked by ``launch.cli``."""
     layout = state.Layout(
         tensor=cfg.model.tensor_model_parallel_size,
@@ -75,14 +79,17 @@ def train(cfg: RunConfig) -> None:
     device.record_collectives(str(Path(cfg.exp_manager.explicit_log_dir) / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=cfg.model.seed, timeout=timedelta(minutes=cfg.trainer.timeout_minutes))
     with hold_run_folder(Path(cfg.exp_manager.explicit_log_dir)):
-        _train(cfg)
+        _train(cfg, check_memory)
 
 
-def _train(cfg: RunConfig) -> None:
+def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
     """The job, in a run folder that no other job writes."""
     cfg, why = resolve_precision(cfg)
     state.raise_together(state.attempt(lambda: check_gpu(cfg)), "{}")
-    state.raise_together(state.attempt(lambda: check_memory(cfg, _machines(cfg))), "{}")
+    if check_memory is not None:
+        ranks = state.world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, ranks // cfg.trainer.num_nodes)))
+        state.raise_together(state.attempt(partial(check_memory, cfg, ranks, local)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(cfg)
     with watchdog.phase("preparing data"):
@@ -113,13 +120,6 @@ def _train(cfg: RunConfig) -> None:
         with watchdog.phase("export"):
             finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()
-
-
-def _machines(cfg: RunConfig) -> Machines:
-    """What the ranks have that are there, each asked on its own machine."""
-    count = state.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, count // cfg.trainer.num_nodes)))
-    return these_machines(cfg, ranks=count, local=local, timed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def build_timer(cfg: RunConfig) -> RunTimer:
 
 def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTimer) -> DPOTrainer:
     """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
-    timers = PhaseTimers(synchronize=device.synchronize, observe=watchdog.phase)
+    timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
     first_step = start.run.resumed_step or 0

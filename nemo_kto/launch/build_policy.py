@@ -22,7 +22,7 @@ from nemo_kto.checkpoint.huggingface import check_weights, export, export_bytes,
 from nemo_kto.checkpoint.safetensors_files import is_our_model
 from nemo_kto.checkpoint.sources import ModelSource, find_source, named_base, refuse_other_shape
 from nemo_kto.errors import UserError
-from nemo_kto.launch.choices import adapter_settings, pipeline_split
+from nemo_kto.launch.choices import adapter_settings, pipeline_split, recompute_modules
 from nemo_kto.launch.schema import GPTConfig, OptimConfig
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.gpt import build_chunks, build_gpt
@@ -95,7 +95,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         recompute_granularity=cfg.activations_checkpoint_granularity,
         recompute_method=cfg.activations_checkpoint_method,
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
-        recompute_modules=cfg.recompute_modules,
+        recompute_modules=recompute_modules(cfg),
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,

@@ -37,7 +37,7 @@ from nemo_kto.launch.schema import RunConfig
 from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
-from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights, host_copy
+from nemo_kto.models.reference import LiveReference, ReferencePolicy, SwappedWeights
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, signals, state
 from nemo_kto.parallel.overlap import finish_gathers
@@ -197,7 +197,7 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
     cache.check_models()
     finish_gathers(policy.chunks)
     weights = [weight for chunk in policy.chunks for weight in chunk.parameters()]
-    kept, generators = [host_copy(weight) for weight in weights], get_rng_state()
+    kept, generators = device.copied_to_host(weights), get_rng_state()
     try:
         if other is None:
             load_policy_weights(policy)

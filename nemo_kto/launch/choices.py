@@ -40,6 +40,11 @@ def pipeline_split(cfg: GPTConfig) -> PipelineSplit:
     )
 
 
+def recompute_modules(cfg: GPTConfig) -> tuple[str, ...]:
+    """The modules of a layer that selective recomputation recomputes: those of the configuration, or the MLP."""
+    return tuple(cfg.recompute_modules or ("mlp",))
+
+
 def choose_mode(cfg: RunConfig) -> tuple[str, str]:
     """How the reference is held (swap, adapter, cached or none), and why."""
     settings = cfg.model.reference

@@ -149,7 +149,14 @@ class Job:
         # Again, because each job of a sweep warns of what is its own.
         set_up_logging(rank=0 if self.world is None else self.world.rank)
         take_over()
-        build.train(cfg)
+        build.train(cfg, check_memory=_check_memory)
+
+
+def _check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
+    """Compare what a run needs with the memory of its machines; see :func:`nemo_kto.launch.plan_run.check_memory`."""
+    from nemo_kto.launch.plan_run import check_memory, these_machines
+
+    check_memory(cfg, these_machines(cfg, ranks=ranks, local=local, timed=False))
 
 
 def _gpus(cfg: RunConfig) -> int:

@@ -13,10 +13,16 @@ from typing import Any
 from nemo_kto.checkpoint.checkpoint_files import config_folder
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_rows import micro_batch_limits
-from nemo_kto.launch.choices import adapter_settings, choose_mode, has_new_kl_examples, pipeline_split, reference_passes
+from nemo_kto.launch.choices import (
+    adapter_settings,
+    choose_mode,
+    has_new_kl_examples,
+    pipeline_split,
+    recompute_modules,
+    reference_passes,
+)
 from nemo_kto.launch.rules import local_ranks, world_size
 from nemo_kto.launch.schema import GPTConfig, RunConfig
-from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.models.memory import RankMemory, Training, stages_memory
@@ -120,7 +126,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         reference_moves=model.reference.sync_interval > 0,
         async_save=cfg.exp_manager.checkpoint_callback_params.async_save,
         recompute=model.activations_checkpoint_granularity,
-        recompute_modules=tuple(model.recompute_modules or RECOMPUTED),
+        recompute_modules=recompute_modules(model),
         recompute_method=model.activations_checkpoint_method,
         recompute_layers=model.activations_checkpoint_num_layers,
         micro_batch_tokens=prompts * answers * width,

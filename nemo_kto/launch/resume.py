@@ -14,7 +14,7 @@ from nemo_kto.checkpoint.restricted import reading
 from nemo_kto.errors import UserError
 from nemo_kto.launch.build_data import RunData
 from nemo_kto.launch.build_stopping import stopped_early
-from nemo_kto.launch.identity import Facts, differences, facts_of_earlier, facts_of_run
+from nemo_kto.launch.facts import Facts, differences, facts_of_earlier, facts_of_run
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import state
 

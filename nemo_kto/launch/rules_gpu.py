@@ -12,7 +12,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.launch.packages import transformer_engine_version
 from nemo_kto.launch.schema import RunConfig
 from nemo_kto.parallel import device
-from nemo_kto.parallel.precision import PRECISIONS
+from nemo_kto.parallel.precision import FP8_MULTIPLE, PRECISIONS
 
 OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
 _FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
@@ -103,7 +103,6 @@ def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
         return
     from nemo_kto.models.architecture import read_architecture
     from nemo_kto.models.parameters import rank_parameters
-    from nemo_kto.models.sequences import FP8_MULTIPLE
 
     tensor, folder = cfg.model.tensor_model_parallel_size, config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
     architecture = read_architecture(folder, tensor_parallel=tensor)

@@ -312,7 +312,7 @@ def preference_metric_sums(
     *,
     weighted_preference_losses_P: Tensor,
     weighted_sft_losses_P: Tensor,
-    sft_scale: float,
+    sft_scale: float | Tensor,
     sft_counts_P: Tensor,
     preference_losses_P: Tensor,
     sft_losses_P: Tensor,

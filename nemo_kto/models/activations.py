@@ -17,7 +17,6 @@ from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,
 # which is fused here and keeps little, so that to recompute it would only be slower.
-RECOMPUTED = ("mlp",)
 
 _FP32 = 4
 # Of a router, for each expert: its probability in fp32, and whether it was chosen, both once more to send tokens back; for

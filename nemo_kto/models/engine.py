@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,11 +99,15 @@ class LogProbEngine:
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
 
     @torch.no_grad()
-    def logprobs(self, sequences: SequenceBatch) -> Tensor:
-        """Log-prob of each sequence's response under the present weights: [B], fp32, on the CPU, on every pipeline stage.
+    def logprobs(self, *parts: SequenceBatch) -> Tensor:
+        """Log-prob of each sequence's response under the present weights, part after part: [B], fp32, on the CPU.
 
-        Evaluation mode, no gradient.
+        On every pipeline stage. Evaluation mode, no gradient.
         """
+        return from_last_stage(torch.cat([self._logprobs(sequences) for sequences in parts])).cpu()
+
+    def _logprobs(self, sequences: SequenceBatch) -> Tensor:
+        """As :meth:`logprobs`, on the device and of the last pipeline stage."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
         limits = self.limits
         if self.forward_micro_batch_size is not None:
@@ -117,7 +121,7 @@ class LogProbEngine:
             schedule = self._schedule(micro_batches, collect, forward_only=True)
             with self._evaluation_mode(), constant_weights(self.chunks):
                 schedule(collect_non_loss_data=True)
-        return from_last_stage(logps_B).cpu()
+        return logps_B
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
@@ -170,16 +174,20 @@ class LogProbEngine:
         """Of a group of buckets, before they are summed over the ranks."""
         self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
 
-    def local_gradients_are_finite(self) -> bool:
-        """Whether the gradients that this rank added to those of the last backward pass are finite."""
-        return all(bool(norm.isfinite()) for norm in self._local_norms)
+    def local_gradients_are_finite(self) -> Tensor:
+        """Whether the gradients that this rank added to those of the last backward pass are finite: 0-d, on the device."""
+        return self._all_finite(self._local_norms)
 
-    def local_weights_are_finite(self) -> bool:
-        """Whether the weights that are trained on this rank are finite; collective."""
+    def local_weights_are_finite(self) -> Tensor:
+        """Whether the weights that are trained on this rank are finite: 0-d, on the device; collective."""
         finish_gathers(self.chunks)
         trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
         largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # needs no memory
-        return not largest or bool(torch.stack(largest).isfinite().all())
+        return self._all_finite(largest)
+
+    @staticmethod
+    def _all_finite(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([torch.zeros((), device=device.current_device()), *values]).isfinite().all()
 
     def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
         """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, empty ones too) and ``flops`` of so

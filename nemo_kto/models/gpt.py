@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_kto.models.activations import RECOMPUTED
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.embedding import RowEmbedding, scale_of
 from nemo_kto.models.layer_spec import block_spec
@@ -108,7 +107,7 @@ def build_gpt(
     pre_process: bool = True,
     post_process: bool = True,
     sequence_parallel: bool = False,
-    recompute_modules: Sequence[str] | None = None,
+    recompute_modules: Sequence[str] = (),
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     fp8: str | None = None,
     expert_parallel: int = 1,
@@ -125,7 +124,7 @@ def build_gpt(
         context_parallel, expert_parallel: ranks that share a sequence; over which the experts of a layer are shared out.
         pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
         sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
-        recompute_modules: mlp, core_attn or both; None for those of :data:`RECOMPUTED`.
+        recompute_modules: mlp, core_attn or both, with recompute_granularity="selective".
         attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": Transformer Engine's linear layers multiply in it.
         grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need each by itself.
@@ -147,7 +146,7 @@ def build_gpt(
         context_parallel_size=context_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         **recompute,
-        recompute_modules=recomputed(architecture, recompute_modules or RECOMPUTED),
+        recompute_modules=recomputed(architecture, recompute_modules),
         fp8=fp8,
         expert_model_parallel_size=expert_parallel,
         use_cpu_initialization=empty,  # whose tensors are on the device of the context below

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_kto.models.activations import RECOMPUTED, Activations
+from nemo_kto.models.activations import Activations
 from nemo_kto.models.architecture import Architecture
 from nemo_kto.models.backward import Block, blocks_of
 from nemo_kto.models.flops import ModelFlops
@@ -21,6 +21,7 @@ from nemo_kto.models.parameters import RankParameter, rank_parameters
 from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
 
 _FP32 = 4
+_PRODUCT_ROWS = 8192  # of the output weight's gradient at a time, as in nemo_kto.parallel.logprobs, which needs torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Training:
     reference_moves: bool = False
     async_save: bool = True
     recompute: str | None = None
-    recompute_modules: tuple[str, ...] = RECOMPUTED
+    recompute_modules: tuple[str, ...] = ()
     recompute_method: str | None = None
     recompute_layers: int | None = None
     micro_batch_tokens: int
@@ -162,9 +163,18 @@ class Training:
         main = 0 if self.element_bytes == _FP32 else _FP32
         return (1 - self.offload) * (2 * self.moment_bytes + main)
 
-    def offloaded_bytes(self) -> float:
-        """On the host, for each of these parameters: fp32 value, gradient and two moments of the part that is there."""
-        return self.offload * 4 * _FP32
+    def offloaded_bytes(self, parameters: Iterable[RankParameter]) -> float:
+        """The optimizer's on the host: fp32 values, two moments and gradients of the part that is there.
+
+        megatron-core takes the gradients from torch's page-locked memory, whose blocks are powers of two, and copies the
+        bf16 values through it, of which torch keeps a block of each size.
+        """
+        trained = [each for each in parameters if each.trained]
+        if not self.offload or not trained:
+            return 0.0
+        gradients = sum(_power_of_two(each.numel * _FP32) / self.copies(each) for each in trained)
+        copied = sum({_power_of_two(each.numel * self.element_bytes // self.copies(each)) for each in trained})
+        return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
     def saved_bytes(self) -> float:
         """What a rank writes into a checkpoint, for each trained parameter of its share.
@@ -257,7 +267,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         logprobs=logprobs,
         working=_working(training, parameters),
         heap=0.0 if training.on_gpu else activations + logprobs,
-        offloaded=kept * training.offloaded_bytes(),
+        offloaded=training.offloaded_bytes(parameters),
         reference=swapped * (training.element_bytes + moving),
         checkpoint=share * training.saved_bytes() if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
@@ -268,6 +278,11 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
 def _quantised(parameters: list[RankParameter]) -> int:
     """Matrices in fp8, kept for all micro-batches of a step: as they are, and transposed for the backward pass."""
     return 2 * sum(each.numel for each in parameters if each.is_multiplied)
+
+
+def _power_of_two(size: int) -> int:
+    """The least power of two that is not less than a size in bytes."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def stages_memory(training: Training) -> list[RankMemory]:
@@ -340,15 +355,16 @@ def _logprobs(training: Training) -> float:
     """Hidden states that meet the vocabulary, and a chunk of logits in fp32; a soft cap's slopes.
 
     For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The chunk is free again when their
-    product with the hidden states is made, the gradient of the output weight.
+    product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time in
+    a torch that cannot. Which of them is not known here; the block is counted, and is seldom more than the chunk.
     """
     saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
     chunk = min(training.logprob_chunk, tokens) * rows
     logits = chunk * (_FP32 if training.architecture.logit_softcap is None else 2 * _FP32)
     if training.on_gpu and training.element_bytes < _FP32:
-        product = rows * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
-        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, product))
+        block = min(rows, _PRODUCT_ROWS) * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
+        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, block))
     return saved.head() * tokens + logits
 
 

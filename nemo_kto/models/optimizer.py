@@ -12,6 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_kto.parallel import state
 from nemo_kto.parallel.main_grad import add_products_to_main_grads
 from nemo_kto.parallel.overlap import expect_whole_weights, schedule_reductions
 
@@ -118,7 +119,8 @@ def build_optimizer(
         **_form_of_state(moments_dtype, offload_fraction),
     )
     # Experts have an optimizer of their own. Where nothing else is trained on any rank, the other one has nothing to do.
-    parts = get_megatron_optimizer(config, list(chunks)).chained_optimizers
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
+    parts = optimizer.chained_optimizers
     return SkippingOptimizer([part for part in parts if part.optimizer is not None])
 
 

@@ -47,7 +47,7 @@ class LiveReference:
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """See :meth:`ReferencePolicy.logprobs`."""
         with self.active():
-            return torch.cat([self._engine.logprobs(sequences) for sequences in parts])
+            return self._engine.logprobs(*parts)
 
 
 class SwappedWeights:
@@ -80,7 +80,7 @@ class SwappedWeights:
             phase: names the swap to a timer.
         """
         self.parameters = list(parameters)
-        self.host = [host_copy(parameter) for parameter in self.parameters]
+        self.host = device.copied_to_host(self.parameters)
         self.values = [host.float() for host in self.host] if moves else self.host
         self._finish_gathers, self._phase = finish_gathers, phase
 
@@ -117,9 +117,3 @@ class SwappedWeights:
         """Take over into ``host`` what ``values`` has become."""
         for host, value in zip(self.host, self.values, strict=True):
             host.copy_(value)
-
-
-def host_copy(parameter: Tensor) -> Tensor:
-    """A copy in host memory, pinned where the parameter is on a GPU."""
-    copy = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
-    return copy.copy_(parameter.detach())

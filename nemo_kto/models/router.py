@@ -134,7 +134,8 @@ def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
             noted[router.layer_number - 1] = router.balance
     torch.distributed.all_reduce(noted, group=parallel_state.get_data_parallel_group())
     torch.distributed.all_reduce(noted, group=parallel_state.get_pipeline_model_parallel_group())
-    noted = noted[noted[:, 1] > 0].cpu()  # layers with experts, if any sequence counts
+    noted = noted.cpu()
+    noted = noted[noted[:, 1] > 0]  # layers with experts, if any sequence counts
     if not len(noted):
         return {}
     shares = noted[:, 2:] / noted[:, 2:].sum(dim=1, keepdim=True)

@@ -20,12 +20,12 @@ from torch import Tensor
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
 from nemo_kto.models.spans import packed_rows, row_places
 from nemo_kto.parallel import device
+from nemo_kto.parallel.precision import FP8_MULTIPLE
 
 if TYPE_CHECKING:  # a plan needs no megatron-core
     from nemo_kto.models.packed_sequences import PackedSequences
 
 _GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
-FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
 
 
 def width_multiple(
@@ -369,18 +369,13 @@ class MicroBatch:
         """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
         from nemo_kto.models.packed_sequences import PackedSequences
 
-        names = ("sequence_index_b", "tokens_bs", "positions_bs", "owner_bs", "hidden_index_T", "target_T", "logprob_T")
+        names = (
+            "sequence_index_b", "tokens_bs", "positions_bs", "mask_b1ss", "owner_bs",
+            "hidden_index_T", "target_T", "logprob_T",
+        )  # fmt: skip
         there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
-        masks = iter(device.upload([each.mask_b1ss for each in micro_batches if each.mask_b1ss is not None]))
-        rows = [each.lengths for each in micro_batches if each.lengths is not None]
-        packed = iter(PackedSequences.of(rows))
+        packed = iter(PackedSequences.of([each.lengths for each in micro_batches if each.lengths is not None]))
         return [
-            cls(
-                mask_b1ss=None if each.mask_b1ss is None else next(masks),
-                lengths=each.lengths,
-                num_logprobs=each.num_logprobs,
-                packed=None if each.lengths is None else next(packed),
-                **{name: next(there) for name in names},
-            )
+            replace(each, packed=None if each.lengths is None else next(packed), **{name: next(there) for name in names})
             for each in micro_batches
         ]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nemo_kto.parallel.device import on_gpu
-from nemo_kto.parallel.imports import define_missing_names
+from nemo_kto.parallel.imports import define_missing_names, keep_norm_on_device
 
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
@@ -32,9 +32,10 @@ _FACTORIES = (
 def install_cpu_backend() -> None:
     """Prepare this process for megatron-core on the CPU. May be called any number of times.
 
-    Where there is a GPU, only the names that megatron-core lacks are defined.
+    Where there is a GPU, only the names that megatron-core lacks are defined, and the norm of the gradient stays there.
     """
     define_missing_names()
+    keep_norm_on_device()
     if on_gpu():
         return
     if not getattr(sys.modules.get("megatron.core.optimizer"), "USING_PYTORCH_OPTIMIZER", True):

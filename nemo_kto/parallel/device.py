@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import mmap
 import os
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_kto.lazy import lazy_import
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
+_ALIGNMENT = 64  # bytes, of a tensor in a block: what torch gives tensors on the CPU
 _COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 _DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, Tegra's, those of Windows' Linux, and AMD's
 
@@ -87,18 +90,83 @@ def compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability(current_device())
 
 
-def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of one dtype from the host to this rank's device, in one transfer that the host does not wait for.
+def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Tensors from the host to this rank's device, in one transfer for each dtype, which the host does not wait for.
 
-    They go through page-locked memory: a copy from elsewhere makes the host wait for the device.
+    They go through page-locked memory: a copy from elsewhere makes the host wait for the device. It is that of torch's
+    allocator, which keeps such a block and gives it to the next upload once the copy has ended; of its rounding up no more
+    than some 100 KB are lost.
+
+    Returns:
+        The tensors, in their order; None for None. Those that are on the device already stay as they are.
     """
-    if not on_gpu() or not tensors:
-        return list(tensors)
-    sizes = [tensor.numel() for tensor in tensors]
-    packed = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
-    torch.cat([tensor.flatten() for tensor in tensors], out=packed)
-    parts = packed.to(current_device(), non_blocking=True).split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    uploaded = list(tensors)
+    if not on_gpu():
+        return uploaded
+    on_host = [(k, tensor) for k, tensor in enumerate(tensors) if tensor is not None and not tensor.is_cuda]
+    for dtype in {tensor.dtype for _, tensor in on_host}:
+        own = [(k, tensor) for k, tensor in on_host if tensor.dtype == dtype]
+        sizes = [tensor.numel() for _, tensor in own]
+        packed = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+        torch.cat([tensor.flatten() for _, tensor in own], out=packed)
+        parts = packed.to(current_device(), non_blocking=True).split(sizes)
+        for (k, tensor), part in zip(own, parts, strict=True):
+            uploaded[k] = part.view(tensor.shape)
+    return uploaded
+
+
+class _HostBlock(mmap.mmap):
+    """Zeroed host memory of an exact size, page-locked where ranks compute on GPUs; freed with the last tensor in it.
+
+    torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.11 and 2.13,
+    ATen/core/CachingHostAllocator.h), up to twice what was asked for, and keeps what is freed. So the pages are the
+    operating system's, and CUDA is asked to lock them.
+    """
+
+    def __new__(cls, size: int) -> _HostBlock:
+        return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, size: int) -> None:
+        self._unlock: Callable[[], object] | None = None
+        if on_gpu():
+            self.madvise(mmap.MADV_DONTFORK)  # a fork might get the pages that the GPU knows, and this process copies
+            runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
+                raise RuntimeError(
+                    f"{size / 1e9:.1f} GB of host memory must be page-locked for the GPU, got CUDA's error {int(answer)}; "
+                    "give the job more host memory (`nemo-kto plan` says how much a rank needs)"
+                )
+            self._unlock = functools.partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+
+
+def host_tensors(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros in host memory in the shapes and dtypes of other tensors, page-locked where ranks compute on GPUs.
+
+    They take the bytes of those tensors, each rounded up to 64, and less than a page besides. Each has a storage of its own:
+    ``torch.save`` of one writes no other.
+    """
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+    if not sum(sizes):
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
+    block, starts = _HostBlock(sum(sizes)), itertools.accumulate(sizes, initial=0)
+    return [
+        torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor, start in zip(like, starts, strict=False)  # the last start is the end
+    ]
+
+
+def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory, as :func:`host_tensors` makes it; the host waits for them."""
+    copies = host_tensors(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor.detach())
+    return copies
 
 
 def synchronize() -> None:
@@ -139,37 +207,51 @@ def write_collectives(rank: int) -> None:
             Path(f"{prefix}{rank}").write_bytes(dump())
 
 
+class Moment:
+    """When the device will have done all that is queued now. Minus an earlier one: seconds, for which the host waits."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def has_come(self) -> bool:
+        """Whether the host need not wait for it."""
+        return self._event.query()
+
+    def __sub__(self, earlier: Moment) -> float:
+        if not self.has_come():
+            self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000  # it counts milliseconds
+
+
+def moment() -> Any:
+    """The present moment, of which earlier ones are subtracted: a :class:`Moment`, or seconds on the CPU."""
+    return Moment() if on_gpu() else time.perf_counter()
+
+
 class Stopwatch:
     """Seconds that the device takes for what is queued within blocks; the host does not wait for it there."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Any, Any]] = deque()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Add what the block takes."""
-        if not on_gpu():
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin = moment()
         yield
-        end.record()
-        self._pending.append((begin, end))
-        while self._pending and self._pending[0][1].query():
+        self._pending.append((begin, moment()))
+        while self._pending and (not on_gpu() or self._pending[0][1].has_come()):
             self._take()
 
     def _take(self) -> None:
         begin, end = self._pending.popleft()
-        self._seconds += begin.elapsed_time(end) / 1000  # it counts milliseconds
+        self._seconds += end - begin
 
     def read_and_reset(self) -> float:
         """Seconds since the last time; waits for the device."""
         while self._pending:
-            self._pending[0][1].synchronize()
             self._take()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -185,7 +267,8 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     """Swap the contents of tensors on the device with those of tensors on the host, pair by pair.
 
     On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
-    tensors are on the device twice. Work queued on the device afterwards waits for the swap.
+    tensors are on the device twice. Work queued on the device afterwards waits for the swap, and so does the host, once: the
+    host tensors are read by whoever comes next, on the host too.
     """
     if not on_gpu():
         for here, there in zip(on_device, on_host, strict=True):
@@ -198,7 +281,8 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     for here, there in zip(on_device, on_host, strict=True):
         if len(in_flight) == 2:
-            in_flight.popleft()[1].synchronize()
+            up.wait_event(in_flight[0][1])  # its memory, which is that stream's, is used again by what is queued from now on
+            in_flight.popleft()
         with torch.cuda.stream(up):
             kept = here.clone()
             here.copy_(there, non_blocking=True)
@@ -206,8 +290,7 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
         with torch.cuda.stream(down):
             there.copy_(kept, non_blocking=True)
             in_flight.append((kept, down.record_event()))
-    down.synchronize()  # the host tensors are read by whoever comes next, on the host too
-    now.wait_stream(up)
+    down.synchronize()  # which has waited for all that goes up
 
 
 def peak_memory_bytes() -> int:

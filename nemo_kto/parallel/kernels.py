@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
-from nemo_kto.parallel import device
+from nemo_kto.parallel import device, imports
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -35,14 +33,31 @@ def fused_rope() -> bool:
 
 
 def compiles() -> bool:
-    """Whether torch can compile small fusions: it writes Triton, whose launcher is compiled by a C compiler."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return device.on_gpu() and importlib.util.find_spec("triton") is not None and compiler is not None
+    """Whether torch can compile small fusions; otherwise none is compiled, whosever it is."""
+    return device.on_gpu() and not imports.missing_for_compiling()
 
 
 def adds_products() -> bool:
     """Whether apex's kernel is there, by which megatron-core's own linear layers add a gradient in the product itself."""
     return device.on_gpu() and bool(layers._grad_accum_fusion_available)
+
+
+@functools.cache
+def adds_wide_products() -> bool:
+    """Whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
+
+    ``torch.addmm`` with ``out_dtype`` takes a sum in fp32 in torch 2.11 and 2.13 (aten/src/ATen/native/cuda/Blas.cpp). Older
+    ones have the argument and refuse such a sum, and builds for NVIDIA's images lie between versions: it is tried, once.
+    """
+    if not device.on_gpu():
+        return False
+    total = torch.zeros(8, 8, device=device.current_device())
+    factor = total.bfloat16()
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 @functools.cache
@@ -105,7 +120,8 @@ def slow_paths(
     if not fused_rope():
         found.append("rotary embeddings in several kernels; install transformer-engine[pytorch]")
     if not compiles():
-        found.append("activations in several kernels; torch needs triton and a C compiler (gcc) to fuse them")
+        missing = " and ".join(imports.missing_for_compiling())
+        found.append(f"nothing is compiled, activations take several kernels; install {missing}")
     if optimizer.USING_PYTORCH_OPTIMIZER:
         found.append("the optimizer in several kernels; install transformer-engine[pytorch] or apex")
     if tensor_parallel > 1 and environment.get(MAX_CONNECTIONS) != "1" and device.compute_capability() < (10, 0):

@@ -9,7 +9,8 @@ converted to fp32 in blocks of rows, and the product is one of fp32 matrices.
 
 Peak memory beyond inputs and results, in fp32: forward, one chunk of logits [c, v]; backward, the same (with a soft cap its
 slopes besides) and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a bf16 model add, on a
-GPU, two chunks in bf16, and a product [V, H] while the fp32 chunk is free; on a CPU a block of the weight.
+GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product [v, H] if torch cannot add it in
+place; on a CPU a block of the weight.
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_kto.parallel import kernels
 from nemo_kto.parallel.main_grad import added_to_main_grad, main_grad_of
 
 # torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
@@ -28,6 +30,9 @@ _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped
 
 # Rows of the weight that are converted to fp32 at a time: few enough to stay in the cache, from which the product reads them
 _BLOCK_ROWS = 1024
+
+# Rows of the weight's gradient that are made at a time where torch cannot add them in place: enough to keep a GPU busy
+_PRODUCT_ROWS = 8192
 
 
 def vocab_parallel_logprobs(
@@ -225,7 +230,7 @@ def _add_gradients(
         if hidden_grad_cH is not None:
             hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
         if weight_grad_vH is not None:
-            weight_grad_vH += torch.mm(slope_2cv.t(), hidden_cH.repeat(2, 1), out_dtype=wide)
+            _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
         return
     # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
     if hidden_grad_cH is not None:
@@ -234,6 +239,15 @@ def _add_gradients(
         hidden_grad_cH.mul_(grad_c1)
     if weight_grad_vH is not None:
         weight_grad_vH.addmm_(slope_cv.t(), hidden_cH.to(wide) * grad_c1)
+
+
+def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Tensor) -> None:
+    """Add left @ right, of bf16 matrices, to a sum in fp32; a whole product [v, H] never exists beside the sum."""
+    if kernels.adds_wide_products():
+        torch.addmm(sum_vH, left_vc, right_cH, out_dtype=sum_vH.dtype, out=sum_vH)
+        return
+    for rows in _chunks(len(sum_vH), _PRODUCT_ROWS):
+        sum_vH[rows] += torch.mm(left_vc[rows], right_cH, out_dtype=sum_vH.dtype)
 
 
 def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ PRECISIONS = {
     "auto": "auto", "bf16": "bf16", "32": "32",
     "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
 }  # fmt: skip
+FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
 
 _ROWS, _WIDTH = 64, 512  # of the matrices that are timed: 34 MFLOP, 60 ms where bf16 is emulated at its slowest
 _SECONDS = 0.1  # for each of the two types

@@ -17,16 +17,24 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
     Returns:
         name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
     """
-    packed = torch.stack([value.detach().double() for value in sums.values()]).to(device.current_device())
+    (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 
 
-def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Sums over the global batch, on every rank, of what only the last pipeline stage knows; earlier stages give zeros."""
+def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sums over the global batch, on every rank, of what only the last pipeline stage knows; earlier stages give zeros.
+
+    Args and Returns: as of :func:`sum_over_data_parallel`.
+    """
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
-    return dict(zip(sums, packed.tolist(), strict=True))
+    return dict(zip(sums, packed.unbind(), strict=True))
+
+
+def to_host(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Values (0-d float64, on the device) as numbers, in one message: the host waits for the device once."""
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
 def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slice]:
@@ -46,17 +54,17 @@ def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slic
 
 def largest_over_data_parallel(count: int) -> int:
     """The largest of the counts of all copies of the model, on every rank; collective."""
-    box = torch.tensor([count], device=device.current_device())
+    box = torch.full((), count, device=device.current_device())  # filled there: nothing is copied
     dist.all_reduce(box, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
     return int(box.item())
 
 
-def ranks_where(answer: bool) -> list[int]:
-    """The ranks of the world that answer True, on every rank."""
+def ranks_where(answer: torch.Tensor) -> list[int]:
+    """The ranks of the world that answer True (0-d, on the device), on every rank."""
     answers = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
-    answers[dist.get_rank()] = int(answer)
+    answers[dist.get_rank()] = answer
     dist.all_reduce(answers)
-    return answers.nonzero().flatten().tolist()
+    return [rank for rank, said_yes in enumerate(answers.tolist()) if said_yes]
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:

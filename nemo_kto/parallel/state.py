@@ -94,12 +94,22 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        create_gloo_process_groups=uses_gloo_groups(),
     )
     seed += 100 * pipeline_stage()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def uses_gloo_groups() -> bool:
+    """Whether megatron-core makes gloo groups beside those of the default backend: not where that is NCCL.
+
+    megatron-core 0.16 and 0.19 use them only to gather the distributed optimizer's state on the host, for checkpoints of a
+    form that is not written here. Each would take sockets and a thread of every rank.
+    """
+    return not device.on_gpu()
 
 
 def destroy() -> None:
@@ -152,7 +162,7 @@ def is_first_of_machine() -> bool:
 
 def largest(answer: int) -> int:
     """The largest answer of all ranks, on every rank; collective."""
-    box = torch.tensor([answer], device=device.current_device())
+    box = torch.full((), answer, device=device.current_device())  # filled there: the host waits for the answer only
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
 

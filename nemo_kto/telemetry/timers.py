@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 
@@ -21,37 +21,33 @@ class PhaseTimers:
     A phase that runs inside another is counted in both.
 
     Attributes:
-        synchronize: waits for the work queued on the device; without it the time of a kernel would be booked on the phase
-            that happens to wait for it. None where nothing is ever queued.
         observe: gives a context for each phase, which begins and ends with it.
-        clock: seconds since some fixed moment.
+        clock: the present moment, of which earlier ones are subtracted: seconds, or that of a device, which has not come yet
+            while the device has work left. The time of a kernel then belongs to the phase that queued it.
     """
 
-    synchronize: Callable[[], None] | None = None
     observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], Any] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def _now(self) -> float:
-        if self.synchronize is not None:
-            self.synchronize()
-        return self.clock()
+        self._spans: list[tuple[str, Any, Any]] = []  # name, begin and end
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to phase ``name``, also where it raises."""
         with self.observe(name):
-            start = self._now()
+            begin = self.clock()
             try:
                 yield
             finally:
-                self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+                self._spans.append((name, begin, self.clock()))
 
     def report_and_reset(self) -> dict[str, float]:
-        """Seconds by phase since the last report, in the order in which the phases first ran."""
-        report, self._seconds = self._seconds, {}
+        """Seconds by phase since the last report, in the order in which the phases first ended; waits until all are over."""
+        spans, self._spans = self._spans, []
+        report: dict[str, float] = {}
+        for name, begin, end in spans:
+            report[name] = report.get(name, 0.0) + (end - begin)
         return report
 
 

@@ -77,10 +77,13 @@ def length(algorithm: str, steps: int) -> list[str]:
     ]
 
 
-def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
+def train(
+    model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto", **hooks: Any
+) -> None:
     """Five steps in fp32 and a validation of one batch after the fifth, logged to ``folder``/metrics.jsonl.
 
-    The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``.
+    The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``. ``hooks``: of
+    ``build.train``.
     """
     from nemo_kto.launch import build, compose
 
@@ -110,4 +113,4 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
     source = compose.Source(config_name=f"gpt_{algorithm}")
     cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train(cfg)
+    build.train(cfg, **hooks)

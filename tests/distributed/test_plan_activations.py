@@ -36,7 +36,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
         context_parallel=context,
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=recompute,
-        recompute_modules=options.get("modules"),
+        recompute_modules=options.get("modules", ["mlp"]),
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
@@ -66,7 +66,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
-    from nemo_kto.models.activations import RECOMPUTED, Activations
+    from nemo_kto.models.activations import Activations
     from nemo_kto.models.architecture import read_architecture
 
     saved = Activations(
@@ -81,7 +81,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
     tokens = SEQUENCES * length
     if options.get("recompute") == "full":
         return 0.0
-    recomputed = options.get("modules", RECOMPUTED) if options.get("recompute") == "selective" else ()
+    recomputed = options.get("modules", ["mlp"]) if options.get("recompute") == "selective" else ()
     return (
         saved.layer(recomputed) * tokens
         + saved.rotations() * (tokens if options.get("packed") else length)

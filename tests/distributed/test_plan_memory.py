@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.launch.schema import RunConfig
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint, make_rows, write_rows
@@ -32,22 +33,19 @@ def measured_and_planned(
     model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]
 ) -> tuple[float, dict[str, float]]:
     """Bytes that this rank's memory grew by, at most, and what the plan says of its stage, part by part."""
-    from nemo_kto.launch import build, plan_run
+    from nemo_kto.launch import plan_run
     from nemo_kto.parallel import state
 
     plans = []
 
-    def planned(cfg: object, machines: object) -> plan_run.Plan:
+    def planned(cfg: RunConfig, ranks: int, local: int) -> None:
+        machines = plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False)
         plans.append((plan_run.make_plan(cfg, machines), state.pipeline_stage()))
-        return plans[0][0]
 
-    original, build.check_memory = build.check_memory, planned
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-        before = _resident("VmRSS")
-        train(model, rows, folder, world_size, [*overrides, "trainer.kto.max_epochs=1"])  # a plan knows of no other limit
-    finally:
-        build.check_memory = original
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = _resident("VmRSS")
+    one_epoch = "trainer.kto.max_epochs=1"  # a plan knows of no other limit
+    train(model, rows, folder, world_size, [*overrides, one_epoch], check_memory=planned)
     plan, stage = plans[0]
     memory = plan.stages[stage]
     parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__ if name != "on_gpu"}

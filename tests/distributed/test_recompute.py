@@ -27,7 +27,6 @@ ROWS, WIDTH = 2, 64
 LAYERS, FFN = 4, 128  # of the tiny llama
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
-    "default": {"recompute_granularity": "selective"},
     **{
         name: {"recompute_granularity": "selective", "recompute_modules": name.split("+")}
         for name in ("mlp", "core_attn", "mlp+core_attn")
@@ -82,7 +81,6 @@ def test_recomputing_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp_p
     ((found),) = ranks.run(1, passes, make_checkpoint(tmp_path / "model", "llama"))
     assert {name for name, (same, _) in found.items() if not same} == set()
     kept = {name: size for name, (_, size) in found.items()}
-    assert kept["default"] == kept["mlp"]
     assert kept["full"] < kept["mlp+core_attn"] <= kept["mlp"] < kept["none"], kept
     # of the MLP: the gate and up projections, and what the down projection gets
     assert kept["none"] - kept["mlp"] == LAYERS * ROWS * WIDTH * 3 * FFN * 4, kept

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,48 @@ class Noted(Callback):
 
 
 class Deterministic(Callback):
-    """Takes the kernels that give the same bits each time."""
+    """Takes the kernels that give the same bits each time; an operation that has none is an error.
+
+    With ``warn_only`` torch's fused attention would warn and keep the others (aten/src/ATen/native/transformers/cuda).
+    """
 
     def on_fit_start(self, trainer: Any) -> None:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+
+
+class Bits(Callback):
+    """Adds to FILE, a line for each, hashes of weights and optimizer state: at the start, and after each step."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._note(trainer, "start")
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self._note(trainer, "end")
+
+    def _note(self, trainer: Any, when: str) -> None:
+        weights = [weight for chunk in trainer.model.engine.chunks for weight in chunk.parameters()]
+        adams = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+        mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
+        moments = [
+            each
+            for adam in adams
+            for kept in adam.state.values()
+            for _, each in sorted(kept.items())
+            if torch.is_tensor(each)
+        ]
+        noted = {"weights": _hash(weights), "main weights": _hash(mains), "moments": _hash(moments), "tensors": len(moments)}
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": trainer.step, "when": when, **noted}) + "\n")
+
+
+def _hash(tensors: Sequence[torch.Tensor]) -> str:
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 class StopAfter(Callback):
@@ -49,3 +90,42 @@ class StopAfter(Callback):
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
         if event.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Waits(Callback):
+    """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
+
+    torch warns of those within its operators, and those that are asked for are noted where they are.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+        self.steps: list[list[str]] = []
+        self._waits: list[str] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            owner.synchronize = self._noted(owner.synchronize, owner.__name__)  # type: ignore[method-assign, assignment]
+        shown = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *options: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                self._waits.append(f"{filename}:{lineno}")
+            else:
+                shown(message, category, filename, lineno, *options)
+
+        warnings.showwarning = note
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def _noted(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._waits.append(name)
+            return wait(*arguments)
+
+        return call
+
+    def on_train_step_end(self, trainer: Any, event: Event) -> None:
+        self.steps.append(self._waits)
+        self._waits = []
+        self.file.write_text(json.dumps(self.steps, indent=1))

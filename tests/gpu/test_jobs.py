@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import filecmp
 import importlib.util
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.jobs import trajectory
-from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, Workplace, assert_close, on
+from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
 from tests.integration.commands import CLI, environment
 
 DEVICE = "gpu" if GPUS else "cpu"
@@ -120,7 +122,10 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(place: Workplace, expected: Ca
 def test_a_resumed_run_is_the_same_run(
     precision: str, ranks: int, place: Workplace, expected: Callable[[str], Path]
 ) -> None:
-    """A run that saves as it trains, is stopped and resumed logs the same figures and exports the same bits."""
+    """A run that saves as it trains, is stopped and resumed logs the same figures and exports the same files, to the bit.
+
+    With deterministic kernels: others sum in any order in the backward passes of attention and of the embedding.
+    """
     always = "{_target_: tests.gpu.noted.Deterministic}"
     stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
     name, settings = f"{precision}-{ranks}", [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
@@ -134,6 +139,36 @@ def test_a_resumed_run_is_the_same_run(
     if precision == "32":
         assert_close(stopped, expected("kto"), tolerance=FP32)
         assert_close_weights(stopped, expected("kto"))
+
+
+@pytest.mark.parametrize("precision", ["32", pytest.param("bf16", marks=repeats)])
+def test_what_a_resumed_run_has_of_the_first_with_the_default_kernels(precision: str, place: Workplace) -> None:
+    """All that was saved, and the figures of the first forward passes, to the last bit; later steps within rounding."""
+    name, again = f"bits-{precision}", f"bits-{precision}-again"
+    bits = [f"{{_target_: tests.gpu.noted.Bits, file: {place.folder / each}.bits}}" for each in (name, again)]
+    settings = [*on(DEVICE), f"trainer.precision={precision}"]
+    stopped = place.run(name, *settings, callbacks=[bits[0], "{_target_: tests.gpu.noted.StopAfter, step: 2}"], status=85)
+    shutil.copytree(stopped, place.folder / again)
+    place.run(name, *settings, callbacks=bits[:1])
+    place.run(again, *settings, callbacks=bits[1:])
+
+    lines = [
+        [json.loads(line) for line in (place.folder / f"{each}.bits").read_text().splitlines()] for each in (name, again)
+    ]
+    saved, loaded = (line for line in lines[0] if line["step"] == 2)
+    assert (saved.pop("when"), loaded.pop("when")) == ("end", "start")
+    assert saved == loaded
+    assert lines[1][0] == {"when": "start", **saved}
+    assert saved["tensors"] > 0
+
+    ours, theirs = trajectory(stopped), trajectory(place.folder / again)
+    assert len(ours) == STEPS
+    forward = [figure for figure in ours[2] if "grad_norm" not in figure]
+    assert len(forward) > 4
+    assert [ours[2][figure] for figure in forward] == [theirs[2][figure] for figure in forward]
+    whole = place.run(f"bits-{precision}-whole", *settings)
+    for other in (place.folder / again, whole):
+        assert_close(stopped, other, tolerance=BF16 if precision == "bf16" else FP32, in_bf16=precision == "bf16")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

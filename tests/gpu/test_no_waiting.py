@@ -1,7 +1,9 @@
-"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule."""
+"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule, and counts in a step."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ from nemo_kto.models import engine as engine_module
 from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device, state
+from nemo_kto.telemetry.timers import PhaseTimers
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine
+from tests.gpu.jobs import LORA, STEPS, Workplace, on
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 ROWS, WIDTH = 6, 11
+MAX_WAITS = 15  # of a step, whatever the number of its micro-batches, tensors and parameters
 
 
 @pytest.fixture
@@ -63,8 +68,55 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(watched_calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("kto", ("model.reference.mode=swap",)),
+        ("kto", ("model.reference.mode=cached",)),
+        ("kto", ("model.reference.mode=adapter", *LORA)),
+        ("dpo", ("model.reference.mode=swap",)),
+    ],
+    ids=["swap", "cached", "lora", "dpo"],
+)
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], micro_batch: int, place: Workplace) -> None:
+    name = f"waits-{algorithm}-{overrides[0].partition('=')[2]}-{micro_batch}"
+    file = place.folder / f"{name}-steps.json"
+    callback = f"{{_target_: tests.gpu.noted.Waits, file: {file}}}"
+    once = (f"trainer.{algorithm}.limit_val_batches=0", f"model.micro_batch_size={micro_batch}")
+    place.run(name, *on("gpu"), *overrides, *once, algorithm=algorithm, callbacks=[callback])
+    steps = json.loads(file.read_text())
+    assert len(steps) == STEPS
+    assert all(0 < len(waits) <= MAX_WAITS for waits in steps[1:]), steps[1:]
+
+
 def test_an_upload_is_what_was_given() -> None:
-    parts = [torch.arange(7), torch.arange(6).view(2, 3), torch.zeros(0, dtype=torch.int64)]
+    parts = [
+        torch.arange(7),
+        torch.arange(6).view(2, 3),
+        None,
+        torch.tensor([True, False]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([1.5, -2.0]),
+        torch.ones(2, device=device.current_device()),
+    ]
     there = device.upload(parts)
-    assert all(each.is_cuda for each in there)
-    assert all(torch.equal(each.cpu(), part) for each, part in zip(there, parts, strict=True))
+    assert there[2] is None
+    assert there[6] is parts[6]
+    pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
+    assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
+    assert all(torch.equal(each.cpu(), part) for each, part in pairs)
+
+
+def test_phases_have_the_seconds_of_the_device() -> None:
+    values = torch.randn(500, 500, device=device.current_device())
+    torch.cuda.synchronize()
+    timers, began = PhaseTimers(clock=device.moment), time.perf_counter()
+    for name in ("kl", "optimizer", "kl"):
+        with timers.phase(name):
+            for _ in range(10):
+                values = values @ values
+    report = timers.report_and_reset()
+    assert list(report) == ["kl", "optimizer"]
+    assert all(seconds > 0 for seconds in report.values())
+    assert sum(report.values()) <= time.perf_counter() - began, "the report waits until they are over"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,6 +31,17 @@ def test_a_swap_there_and_back_is_exact() -> None:
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
 
+def test_page_locked_memory_is_what_is_needed() -> None:
+    """Not the next power of two of each tensor, from torch's allocator."""
+    odd = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for size in (2**18 + 1, 1000, 5 * 2**16 + 3)]
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    held = SwappedWeights(parameters=odd)
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
+    starts = [host.data_ptr() for host in held.host]
+    assert starts[2] + odd[2].nbytes - starts[0] < sum(each.nbytes for each in odd) + 3 * 64
+    assert all(host.is_pinned() for host in held.host)
+
+
 def test_the_next_swaps_take_no_more_memory() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2**20, device=device.current_device())) for _ in range(4)]
     held = SwappedWeights(parameters=parameters)
@@ -47,3 +63,52 @@ def test_a_swap_needs_room_for_two_tensors() -> None:
     with held.active():
         pass
     assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * size
+
+
+def test_the_host_waits_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1000, device=device.current_device())) for _ in range(9)]
+    held, waits = SwappedWeights(parameters=parameters), []
+
+    def counted(wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            waits.append(name)
+            return wait(*arguments)
+
+        return call
+
+    for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+        monkeypatch.setattr(owner, "synchronize", counted(owner.synchronize, owner.__name__))
+    with held.active():
+        pass
+    assert waits == ["Stream", "Stream"]
+
+
+# torch's sanitizer notes which stream reads and writes which memory, and fails where nothing orders two of them. It forgets
+# memory that is freed; here it does not, so that memory that is used again while a copy reads it is noticed as well.
+_WATCHED = """
+import torch
+from torch.cuda import _sanitizer
+
+known = _sanitizer._TensorsAccessed
+known.delete_tensor = lambda self, pointer: None
+known.create_tensor = lambda self, pointer, stack: self.accesses.setdefault(pointer, _sanitizer.TensorInfo(stack))
+_sanitizer.enable_cuda_sanitizer()
+
+from nemo_kto.models.reference import SwappedWeights
+
+parameters = [torch.nn.Parameter(torch.full((5000,), float(k), device="cuda")) for k in range(8)]
+held = SwappedWeights(parameters=parameters)
+for step in range(3):
+    for parameter in parameters:
+        parameter.data.add_(100)
+    with held.active():
+        assert [float(parameter[-1]) for parameter in parameters] == list(range(8))
+        assert [float(host[-1]) for host in held.host] == [100 * (step + 1) + k for k in range(8)]
+    assert [float(host[-1]) for host in held.host] == list(range(8))
+"""
+
+
+def test_no_stream_reads_what_another_one_writes() -> None:
+    command = [sys.executable, "-c", _WATCHED]  # it watches a whole process
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

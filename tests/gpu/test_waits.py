@@ -12,7 +12,7 @@ from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, STEPS, Workplace, on
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="needs emulated devices: make test-emulated")
 
-MAX_WAITS_OF_A_STEP = 280  # those of megatron-core's token dispatcher come on top
+MAX_WAITS_OF_A_STEP = 15  # those of megatron-core's token dispatcher come on top
 RECOMPUTE = (
     "model.activations_checkpoint_granularity=full",
     "model.activations_checkpoint_method=uniform",

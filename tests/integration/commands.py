@@ -20,7 +20,7 @@ CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
 _PRETEND = """
 import sys, types
 
-def train(cfg):
+def train(cfg, check_memory):
     import os
     from nemo_kto.launch.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
@@ -66,7 +66,7 @@ def environment(*before: Path) -> dict[str, str]:
         "HYDRA_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, [*before, REPOSITORY]))}
+    return {**kept, "PYTHONPATH": forked.search_path(*before, REPOSITORY)}
 
 
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.integration import commands
 
 SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), __name__, sys.stdin.read())"
 PROGRAMS = {
@@ -82,3 +83,24 @@ def test_a_signal_reaches_it(tmp_path: Path, env: dict[str, str]) -> None:
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(30) == process.poll() == -signal.SIGTERM
+
+
+def test_packages_may_be_installed_in_a_folder_of_pythonpath(tmp_path: Path) -> None:
+    """As by pip install --target: the server imports them beforehand, and so do processes that begin with nothing."""
+    (tmp_path / "carried.py").write_text("value = 41 + 1")
+    program = (
+        "from pathlib import Path; from tests.integration.commands import environment, run, run_anew; import sys\n"
+        f"shared = {{'cwd': Path({str(tmp_path)!r}).parent, 'env': environment()}}\n"
+        "command = [sys.executable, '-c', 'import carried; print(carried.value)']\n"
+        "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_anew(command, **shared))])"
+    )
+    command, env = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=commands.REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("['42\\n', '42\\n']\n", 0), done.stderr
+
+
+def test_what_pythonpath_had_is_behind_what_a_test_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/one:/two")
+    assert commands.environment(Path("/first"))["PYTHONPATH"] == f"/first:{commands.REPOSITORY}:/one:/two"
+    monkeypatch.delenv("PYTHONPATH")
+    assert commands.environment()["PYTHONPATH"] == str(commands.REPOSITORY)

@@ -357,13 +357,20 @@ def cotangent() -> torch.Tensor:
     return torch.randn(2, SEQUENCE, _SIZES["vocab_size"], generator=torch.Generator().manual_seed(6))
 
 
+def load(folder: Path) -> Any:
+    """The model of transformers in fp32. Its sdpa has no soft cap, and transformers 5.17 takes it for gemma2 anyway."""
+    has_cap = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
+    kernel = "eager" if has_cap else None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
+
+
 def transformers_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load(folder)
     (model(tokens()).logits * cotangent()).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load(folder).eval()
     with torch.no_grad():
         return model(tokens()).logits

@@ -25,7 +25,7 @@ from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.restricted import reading
 from nemo_kto.errors import UserError
 from nemo_kto.launch.checkpoint import main
-from nemo_kto.launch.identity import differences, facts_of_earlier
+from nemo_kto.launch.facts import differences, facts_of_earlier
 from tests.messages import assert_names
 from tests.unit.algorithms.parts import Run
 from tests.unit.checkpoint.test_checkpoint_files import make_checkpoint

@@ -256,7 +256,8 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: 
 def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     """Lines printed by ``code`` in a fresh interpreter; it finds the tests' own modules."""
     root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **quiet, "PYTHONPATH": forked.search_path(root)}
     command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     if fork:
         preload = ("nemo_kto.data.dataset", "tests.unit.data.toys")

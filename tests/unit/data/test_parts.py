@@ -23,6 +23,7 @@ from nemo_kto.data.reader import Fields, FileColumns
 from nemo_kto.data.records import DataError, RowErrors
 from nemo_kto.data.truncation import Truncation
 from nemo_kto.errors import UserError
+from tests import forked
 from tests.messages import Message, raises
 from tests.unit.data import part_work
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
@@ -235,7 +236,7 @@ def test_processes_end_with_a_program_of_any_kind_and_do_not_run_it(ending: sign
     (tmp_path / "program.py").write_text(UNGUARDED)
     output = tmp_path / "output"
     with output.open("wb") as file:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY)}
         program = subprocess.Popen(
             [sys.executable, tmp_path / "program.py"],
             env=environment,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.launch.identity import MAY_CHANGE, MUST_STAY, Rule, as_markdown, differences, facts_of_earlier, rule_of
+from nemo_kto.launch.facts import differences, facts_of_earlier
+from nemo_kto.launch.identity import MAY_CHANGE, MUST_STAY, Rule, as_markdown, rule_of
 from nemo_kto.launch.keys import all_keys
 from nemo_kto.recipes import RECIPES
 from tests.messages import Message

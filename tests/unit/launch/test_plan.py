@@ -131,7 +131,7 @@ def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]
     status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
     assert told["in all"] == Message("60.0 GB", "60.2 GB")
-    assert told["verdict"] == Message("fit", "model.tensor_model_parallel_size=4", "model.sequence_parallel=true")
+    assert told["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
 def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_kto.models import memory
 from nemo_kto.models.activations import Activations
 from nemo_kto.models.architecture import Architecture, read_architecture
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -20,6 +22,7 @@ from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.models.speed import step_speed
 from nemo_kto.models.stages import PipelineSplit
 from nemo_kto.models.traffic import Step, step_traffic
+from nemo_kto.parallel import logprobs
 from tests.tiny import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
@@ -122,10 +125,15 @@ def test_matrices_in_fp8_are_held_beside_the_weights(architecture: Architecture)
 
 
 def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
-    """Main weights, moments and gradients there; and while it is made, all main weights of the GPU's part."""
+    """Main weights, moments and gradients there, these and copies of the weights in powers of two; and while it is made, all
+    main weights of the GPU's part."""
     memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
     assert memory.optimizer == memory.trained * 12 / 4 / 4
-    assert memory.offloaded == memory.trained * 16 / 4 * 3 / 4
+    numels = [each.numel for each in rank_parameters(architecture) if each.trained]
+    rounded = [2 ** math.ceil(math.log2(4 * numel)) for numel in numels]
+    copied = {2 ** math.ceil(math.log2(2 * numel / 4)) for numel in numels}
+    assert sum(rounded) > 4 * memory.trained, "some are not a power of two"
+    assert memory.offloaded == (memory.trained * 12 + sum(rounded)) / 4 * 3 / 4 + sum(copied)
     assert memory.host == memory.offloaded + memory.checkpoint
     assert memory.working == memory.trained * 4 / 4
     assert first(architecture, element_bytes=2, data_parallel=4, offload=0.5, on_gpu=True).working == 2 * memory.trained
@@ -185,7 +193,7 @@ def test_layers_that_are_recomputed_keep_only_inputs(
 
 
 def test_a_chunk_of_logits(architecture: Architecture) -> None:
-    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and the product is fp32."""
+    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)
@@ -194,6 +202,9 @@ def test_a_chunk_of_logits(architecture: Architecture) -> None:
     hidden = first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4), logprob_chunk=0).logprobs
     assert first(architecture, **gpu).logprobs == hidden + 100 * rows * 2 * 2 + rows * max(100, HIDDEN) * 4
     assert first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4)).logprobs == hidden + 100 * rows * (2 * 2 + 4)
+    large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
+    assert large == hidden + 100_000 * 2 * 2 + 8192 * HIDDEN * 4
+    assert memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 
 def test_the_most_at_one_time(architecture: Architecture) -> None:

@@ -1,8 +1,9 @@
-"""The memory of the machine that a process may use."""
+"""Memory that a process may use, uploads and clocks."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,17 @@ def test_where_limits_are_looked_for() -> None:
     files = list(device._memory_limits())
     assert all(file.name in ("memory.max", "memory.limit_in_bytes") for file in files)
     assert all(file.is_relative_to("/sys/fs/cgroup") for file in files)
+
+
+def test_nothing_is_uploaded_to_the_cpu() -> None:
+    tensors = [torch.arange(3), None, torch.ones(2, 2)]
+    assert all(there is here for there, here in zip(device.upload(tensors), tensors, strict=True))
+
+
+def test_a_stopwatch_adds_blocks_up_and_begins_again() -> None:
+    watch, begin = device.Stopwatch(), device.moment()
+    for _ in range(2):
+        with watch.running():
+            time.sleep(0.01)
+    assert 0.02 <= watch.read_and_reset() <= device.moment() - begin
+    assert watch.read_and_reset() == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,16 +10,21 @@ import torch
 from megatron.core import optimizer
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
+from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm
 
 from nemo_kto.parallel import device, imports, kernels, main_grad
+from tests.distributed.test_no_waiting import Asked
 from tests.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
-RICH = {"te": True, "apex": True, "triton": True, "compiler": "/usr/bin/gcc"}
+RICH = {"te": True, "apex": True, "triton": True, "compiler": True, "headers": True}
 
 
-def gpu(patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: str | None, hopper: bool = True) -> None:
+def gpu(
+    patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: bool, headers: bool, hopper: bool = True
+) -> None:
     """A machine with a GPU and these packages."""
     patch.setattr(device, "on_gpu", lambda: True)
     patch.setattr(device, "compute_capability", lambda: (9, 0) if hopper else (10, 0))
@@ -27,9 +32,8 @@ def gpu(patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compil
     patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if te else None)
     patch.setattr(layers, "_grad_accum_fusion_available", apex)
     patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", not (te or apex))
-    patch.setattr(kernels.importlib.util, "find_spec", lambda name: SimpleNamespace() if triton else None)  # type: ignore[attr-defined]
-    patch.setattr(kernels.shutil, "which", lambda name: compiler)  # type: ignore[attr-defined]
-    patch.delenv("CC", raising=False)
+    has = {"triton": triton, "gcc": compiler, "Python.h": headers}
+    patch.setattr(imports, "missing_for_compiling", lambda: [name for name, found in has.items() if not found])
 
 
 def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +51,8 @@ def test_a_cpu_has_no_kernels_and_misses_none() -> None:
 NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
 NO_ADDING = Message("gradients", "apex", "CUDA")
 NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
-NO_FUSING = Message("activations", "triton", "gcc")
+NO_GCC, NO_TRITON = Message("compiled", "activations", "gcc"), Message("compiled", "activations", "triton")
+NO_HEADERS = Message("compiled", "activations", "triton", "Python.h")
 NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
 NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
@@ -61,8 +66,9 @@ SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
         ({**RICH, "apex": False}, BF16, 1, "1", []),  # Transformer Engine's layers need no apex
         ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
         ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING, NO_ROPE, NO_ADAM]),
-        ({**RICH, "compiler": None}, BF16, 1, "1", [NO_FUSING]),
-        ({**RICH, "triton": False}, BF16, 1, "1", [NO_FUSING]),
+        ({**RICH, "compiler": False}, BF16, 1, "1", [NO_GCC]),
+        ({**RICH, "triton": False}, BF16, 1, "1", [NO_TRITON]),
+        ({**RICH, "triton": False, "headers": False}, BF16, 1, "1", [NO_HEADERS]),
         (RICH, BF16, 1, "32", []),
         (RICH, BF16, 2, "32", [NO_OVERLAP]),
         ({**RICH, "hopper": False}, BF16, 2, "32", []),
@@ -114,3 +120,21 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     weight, tokens = torch.randn(3, 4), torch.randn(2, 4)
     logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
     torch.testing.assert_close(logits, tokens @ weight.t())
+
+
+def test_the_norm_of_the_gradient_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel of Transformer Engine or apex, megatron-core asks for that of each parameter."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    imports.keep_norm_on_device()
+    gradients = [torch.randn(size) for size in (5, 0, 300, 2)]
+    lists, counts = [gradients[:2], gradients[2:]], Counter[str]()
+    with Asked(counts):
+        norm_1, _ = local_multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), lists, False)
+    assert not any(counts.values())
+    torch.testing.assert_close(norm_1, torch.cat(gradients).norm().view(1))
+
+
+def test_a_kernel_for_the_norm_of_the_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", print)
+    imports.keep_norm_on_device()
+    assert clip_grads.l2_norm_impl is print

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -45,7 +47,30 @@ def test_a_phase_that_raises_is_counted() -> None:
     assert timers.report_and_reset() == {"data": 4.0}
 
 
-def test_an_observer_sees_a_phase_begin_and_end_with_what_is_queued() -> None:
+@dataclass(kw_only=True)
+class Device:
+    """Does what is queued, one after the other, while the host goes on; both clocks are turned by the test."""
+
+    host: float = 0.0
+    busy_until: float = 0.0
+
+    def queue(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.host) + seconds
+
+    def moment(self) -> DeviceMoment:
+        return DeviceMoment(self, max(self.busy_until, self.host))
+
+
+class DeviceMoment(NamedTuple):
+    device: Device
+    seconds: float
+
+    def __sub__(self, earlier: DeviceMoment) -> float:
+        self.device.host = max(self.device.host, self.seconds)  # the host waits
+        return self.seconds - earlier.seconds
+
+
+def test_an_observer_sees_a_phase_begin_and_end_with_its_moments() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -54,25 +79,37 @@ def test_an_observer_sees_a_phase_begin_and_end_with_what_is_queued() -> None:
         yield
         seen.append(f"{name} ends")
 
-    timers = PhaseTimers(synchronize=lambda: seen.append("waited"), observe=observe)
+    def clock() -> float:
+        seen.append("noted")
+        return 0.0
+
+    timers = PhaseTimers(clock=clock, observe=observe)
     with timers.phase("kl"):
         seen.append("work")
-    assert seen == ["kl begins", "waited", "work", "waited", "kl ends"]
+    assert seen == ["kl begins", "noted", "work", "noted", "kl ends"]
 
 
 def test_work_queued_on_the_device_is_booked_on_the_phase_that_queued_it() -> None:
-    clock, queued = Clock(), [0.0]
-
-    def synchronize() -> None:
-        clock.now += queued[0]
-        queued[0] = 0.0
-
-    timers = PhaseTimers(synchronize=synchronize, clock=clock)
+    device = Device()
+    timers = PhaseTimers(clock=device.moment)
     with timers.phase("forward_backward"):
-        queued[0] = 3.0
+        device.queue(3.0)
+        device.host += 0.5  # to queue it
     with timers.phase("optimizer"):
-        clock.now += 1.0
+        device.queue(1.0)
+    assert device.host == 0.5, "no phase waits for the device"
     assert timers.report_and_reset() == {"forward_backward": 3.0, "optimizer": 1.0}
+    assert device.host == 4.0, "the report waits for all of them"
+
+
+def test_a_device_that_waits_for_the_host_is_counted_too() -> None:
+    device = Device()
+    timers = PhaseTimers(clock=device.moment)
+    with timers.phase("data"):
+        device.host += 2.0
+    with timers.phase("kl"):
+        device.queue(1.0)
+    assert timers.report_and_reset() == {"data": 2.0, "kl": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,16 @@ class AnswerValues:
     @classmethod
     def of(cls, pairs: PairTensors, answers: SequenceBatch, sft_counts_P: Tensor) -> AnswerValues:
         """Moved once for a batch, so that no micro-batch waits for them."""
-        there, reference_logps_B = device.current_device(), pairs.reference_logps_B
-        return cls(
-            valid_B=answers.valid_B.to(there),
-            response_counts_B=answers.response_counts_B.to(there),
-            prompt_counts_B=answers.prompt_counts_B.to(there),
-            sft_counts_P=sft_counts_P.to(there),
-            reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
-            reward_delta_P=pairs.reward_delta_P.to(there),
-            weights_P=pairs.weights_P.to(there),
-        )
+        values = {
+            "valid_B": answers.valid_B,
+            "response_counts_B": answers.response_counts_B,
+            "prompt_counts_B": answers.prompt_counts_B,
+            "sft_counts_P": sft_counts_P,
+            "reference_logps_B": pairs.reference_logps_B,
+            "reward_delta_P": pairs.reward_delta_P,
+            "weights_P": pairs.weights_P,
+        }
+        return cls(**dict(zip(values, device.upload([*values.values()]), strict=True)))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,30 +131,31 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             answers = answers.with_prompts(torch.arange(len(answers)) < len(answers) // 2)
         sft_counts_P = self._sft_counts(answers)
         batch_sums = self._batch_sums(answers, sft_counts_P, forward_only=forward_only)
-        sft_scale = batch_sums.pop("valid") / max(batch_sums.pop("sft_count"), 1)
+        sft_scale = batch_sums.pop("valid") / batch_sums.pop("sft_count").clamp(min=1)
         values = AnswerValues.of(pairs, answers, sft_counts_P)
         loss = partial(self._micro_batch_loss, values, self._partners(pairs), sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(answers, loss, forward_only=forward_only)
-        nothing = torch.zeros(0, device=device.current_device())
-        return self.global_metrics(
-            parts, zeros=loss(nothing.long(), nothing).sums, batch_sums=batch_sums, derive=preference_metrics
-        )
+            nothing = torch.zeros(0, device=device.current_device())
+            zeros = loss(nothing.long(), nothing).sums
+            return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=preference_metrics)
 
     def _sft_counts(self, answers: SequenceBatch) -> Tensor:
         """The part of each pair in what the SFT term is divided by: [P]."""
         counts_P = (answers.response_counts_B + answers.prompt_counts_B).tensor_split(2)[0]
         return counts_P if self.sft_token_mean else torch.ones_like(counts_P)
 
-    def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, float]:
-        """Work of the global batch, its number of ``valid`` pairs, and what the SFT term is divided by (``sft_count``)."""
+    def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, Tensor]:
+        """Work of the global batch, its number of ``valid`` pairs, and what the SFT term is divided by (``sft_count``).
+
+        All are 0-d float64 tensors on the device.
+        """
         passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
         work = self.engine.work_sums(answers, passes=passes)
         own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))
         work["flops"] = work["flops"] + own_passes.per_response_token * answers.prompt_counts_B.sum()
         valid_P = answers.valid_B.view(2, -1).all(dim=0)
-        sums = {**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()}
-        return {name: float(value) for name, value in sum_over_data_parallel(sums).items()}
+        return sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
 
     def _partners(self, pairs: PairTensors) -> dict[str, Tensor]:
         """What a loss that sorts compares the two values of each pair with, [P] each on the device; {} for the others.
@@ -199,7 +200,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         self,
         answers: AnswerValues,
         partners: Mapping[str, Tensor],
-        sft_scale: float,
+        sft_scale: Tensor,
         sequence_index_b: Tensor,
         logps: Tensor,
     ) -> MicroBatchLoss:

@@ -17,7 +17,7 @@ from nemo_kto.models.engine import MicroBatchLoss
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_kto.models.sequences import SequenceBatch
 from nemo_kto.parallel import device
-from nemo_kto.parallel.reduce import sum_over_data_parallel
+from nemo_kto.parallel.reduce import sum_over_data_parallel, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +85,14 @@ class SampleValues:
     @classmethod
     def of(cls, unpaired: UnpairedTensors) -> SampleValues:
         """Moved once for a batch, so that no micro-batch waits for them."""
-        there, reference_logps_B = device.current_device(), unpaired.reference_logps_B
-        return cls(
-            desirable_B=unpaired.desirable_B.to(there),
-            valid_B=unpaired.samples.valid_B.to(there),
-            response_counts_B=unpaired.samples.response_counts_B.to(there),
-            weights_B=unpaired.weights_B.to(there),
-            reference_logps_B=None if reference_logps_B is None else reference_logps_B.to(there),
-        )
+        values = {
+            "desirable_B": unpaired.desirable_B,
+            "valid_B": unpaired.samples.valid_B,
+            "response_counts_B": unpaired.samples.response_counts_B,
+            "weights_B": unpaired.weights_B,
+            "reference_logps_B": unpaired.reference_logps_B,
+        }
+        return cls(**dict(zip(values, device.upload([*values.values()]), strict=True)))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,16 +146,18 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         """
         unpaired = UnpairedTensors.unpack(batch)
         anchor, batch_sums = self._anchor(unpaired, forward_only=forward_only)
-        sft_scale = batch_sums["valid"] / max(batch_sums["valid_desirable"], 1)
+        sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
         loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), anchor, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
-        nothing = torch.zeros(0, device=device.current_device())
-        zeros = loss(nothing.long(), nothing).sums
-        return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
+            nothing = torch.zeros(0, device=device.current_device())
+            zeros = loss(nothing.long(), nothing).sums
+            return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
-    def _anchor(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _anchor(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What the loss measures rewards against, as it takes it, and sums over the batch that every pipeline stage knows.
+
+        All are 0-d tensors on the device; the host needs the rewards only, for delta.
 
         z0 is that of the global batch. delta is the mean of all rewards of the training, those of the batch included; it
         stays as it is where nothing is trained. The policy is evaluated forward only.
@@ -174,13 +176,13 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             work["kl_tokens"] = kl_work["tokens"]
             sums |= of_kl_examples
         total = sum_over_data_parallel(sums | work)
-        named = {name: float(value) for name, value in total.items()}
+        if looks_ahead:
+            seen = to_host({name: total.pop(name) for name in ("reward_sum", "reward_rows")})
+            self._rewards = self._rewards.plus(seen["reward_sum"], int(seen["reward_rows"]))
         if loss.needs_delta:
-            self._rewards = self._rewards.plus(named.pop("reward_sum", 0.0), int(named.pop("reward_rows", 0)))
-            delta = self._rewards.mean
-            named |= {"delta_sum": delta, "delta_batches": 1}
-            return {"delta": torch.tensor(delta, dtype=torch.float32, device=device.current_device())}, named
-        return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()} if loss.needs_z0 else {}, named
+            delta = torch.full_like(total["valid"], self._rewards.mean)
+            return {"delta": delta.float()}, total | {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
+        return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()} if loss.needs_z0 else {}, total
 
     def _reward_sums(self, unpaired: UnpairedTensors) -> dict[str, Tensor]:
         """Of this rank's samples under the present weights."""
@@ -205,7 +207,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         self,
         samples: SampleValues,
         anchor: Mapping[str, Tensor],
-        sft_scale: float,
+        sft_scale: Tensor,
         sequence_index_b: Tensor,
         logps_b: Tensor,
     ) -> MicroBatchLoss:

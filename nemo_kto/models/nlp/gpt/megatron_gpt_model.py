@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_kto.losses.loss import Loss
@@ -16,7 +16,7 @@ from nemo_kto.models.engine import LogProbEngine
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.reference import Phase, ReferencePolicy
 from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel.reduce import global_sums, ranks_where
+from nemo_kto.parallel.reduce import global_sums, ranks_where, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class MegatronGPTModel:
     reference: ReferencePolicy | None
     objective: Objective
     phase: Phase = nullcontext
-    _local_loss: float = field(init=False, default=0.0)  # what this rank has added to the last loss
+    _local_loss: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # this rank's part of the last loss
 
     @property
     def uses_reference(self) -> bool:
@@ -96,11 +96,11 @@ class MegatronGPTModel:
 
     def ranks_not_finite(self) -> list[int]:
         """Ranks whose own part of the last step's loss or gradient is not finite; collective."""
-        return ranks_where(not (math.isfinite(self._local_loss) and self.engine.local_gradients_are_finite()))
+        return ranks_where(~(self._local_loss.isfinite() & self.engine.local_gradients_are_finite()))
 
     def has_finite_weights(self) -> bool:
         """Whether the weights of all ranks are finite; collective."""
-        return not ranks_where(not self.engine.local_weights_are_finite())
+        return not ranks_where(~self.engine.local_weights_are_finite())
 
     def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool | None = None) -> Tensor:
         """Negative log-prob of each answer, as the SFT loss counts it: [b].
@@ -121,7 +121,7 @@ class MegatronGPTModel:
         parts: Sequence[Mapping[str, Tensor]],
         *,
         zeros: Mapping[str, Tensor],
-        batch_sums: Mapping[str, float],
+        batch_sums: dict[str, Tensor],
         derive: Derive,
     ) -> tuple[float, Metrics]:
         """Loss and metrics of the global batch, the same on every rank.
@@ -129,13 +129,13 @@ class MegatronGPTModel:
         Args:
             parts: what the engine's ``forward_backward`` gave.
             zeros: the same sums over no examples: what a pipeline stage without a loss adds.
-            batch_sums: sums over the global batch that are known already.
+            batch_sums: sums over the global batch that every stage knows already, 0-d float64 on the device.
             derive: sums -> metrics, with ``loss`` among them.
         """
         sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
-        self._local_loss = float(sums["loss_sum"])
+        self._local_loss = sums["loss_sum"]
         metrics = Metrics(
-            global_sums(sums) | dict(batch_sums) | self.engine.balance_sums(),
+            to_host(global_sums(sums) | batch_sums) | self.engine.balance_sums(),
             lambda sums: {**derive(sums), **balance_metrics(sums)},
         )
         return metrics["loss"], metrics
