@@ -1,9 +1,9 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
-# packages), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), gpu-wheels (the
-# packages that it needs without an index), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version
-# of TRL), wheel, clean.
+# packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and
+# benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
+# TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -17,6 +17,7 @@ PYTHON312 ?= $(call first_that_runs,python3.12 $(wildcard $(HOME)/.pyenv/version
 VENV ?= .venv
 VENV312 ?= .venv-py312
 VENV_LOWEST ?= .venv-lowest
+VENV_EMULATED ?= .venv-emulated
 CONSTRAINTS ?= $(if $(findstring 3.12,$(shell $(PYTHON) --version)),constraints-py312.txt,constraints.txt)
 BASE_IMAGE ?=
 BIN := $(VENV)/bin
@@ -45,7 +46,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/parallel/test_kernels
 TESTS312 += $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest chaos test-slurm gpu gpu-wheels image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench wheel clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -132,6 +133,15 @@ $(VENV_LOWEST)/.test: pyproject.toml setup.py constraints-lowest.txt
 test-lowest: $(VENV_LOWEST)/.test
 	$(VENV_LOWEST)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) \
 		tests/unit tests/distributed/test_{gradients,logprobs,checkpoint,export}.py
+
+# On emulated GPUs: their own tests, and the tests for a GPU. One takes ten minutes there, because it computes in bf16 on the CPU.
+$(VENV_EMULATED)/.test: $(VENV)/.test .ci/emulated-environment
+	$(NOT_SILENT) .ci/emulated-environment $(PYTHON) $(VENV) $(VENV_EMULATED) $(CONSTRAINTS)
+	touch $@
+
+test-emulated: $(VENV_EMULATED)/.test
+	$(VENV_EMULATED)/bin/python $(PYTEST) --matrix=full --ignore=tests/gpu/test_plan_memory.py $(PYTEST_FLAGS) \
+		tests/emulated_cuda tests/gpu
 
 # What is pinned, against the advisories of the package index; without a network it says so.
 audit: $(VENV)/.made

@@ -27,6 +27,8 @@ from tests import messages
 from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Its tests need the interpreter of `make test-emulated`.
+collect_ignore = [] if "tests.emulated_cuda.start" in sys.modules else ["emulated_cuda"]
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -53,13 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device, before a test asks for it: the GPU only where nothing but tests/gpu is to run.
+    """Choose the device, before a test asks for it: the GPU only where tests/gpu and tests/emulated_cuda alone are to run.
 
     Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
     """
     config.pluginmanager.register(messages)
     named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
-    if not all(path.resolve().is_relative_to(REPOSITORY / "tests" / "gpu") for path in named):
+    on_gpu = [REPOSITORY / "tests" / folder for folder in ("gpu", "emulated_cuda")]
+    if not all(any(path.resolve().is_relative_to(folder) for folder in on_gpu) for path in named):
         device.force_cpu()
     gc.disable()
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.jobs import LORA, Workplace
+from nemo_kto.parallel import state
+from tests.gpu.jobs import EXPERTS, LORA, Workplace
 from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
 
 EXPECTED = {"kto": ("kto", ()), "lora": ("kto", (*LORA, "model.reference.mode=adapter")), "dpo": ("dpo", ())}
+EXPECTED["experts"] = ("kto", EXPERTS)
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_are_left() -> Iterator[None]:
+    """By a test that fails before it destroys them: the next one could not form its own."""
+    yield
+    state.destroy()
 
 
 @pytest.fixture(scope="package")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("gpu")
+    make_checkpoint(folder / "experts", "qwen3_moe")
     return Workplace(
         model=make_checkpoint(folder / "model", "llama"),
         rows=write_rows(folder / "kto.jsonl", make_rows(48)),
@@ -26,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="package")
 def expected(place: Workplace) -> Callable[[str], Path]:
-    """``expected(name)``: the folder of the fp32 run on the CPU that others are compared with: kto, lora or dpo."""
+    """``expected(name)``: the folder of the fp32 run on the CPU that others are compared with, by its name in EXPECTED."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:

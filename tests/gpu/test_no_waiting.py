@@ -105,7 +105,7 @@ def test_an_upload_is_what_was_given() -> None:
     assert there[6] is parts[6]
     pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
     assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
-    assert all(torch.equal(each.cpu(), part) for each, part in pairs)
+    assert all(torch.equal(each.cpu(), part.cpu()) for each, part in pairs)
 
 
 def test_phases_have_the_seconds_of_the_device() -> None:

@@ -20,6 +20,7 @@ audit:
 """
 SCRIPTS = {
     "slurm": "echo 'slurm: skipped: only root'",
+    "emulated": "echo 'emulated: skipped: no C compiler'",
     "image": "echo 'image: works'",
     "newcomer": "exit 3",
     "python312": "echo 'no Python 3.12' >&2; exit 1",
@@ -43,6 +44,7 @@ def test_each_stage_has_a_line_and_the_last_line_counts_all(tmp_path: Path) -> N
         "test": "failed: status 2 (3 tests passed)",
         "slow": "passed (2 tests passed)",
         "slurm": "skipped: only root",
+        "emulated": "skipped: no C compiler",
         "audit": "failed: not done within its limit of 0.01 minutes",
         "image": "passed",
         "py312": "skipped: no Python 3.12",

@@ -1,0 +1,28 @@
+"""NCCL is gloo, which a process group of the backend "nccl" uses for tensors of devices only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+class _GlooAsNCCL(dist.ProcessGroupGloo):
+    """Constructed as ProcessGroupNCCL is."""
+
+    Options = distributed_c10d.ProcessGroupNCCL.Options
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any = None, *_: Any) -> None:
+        timeout = distributed_c10d.default_pg_timeout if options is None else options._timeout
+        super().__init__(store, rank, size, timeout=timeout)
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    _shutdown = abort = shutdown = eager_connect_single_device = _verify_work_timeout = _nothing
+
+
+def install() -> None:
+    """Let torch.distributed construct gloo's groups in place of NCCL's."""
+    distributed_c10d.ProcessGroupNCCL = _GlooAsNCCL
