@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event, PrecomputeReference
-from nemo_kto.launch import build, compose
-from nemo_kto.parallel import device, state
-from nemo_kto.parallel.dtypes import DTYPES
+from nemo_kto.config import compose
+from nemo_kto.device import device
+from nemo_kto.device.dtypes import DTYPES
+from nemo_kto.distributed import state
+from nemo_kto.run import build
 from nemo_kto.telemetry.throughput import device_peak_flops
 
 LORA = [

@@ -190,10 +190,11 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
 def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides: list[str], folder: str) -> None:
     """Train with nemo_kto's KTOTrainer on one rank, with its settings for a machine without GPUs (hardware=cpu)."""
     from nemo_kto.algorithms.callbacks import Callback, Event
-    from nemo_kto.checkpoint.cached_reference import CachedReference
-    from nemo_kto.data.examples import KTOExample
-    from nemo_kto.launch import build, compose
-    from nemo_kto.parallel import state
+    from nemo_kto.config import compose
+    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.cached_reference import CachedReference
+    from nemo_kto.run import build
 
     # TRL takes the KL response from the previous row, nemo_kto from the next row
     rows_file = Path(folder) / "rows.jsonl"

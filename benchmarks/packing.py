@@ -67,9 +67,10 @@ def review_rows(count: int, folder: Path) -> list[dict[str, Any]]:
 
 def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder: str) -> tuple[Any, Any]:
     """The trainer, and its batch of all rows with log-probs of a reference."""
-    from nemo_kto.launch import build, compose
-    from nemo_kto.parallel import state
-    from nemo_kto.parallel.dtypes import DTYPES
+    from nemo_kto.config import compose
+    from nemo_kto.device.dtypes import DTYPES
+    from nemo_kto.distributed import state
+    from nemo_kto.run import build
 
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,7 +101,7 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
 
 def measure(trainer: Any, batch: Any, way: dict[str, Any], figures: Figures) -> None:
     """One round of one way of cutting."""
-    from nemo_kto.parallel import device
+    from nemo_kto.device import device
 
     engine, clock = trainer.model.engine, time.perf_counter if device.on_gpu() else time.process_time
     engine.limits = replace(engine.limits, **{"packed": False, **way})
@@ -132,11 +133,11 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     """Padding and imbalance of what ranks get, as a Markdown table; the mean over the global batches."""
     from transformers import AutoTokenizer
 
-    from nemo_kto.data.examples import KTOExample
-    from nemo_kto.data.shares import KTOCosts, balanced_shares, every_nth
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.data.batches.shares import KTOCosts, balanced_shares, every_nth
     from nemo_kto.models.flops import ModelFlops, Passes
-    from nemo_kto.models.spans import packed_rows
+    from nemo_kto.models.layers.spans import packed_rows
 
     tokenizer, flops = (
         AutoTokenizer.from_pretrained(model),

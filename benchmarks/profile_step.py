@@ -30,9 +30,9 @@ def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, d
 
     torch.set_num_threads(threads)
     torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
-    from nemo_kto.models.engine import MicroBatchLoss
-    from nemo_kto.models.sequences import SequenceBatch
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.sequences import SequenceBatch
     from tests.distributed import lora_jobs
     from tests.distributed.engines import engine
 

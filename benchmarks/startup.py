@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-IMPORTS = "import time, nemo_kto.launch.cli, nemo_kto.launch.build; print(time.time())"
+IMPORTS = "import time, nemo_kto.cli.main, nemo_kto.run.build; print(time.time())"
 # The imports do not count as composing, so they come first.
 COMPOSING = """
 import sys, time
 import hydra
-from nemo_kto.launch import compose
+from nemo_kto.config import compose
 began = time.perf_counter()
 compose.to_config(compose.load(sys.argv[1:]))
 print(time.perf_counter() - began)
@@ -59,7 +59,7 @@ def first_step(tree: Path, scratch: Path, number: int) -> float:
     """Seconds from the command to the first line of metrics."""
     folder = scratch / f"run{number}"
     began = time.time()
-    run(tree, "-m", "nemo_kto.launch.cli", "kto", *overrides(scratch, folder))
+    run(tree, "-m", "nemo_kto.cli.main", "kto", *overrides(scratch, folder))
     return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["time"]) - began
 
 

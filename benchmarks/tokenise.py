@@ -48,11 +48,11 @@ def peak_mib(processes: int) -> float:
 
 def tokenise(model: Path, file: Path, folder: Path, workers: int) -> None:
     """One measurement, in a process of its own; prints seconds, MiB, seconds of CPU time and rows."""
-    from nemo_kto.data.cache import KTO_EXAMPLES, TokenCache
-    from nemo_kto.data.chat import RecordEncoder, load_tokenizer
-    from nemo_kto.data.reader import Fields
-    from nemo_kto.data.records import RowErrors
-    from nemo_kto.data.truncation import Truncation
+    from nemo_kto.data.rows.reader import Fields
+    from nemo_kto.data.rows.records import RowErrors
+    from nemo_kto.data.tokens.cache import KTO_EXAMPLES, TokenCache
+    from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+    from nemo_kto.data.tokens.truncation import Truncation
 
     encoder = RecordEncoder(tokenizer=load_tokenizer(model))
     cache = TokenCache(
@@ -86,7 +86,7 @@ def check(file: Path) -> None:
     import resource
 
     began = time.monotonic()
-    command = [sys.executable, "-m", "nemo_kto.launch.cli", "data", "check", str(file)]
+    command = [sys.executable, "-m", "nemo_kto.cli.main", "data", "check", str(file)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, check=True, stdout=subprocess.DEVNULL)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 from tests import messages
 from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 

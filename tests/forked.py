@@ -250,14 +250,14 @@ def _nurse() -> tuple[dict[str, Any], list[int]]:
     """Fork what will fork the ranks; returns in the ranks with their request, and in the process that would start them.
 
     A rank's parent ends at once, and the rank is adopted by the process that starts it, which has asked the kernel for that
-    (nemo_kto/parallel/ranks.py).
+    (nemo_kto/processes/ranks.py).
     """
     launcher = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
         _Rank.nursery = ours
-        from nemo_kto.parallel import launcher
+        from nemo_kto.processes import launcher
 
         launcher.Popen = _Rank
         return {}, []

@@ -88,7 +88,7 @@ PACKAGES = {
 ALL_MAY_IMPORT = names("__version__ errors files hashes lazy locks")
 _TOP_LEVEL = frozenset(f"nemo_kto.{name}" for name in ALL_MAY_IMPORT)
 # The files that may name torch.cuda: one uses it, the other puts answers for the CPU in its place.
-DEVICE_FILES = names("parallel/device.py parallel/cpu.py")
+DEVICE_FILES = names("device/device.py device/cpu.py")
 
 
 def is_in(module: str, packages: frozenset[str]) -> bool:
@@ -178,11 +178,11 @@ def scan_device(root: Path) -> list[str]:
         tree = ast.parse(file.read_text())
         for line, module in imports(tree):
             if is_in(module, names("torch.cuda")):
-                found.append(f"{path}:{line}: imports {module}; ask nemo_kto.parallel.device")
+                found.append(f"{path}:{line}: imports {module}; ask nemo_kto.device.device")
         for node in ast.walk(tree):
             called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
             if called or (isinstance(node, ast.Attribute) and dotted(node) == "torch.cuda"):
-                found.append(f"{path}:{node.lineno}: names cuda; ask nemo_kto.parallel.device")
+                found.append(f"{path}:{node.lineno}: names cuda; ask nemo_kto.device.device")
     return found
 
 
@@ -271,7 +271,7 @@ OFFENCES = {
     "imports": [
         ("losses/a.py", "import torch.distributed as dist\n", "losses must not import torch.distributed"),
         ("losses/b.py", "from torch import distributed\n", "losses must not import torch.distributed"),
-        ("losses/c.py", "from nemo_kto.parallel import state\n", "losses must not import nemo_kto.parallel"),
+        ("losses/c.py", "from nemo_kto.distributed import state\n", "losses must not import nemo_kto.parallel"),
         ("algorithms/d.py", "def f():\n    from megatron.core import parallel_state\n", "d.py:2: algorithms must"),
         ("algorithms/e.py", "import nemo_kto.models.gpt\n", "algorithms must not import nemo_kto.models.gpt"),
         ("data/f.py", "import transformers\n", "transformers only in"),
@@ -301,13 +301,13 @@ OFFENCES = {
 }  # fmt: skip
 CLEAN = {
     "losses/a.py": "import math\n\nimport torch\nfrom torch import Tensor\n\nfrom nemo_kto.losses.b import c\n",
-    "parallel/cpu.py": "import torch\n\ntorch.cuda.synchronize()\n",
-    "parallel/device.py": "from torch import cuda\n",
-    "data/chat.py": "import transformers\nif TYPE_CHECKING:\n    import nemo_kto.models.gpt\n",
+    "device/cpu.py": "import torch\n\ntorch.cuda.synchronize()\n",
+    "device/device.py": "from torch import cuda\n",
+    "data/tokens/chat.py": "import transformers\nif TYPE_CHECKING:\n    import nemo_kto.models.gpt\n",
     "data/b.py": "def short():\n" + "    x = 1\n" * 58,
     "data/c.py": "x = 1\n" * 399,
     "files.py": "import os\n",
-    "telemetry/a.py": "from nemo_kto.files import publish_file\n",
+    "telemetry/a.py": "from nemo_kto.utils.files import publish_file\n",
     "data/d.py": "class Reader:\n    def __init__(self, *, path):\n        pass\nclass A: ...\nclass B(A): ...\n",
     "data/e.py": "@dataclass(frozen=True)\nclass Row:\n    x: int\n",
 }
@@ -388,8 +388,8 @@ def test_a_shortcut_is_left_out_of_the_figure_and_nothing_else(tmp_path: Path) -
 
 
 SHARED = (
-    "algorithms/dpo.py", "algorithms/callbacks.py", "algorithms/duration.py", "algorithms/protocols.py", "models/engine.py",
-    "models/sequences.py", "models/reference.py", "models/nlp/gpt/megatron_gpt_model.py", "recipes/recipe.py",
+    "algorithms/dpo.py", "algorithms/callbacks.py", "algorithms/duration.py", "algorithms/protocols.py", "models/engine/engine.py",
+    "models/engine/sequences.py", "models/engine/reference.py", "models/nlp/gpt/megatron_gpt_model.py", "algorithms/recipes/recipe.py",
     *(f"launch/{file.name}" for file in sorted((PACKAGE / "launch").glob("*.py")) if file.name != "keys.py"),  # has examples
 )  # fmt: skip
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch import compose
-from nemo_kto.launch.migration_tables import ALIGNER
-from nemo_kto.recipes import KTO, RECIPES
+from nemo_kto.algorithms.recipes import KTO, RECIPES
+from nemo_kto.config import compose
+from nemo_kto.config.migration_tables import ALIGNER
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from prepare import MAX_TOKENS
 
-from nemo_kto.parallel import device
-from nemo_kto.parallel.dtypes import DTYPES
-from nemo_kto.parallel.precision import PRECISIONS, bf16_support
+from nemo_kto.device import device
+from nemo_kto.device.dtypes import DTYPES
+from nemo_kto.device.precision import PRECISIONS, bf16_support
 
 MINUTES = {"bf16": 5.0, "32": 8.0}  # limit for the run, by precision
 HELD_OUT = 200  # reviews, or pairs of reviews, to measure on

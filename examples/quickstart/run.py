@@ -109,7 +109,7 @@ def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = N
 def nemo_kto() -> list[str]:
     """The public command, as a user would type it, in this environment."""
     installed = Path(sys.executable).with_name("nemo-kto")
-    return [str(installed)] if installed.exists() else [sys.executable, "-m", "nemo_kto.launch.cli"]
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", "nemo_kto.cli.main"]
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from nemo_kto.parallel import device
-from nemo_kto.parallel.dtypes import DTYPES
-from nemo_kto.parallel.precision import PRECISIONS
+from nemo_kto.device import device
+from nemo_kto.device.dtypes import DTYPES
+from nemo_kto.device.precision import PRECISIONS
 
 BETA = 0.1
 

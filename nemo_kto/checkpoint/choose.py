@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.checkpoint.checkpoint_files import (
+from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
     Written,
@@ -20,8 +20,8 @@ from nemo_kto.checkpoint.checkpoint_files import (
     read_checkpoint,
     refuse_damaged,
 )
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import state
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_kto.checkpoint import model_state
-from nemo_kto.checkpoint.checkpoint_files import (
+from nemo_kto.artifacts.checkpoint_files import (
     INFO,
     Checkpoint,
     Written,
@@ -46,8 +45,9 @@ from nemo_kto.checkpoint.checkpoint_files import (
     info_text,
     size_text,
 )
+from nemo_kto.artifacts.companions import read_companions
+from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.choose import rank_by, verify
-from nemo_kto.checkpoint.companions import read_companions
 from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
 from nemo_kto.checkpoint.restricted import load_plain, load_state, reading
@@ -61,10 +61,10 @@ from nemo_kto.checkpoint.writing import (
     write_file,
     writes,
 )
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
-from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import state
+from nemo_kto.models.engine.reference import SwappedWeights
+from nemo_kto.utils.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 _MORE_ROOM = "free some room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 
 
 def get_rng_state() -> dict[str, Any]:

@@ -11,12 +11,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from nemo_kto.checkpoint.saved_info import adapter_settings
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.artifacts.saved_info import adapter_settings
+from nemo_kto.distributed.overlap import finish_gathers
 from nemo_kto.errors import UserError
-from nemo_kto.models.lora import is_adapter
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel.overlap import finish_gathers
+from nemo_kto.models.engine.reference import SwappedWeights
+from nemo_kto.models.lora.adapters import is_adapter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 
 # Canonical tensors, in the shapes of the weights, that any layout can read; what a rank writes is up to optimizer_slices.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

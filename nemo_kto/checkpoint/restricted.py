@@ -24,8 +24,8 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import open_file, read_json
-from nemo_kto.parallel.watchdog import is_lost_connection
+from nemo_kto.processes.watchdog import is_lost_connection
+from nemo_kto.utils.files import open_file, read_json
 
 _REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER says which are as they were written)"
 _METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"

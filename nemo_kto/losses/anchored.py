@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nemo_kto.lazy import lazy_import
+from nemo_kto.utils.lazy import lazy_import
 
 if TYPE_CHECKING:
     import torch

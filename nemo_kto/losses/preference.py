@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Lt
 
-from nemo_kto.lazy import lazy_import
 from nemo_kto.losses.anchored import apo_down_losses, apo_zero_losses, bco_pair_losses, nca_pair_losses, sppo_hard_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+from nemo_kto.utils.lazy import lazy_import
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.families import ParamMapping
-from nemo_kto.models.lora_mappings import adapted_mappings
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.segments import split_dimension
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import ParamMapping
+from nemo_kto.architecture.lora_mappings import adapted_mappings
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.segments import split_dimension
 
 ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"
 

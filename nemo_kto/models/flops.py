@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_kto.models.architecture import Architecture
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import Split
+from nemo_kto.architecture.lora_mappings import adapted_mappings, hf_module
+from nemo_kto.architecture.lora_settings import EMBEDDING, LoRASettings
+from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.models.backward import ATTENTION, MLP, SHARED_EXPERTS, Block, blocks_of
-from nemo_kto.models.families import Split
-from nemo_kto.models.lora_mappings import adapted_mappings, hf_module
-from nemo_kto.models.lora_settings import EMBEDDING, LoRASettings
-from nemo_kto.models.segments import source_shapes, split_dimension
-from nemo_kto.models.sequences import SequenceBatch
+from nemo_kto.models.engine.sequences import SequenceBatch
 
 
 class Passes(NamedTuple):

@@ -16,14 +16,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.embedding import RowEmbedding, scale_of
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.device import device
+from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.models.layer_spec import block_spec
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.models.layers.embedding import RowEmbedding, scale_of
 from nemo_kto.models.transformer_settings import recomputed, transformer_config
-from nemo_kto.parallel import device
-from nemo_kto.parallel.kernels import uses_transformer_engine
 
 # Parameters whose size depends on how many zero heads the tensor-parallel size needs.
 _PADDED_WITH_HEADS = (

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from nemo_kto.models.norm import TorchNorm
+from nemo_kto.models.layers.norm import TorchNorm
 
 OutputAndBias = tuple[Tensor, Tensor | None]
 

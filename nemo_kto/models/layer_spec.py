@@ -17,15 +17,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_kto.models.activation import ClampedSwiGLU, GeGLU, SwiGLU
-from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.attention import TorchAttention
-from nemo_kto.models.expert_bias import BiasedExpertOutput
+from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.models.layer import PostNormLayer
-from nemo_kto.models.norm import AllHeadsNorm, TorchNorm
-from nemo_kto.models.rotary import RotaryTable
-from nemo_kto.models.router import BalancedRouter, BiasedRouter
-from nemo_kto.models.temperature import TemperatureTable
+from nemo_kto.models.layers.activation import ClampedSwiGLU, GeGLU, SwiGLU
+from nemo_kto.models.layers.attention import TorchAttention
+from nemo_kto.models.layers.expert_bias import BiasedExpertOutput
+from nemo_kto.models.layers.norm import AllHeadsNorm, TorchNorm
+from nemo_kto.models.layers.rotary import RotaryTable
+from nemo_kto.models.layers.router import BalancedRouter, BiasedRouter
+from nemo_kto.models.layers.temperature import TemperatureTable
 
 
 def block_spec(

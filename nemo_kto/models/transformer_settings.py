@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.models.architecture import Architecture
-from nemo_kto.models.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.parallel.kernels import compiles, fused_rope
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.device.kernels import compiles, fused_rope
 
 
 def transformer_config(

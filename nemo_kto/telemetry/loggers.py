@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
-from nemo_kto.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
+from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_kto.files import open_file, read_lines
 from nemo_kto.telemetry.loggers import parse_line
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.utils.files import open_file, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)

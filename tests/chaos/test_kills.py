@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
 from tests.noted_rows import noted_rows
 

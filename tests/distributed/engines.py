@@ -19,7 +19,7 @@ class InOrder(list[Any]):
 
 def split_of(layout: Any, **ends: Any) -> Any:
     """How layers are shared out over the pipeline of a layout; ``ends``: attributes of PipelineSplit."""
-    from nemo_kto.models.stages import PipelineSplit
+    from nemo_kto.architecture.stages import PipelineSplit
 
     return PipelineSplit(stages=layout.pipeline, chunks=layout.virtual or 1, **ends)
 
@@ -35,9 +35,9 @@ def engine(
     """What runs the chunks."""
     from megatron.core.utils import get_model_config
 
-    from nemo_kto.models.engine import LogProbEngine
+    from nemo_kto.models.engine.engine import LogProbEngine
+    from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
     from nemo_kto.models.flops import ModelFlops
-    from nemo_kto.models.sequences import MicroBatchLimits, width_multiple
 
     config = get_model_config(chunks[0])
     context = config.context_parallel_size
@@ -75,9 +75,9 @@ def kto_model(
         **objective: further attributes of Objective.
     """
     from nemo_kto.losses.kto import LOSSES
+    from nemo_kto.models.engine.reference import LiveReference
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
-    from nemo_kto.models.reference import LiveReference
 
     return MegatronGPTKTOModel(
         engine=runs,

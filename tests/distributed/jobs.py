@@ -53,7 +53,7 @@ PEAK = 1e12  # FLOPs per second of the device of train_with_known_peak
 def train_with_known_peak(*arguments: Any) -> None:
     """``train`` on a device whose peak is in the table, so that the utilisation is logged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_kto.launch.build.device_peak_flops", lambda device, dtype, name: PEAK)
+        patch.setattr("nemo_kto.run.build.device_peak_flops", lambda device, dtype, name: PEAK)
         train(*arguments)
 
 
@@ -85,7 +85,8 @@ def train(
     The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``. ``hooks``: of
     ``build.train``.
     """
-    from nemo_kto.launch import build, compose
+    from nemo_kto.config import compose
+    from nemo_kto.run import build
 
     defaults = [
         f"pretrained_checkpoint.restore_from_path={model}",

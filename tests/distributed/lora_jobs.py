@@ -12,17 +12,18 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 
-from nemo_kto.checkpoint.adapter import export_adapter, load_adapter
+from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
-from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.adapter import export_adapter, load_adapter
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks
-from nemo_kto.models.lora import add_adapters, constant_weights, disable_adapters, merge_adapters
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
-from nemo_kto.models.stages import PipelineSplit
-from nemo_kto.parallel import device, state
+from nemo_kto.models.lora.adapters import add_adapters, constant_weights, disable_adapters, merge_adapters
 from tests.distributed.engines import split_of
 from tests.parity.hf_jobs import message_of
 

@@ -35,8 +35,8 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from nemo_kto.parallel import state
-    from nemo_kto.parallel.cpu import install_cpu_backend
+    from nemo_kto.device.cpu import install_cpu_backend
+    from nemo_kto.distributed import state
 
     install_cpu_backend()
     while (job := inbox.get()) is not None:

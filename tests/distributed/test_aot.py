@@ -24,9 +24,9 @@ def log_ratios() -> tuple[torch.Tensor, torch.Tensor]:
 
 def partners_here() -> dict[str, torch.Tensor]:
     """On a rank: what its pairs are compared with, where the policy says :func:`log_ratios`."""
+    from nemo_kto.distributed import state
     from nemo_kto.losses.preference import LOSSES
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     rank = state.rank()

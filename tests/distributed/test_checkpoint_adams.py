@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.saved_runs import SavedRun

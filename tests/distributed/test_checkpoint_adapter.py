@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_kto.checkpoint.checkpoint_files import info_text
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel import state
-from nemo_kto.parallel.state import Layout
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.artifacts.checkpoint_files import info_text
+from nemo_kto.distributed import state
+from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming

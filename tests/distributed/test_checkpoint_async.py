@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from nemo_kto.checkpoint import writing
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming

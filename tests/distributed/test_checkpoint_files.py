@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 
-from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming
-from tests.unit.checkpoint.test_checkpoint_files import flip
+from tests.unit.artifacts.test_checkpoint_files import flip
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.parallel.state import Layout
+from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.parity import hf_models

@@ -10,8 +10,8 @@ import torch
 
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
-from nemo_kto.models.optimizer import build_optimizer
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
+from nemo_kto.models.engine.optimizer import build_optimizer
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_kto.checkpoint.checkpoint_files import hash_file, info_text
+from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
 from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.parallel import state
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.saved_runs import SavedRun

@@ -22,11 +22,11 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.attention import TorchAttention
-    from nemo_kto.models.families import Temperature
-    from nemo_kto.models.rope import read_rope
-    from nemo_kto.models.rotary import RotaryTable
-    from nemo_kto.models.temperature import TemperatureTable
+    from nemo_kto.architecture.families import Temperature
+    from nemo_kto.architecture.rope import read_rope
+    from nemo_kto.models.layers.attention import TorchAttention
+    from nemo_kto.models.layers.rotary import RotaryTable
+    from nemo_kto.models.layers.temperature import TemperatureTable
 
     config = TransformerConfig(
         num_layers=1,
@@ -49,9 +49,9 @@ def differences(
     size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None, chunked: bool
 ) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
-    from nemo_kto.models.packed_sequences import PackedSequences
-    from nemo_kto.models.spans import row_places
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.layers.spans import row_places
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
     rank, tokens = state.rank(), sum(lengths)
@@ -92,8 +92,8 @@ def shares(size: int, length: int) -> tuple[list[int], list[int]]:
     """On a rank: the places of its tokens, and those that megatron-core gives it."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from nemo_kto.models.spans import row_places
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.layers.spans import row_places
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
     needed = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}  # 0.19
@@ -108,11 +108,11 @@ def test_shares_are_those_of_megatron_core(ranks: RankPool) -> None:
 
 def engine_of(model: Path, context: int) -> Any:
     """On a rank."""
-    from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(context=context), seed=1)
     architecture = read_architecture(model, tensor_parallel=1)
@@ -124,7 +124,7 @@ def engine_of(model: Path, context: int) -> Any:
 
 def answers(lengths: tuple[int, ...], multiple: int) -> Any:
     """Sequences whose first token is the prompt, in rows of a width that is a multiple."""
-    from nemo_kto.models.sequences import SequenceBatch
+    from nemo_kto.models.engine.sequences import SequenceBatch
 
     width = -(-max(lengths) // multiple) * multiple
     tokens = torch.randint(1, 256, (len(lengths), 32), generator=torch.Generator().manual_seed(3))[:, :width]

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel import state
-from nemo_kto.parallel.state import Layout
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.distributed import state
+from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_layouts import LORA
@@ -59,7 +59,7 @@ def test_dropout_meets_what_peft_lets_it_meet(name: str, ranks: RankPool, model:
 
 def norms_taken(folder: Path) -> list[int]:
     """How often norms are taken: by two steps of four micro-batches each, and outside of a step."""
-    from nemo_kto.models import lora_layers
+    from nemo_kto.models.lora import lora_layers
 
     state.init_distributed(layout=Layout(), seed=3)
     chunks, _ = lora_jobs.build(folder, Layout(), SETTINGS)
@@ -83,7 +83,7 @@ def test_norms_are_taken_once_for_all_micro_batches(ranks: RankPool, model: tupl
 
 def norms_of_a_run(model: Path, rows: Path, folder: Path) -> int:
     """How often norms are taken in a step of KTO in micro-batches of one row."""
-    from nemo_kto.models import lora_layers
+    from nemo_kto.models.lora import lora_layers
     from tests.distributed.jobs import train
 
     length = ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=1"]
@@ -102,7 +102,7 @@ def in_half_precision(layout: Layout, folder: Path) -> tuple[bool, list[bool]]:
     """Whether new adapters in bf16 leave the model as it is, and whether all magnitudes have moved after a small step."""
     from megatron.core.utils import unwrap_model
 
-    from nemo_kto.models.lora import disable_adapters
+    from nemo_kto.models.lora.adapters import disable_adapters
 
     state.init_distributed(layout=layout, seed=3)
     settings = LoRASettings(rank=2, alpha=2, target_modules=("all",), dora=True)
@@ -129,8 +129,8 @@ def test_half_precision(name: str, ranks: RankPool, model: tuple[Path, Path]) ->
 
 
 def exported_after_merging(folder: Path, out: Path) -> str:
-    from nemo_kto.checkpoint.adapter import export_adapter
-    from nemo_kto.models.lora import merge_adapters
+    from nemo_kto.huggingface.adapter import export_adapter
+    from nemo_kto.models.lora.adapters import merge_adapters
 
     state.init_distributed(layout=Layout(), seed=3)
     chunks, architecture = lora_jobs.build(folder, Layout(), SETTINGS)

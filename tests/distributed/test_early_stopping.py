@@ -7,7 +7,7 @@ import io
 import json
 from pathlib import Path
 
-from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming, assert_names

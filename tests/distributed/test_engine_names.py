@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_kto.checkpoint import mapping, model_state
-from nemo_kto.models.architecture import read_architecture
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.checkpoint import model_state
+from nemo_kto.distributed import state
+from nemo_kto.huggingface import mapping
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.parallel import state
 from tests.distributed.ranks import RankPool
 
 _OUTSIDE = {"embedding.word_embeddings": ["weight"], "decoder.final_layernorm": ["weight"]}

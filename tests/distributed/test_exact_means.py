@@ -20,11 +20,11 @@ ROWS, WIDTH, PROMPT = 8, 16, 4
 
 def model_of(folder: Path, loss: str) -> Any:
     """On a rank: a KTO model of one loss."""
-    from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_chunks
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=1)
     architecture = read_architecture(folder, tensor_parallel=1)

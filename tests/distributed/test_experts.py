@@ -155,12 +155,12 @@ def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tup
     import torch
     from megatron.core import parallel_state
 
-    from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.flops import Passes
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(expert=expert_parallel), seed=1)
     architecture = read_architecture(model, tensor_parallel=1)
@@ -191,7 +191,7 @@ def test_an_export_is_that_of_the_checkpoint(
     """Written by two ranks that share out the experts, and by one that has them all."""
     import torch
 
-    from nemo_kto.launch.build_policy import export_checkpoint
+    from nemo_kto.run.build_policy import export_checkpoint
     from tests.parity.test_huggingface import weights
 
     given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
@@ -210,7 +210,7 @@ def test_exported_adapters_are_those_of_the_checkpoint(
     """Adapters on experts that two ranks share out, and the model that they are merged into; both again on one rank."""
     import torch
 
-    from nemo_kto.launch.build_policy import export_checkpoint
+    from nemo_kto.run.build_policy import export_checkpoint
     from tests.parity.test_huggingface import weights
 
     given = [*LORA, f"{TARGETS}=[mlp]", EP2, "export.enabled=true", "trainer.kto.max_steps=1"]

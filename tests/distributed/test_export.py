@@ -36,10 +36,10 @@ class Exporter:
     """One rank with a model that can be exported."""
 
     def __init__(self, folder: Path) -> None:
-        from nemo_kto.checkpoint.huggingface import load_weights
-        from nemo_kto.models.architecture import read_architecture
+        from nemo_kto.architecture.architecture import read_architecture
+        from nemo_kto.distributed import state
+        from nemo_kto.huggingface.huggingface import load_weights
         from nemo_kto.models.gpt import build_gpt
-        from nemo_kto.parallel import state
 
         state.init_distributed(layout=state.Layout(), seed=0)
         self.folder, self.architecture = folder, read_architecture(folder, tensor_parallel=1)
@@ -48,7 +48,7 @@ class Exporter:
 
     def __call__(self, out: Path) -> str:
         """What goes wrong; nothing is an empty string."""
-        from nemo_kto.checkpoint.huggingface import export
+        from nemo_kto.huggingface.huggingface import export
 
         try:
             export([self.gpt], self.architecture, source=self.folder, out=out, max_shard_bytes=20_000)
@@ -69,7 +69,7 @@ class Stage(NamedTuple):
 def stages() -> dict[str, Stage]:
     import safetensors.torch
 
-    from nemo_kto.checkpoint import folders
+    from nemo_kto.huggingface import folders
 
     return {
         "the lock": Stage(folders, "one_writer"),
@@ -213,7 +213,7 @@ def killed(action: Callable[[], None]) -> None:
 
 def write(target: Path, text: str, *, kill_at: str = "") -> None:
     """What an export does with its folder; killed where told: "a": while it is written, ..."""
-    from nemo_kto.checkpoint.folders import NewFolder
+    from nemo_kto.huggingface.folders import NewFolder
 
     def maybe(stage: str) -> None:
         if stage == kill_at:
@@ -296,8 +296,8 @@ def test_where_a_link_leads_is_written(tmp_path: Path) -> None:
 
 
 def test_targets_are_looked_at_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.checkpoint.folders import check_target
-    from nemo_kto.checkpoint.safetensors_files import is_our_model
+    from nemo_kto.artifacts.safetensors_files import is_our_model
+    from nemo_kto.huggingface.folders import check_target
 
     def told(target: Path, need: int = 0) -> str:
         with pytest.raises(UserError) as raised:

@@ -15,12 +15,12 @@ import torch
 from megatron.core.transformer import transformer_block
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.models import engine as engine_module
-from nemo_kto.models.architecture import read_architecture
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.distributed import state
+from nemo_kto.models.engine import engine as engine_module
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.optimizer import wrap_data_parallel
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import state
 from tests.distributed import engines
 from tests.distributed.ranks import RankPool
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.restricted import load_plain
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.distributed.jobs import train, trajectory
 from tests.distributed.ranks import RankPool
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nemo_kto.parallel import device, state
+from nemo_kto.device import device
+from nemo_kto.distributed import state
 from tests.distributed.jobs import train, trajectory
 from tests.distributed.ranks import RankPool
 

@@ -46,12 +46,12 @@ def kto_step(
     """On a rank: one step without the optimizer; the gradients are exported as if they were weights."""
     from megatron.core import parallel_state
 
-    from nemo_kto.checkpoint.huggingface import export, load_weights
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import export, load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.engine.reference import SwappedWeights
     from nemo_kto.models.gpt import build_chunks
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import SwappedWeights
-    from nemo_kto.parallel import state
 
     layout = dict(layout)
     recompute = layout.pop("recompute_granularity", None)

@@ -23,7 +23,7 @@ TIMEOUT = 6
 # What the command does around a training, and a training of steps with one collective each.
 PROGRAM = f"""
 import datetime, os, sys, time, torch, torch.distributed as dist
-from nemo_kto.parallel import ranks, state, watchdog
+from nemo_kto.processes import ranks, watchdog; from nemo_kto.distributed import state
 
 rank, done = int(os.environ["RANK"]), 0
 ranks.SECONDS_TO_SPEAK = 1
@@ -51,7 +51,7 @@ except Exception as error:
     watchdog.explain(error)
     ranks.fail(error, world=ranks.detect_world())
 """
-PRELOAD = ("nemo_kto.parallel.state", "nemo_kto.parallel.watchdog")
+PRELOAD = ("nemo_kto.distributed.state", "nemo_kto.processes.watchdog")
 
 
 def free_port() -> int:
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_says_why_to_those_that_lose_it(tmp_path: Path) -> Non
 
 STOP_ONE = f"""
 import datetime, signal, torch, torch.distributed as dist
-from nemo_kto.parallel import state, watchdog
+from nemo_kto.distributed import state; from nemo_kto.processes import watchdog
 state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
 with watchdog.phase("optimizer"):
     if rank == "1":

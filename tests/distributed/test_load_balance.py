@@ -19,7 +19,7 @@ COEFFICIENT = 0.3
 
 def make_sequences(answers: int, share: slice = slice(None)) -> Any:
     """The rows of a batch, or their halves as answers to the same prompts; a share of them. Row 5 has no response."""
-    from nemo_kto.models.sequences import SequenceBatch
+    from nemo_kto.models.engine.sequences import SequenceBatch
 
     batch, prompts = make_batch(), torch.arange(ROWS // answers)[share]
     index = torch.cat([prompts + ROWS // answers * answer for answer in range(answers)])
@@ -45,13 +45,13 @@ def balance_step(
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from nemo_kto.checkpoint.huggingface import export, load_weights
-    from nemo_kto.models.architecture import read_architecture
-    from nemo_kto.models.engine import MicroBatchLoss
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.stages import PipelineSplit
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import export, load_weights
+    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.stages import PipelineSplit
-    from nemo_kto.parallel import state
 
     there = state.Layout(**layout)
     state.init_distributed(layout=there, seed=1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_kto.parallel.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming, raises
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel.state import Layout
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming

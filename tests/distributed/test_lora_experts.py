@@ -54,8 +54,8 @@ def build_mixture(tensor_parallel: int, expert_parallel: int) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora_layers import adapt_linear
-    from nemo_kto.models.norm import TorchNorm
+    from nemo_kto.models.layers.norm import TorchNorm
+    from nemo_kto.models.lora.lora_layers import adapt_linear
 
     spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
@@ -119,7 +119,7 @@ def train_mixture(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import token_dispatcher
 
-    from nemo_kto.models.optimizer import wrap_data_parallel
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
@@ -207,12 +207,12 @@ def test_experts_shared_out_over_ranks(
 
 def merge_into_grouped(folder: Path) -> list[bool]:
     """On a rank: whether adapters change weights of experts under the names of Transformer Engine's layer as under ours."""
-    from nemo_kto.models import lora
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.lora_settings import LoRASettings
+    from nemo_kto.distributed import state
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.lora import add_adapters, merge_adapters, share_weights
-    from nemo_kto.models.lora_settings import LoRASettings
-    from nemo_kto.parallel import state
+    from nemo_kto.models.lora import adapters
+    from nemo_kto.models.lora.adapters import add_adapters, merge_adapters, share_weights
 
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
@@ -259,8 +259,8 @@ def adapt_shared_out_expert() -> str:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.models.lora_layers import adapt_linear
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.lora.lora_layers import adapt_linear
 
     state.init_distributed(layout=state.Layout(), seed=3)
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from nemo_kto.models.lora_layers import ADAPTED_CLASSES, Adapter, LoRAColumnParallelLinear, adapt_linear
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
+from nemo_kto.models.lora.lora_layers import ADAPTED_CLASSES, Adapter, LoRAColumnParallelLinear, adapt_linear
 from tests.distributed.ranks import RankPool
 
 SEQUENCE, BATCH, IN, OUT, RANK, PARTS = 8, 2, 12, 16, 3, 2

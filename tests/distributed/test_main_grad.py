@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_kto.models.engine import MicroBatchLoss
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.sequences import SequenceBatch
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine
 from tests.distributed.ranks import RankPool

@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
-from nemo_kto.models.memory import Training
-from nemo_kto.models.parameters import rank_parameters
-from nemo_kto.parallel import state
+from nemo_kto.architecture.parameters import rank_parameters
+from nemo_kto.distributed import state
+from nemo_kto.planner.memory import Training
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.saved_runs import SavedRun

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel.state import Layout
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.distributed.state import Layout
 from tests.distributed.ranks import RankPool
 
 ADAPTERS = LoRASettings(rank=3, alpha=6, target_modules=("all",))
@@ -25,8 +25,8 @@ def save_or_load(
 ) -> dict[str, Any]:
     """On a rank: write a checkpoint with a moved reference, or load it over one that has not moved."""
     from nemo_kto.checkpoint.choose import newest_checkpoint
-    from nemo_kto.models.reference import SwappedWeights
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.reference import SwappedWeights
     from tests.distributed import lora_jobs
 
     state.init_distributed(layout=layout, seed=3)

@@ -55,7 +55,7 @@ class Moved(TorchFunctionMode):
 
 def waits(model: Path, rows: Path, folder: Path, algorithm: str, overrides: list[str]) -> list[dict[str, int]]:
     """On a rank: of each run of megatron-core's schedule in one step, the passes without gradient first."""
-    from nemo_kto.models import engine
+    from nemo_kto.models.engine import engine
 
     original, found = engine.get_forward_backward_func, []
 

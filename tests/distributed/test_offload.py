@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.distributed import fused_adam, lora_jobs
 from tests.distributed.ranks import RankPool
 from tests.distributed.saved_runs import SavedRun

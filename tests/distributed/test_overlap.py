@@ -16,14 +16,14 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from torch._C import _current_graph_task_id as current_graph_task_id
 
-from nemo_kto.checkpoint.mapping import rank_weights
+from nemo_kto.architecture.lora_settings import LoRASettings
 from nemo_kto.checkpoint.model_state import sharded_state
-from nemo_kto.models import optimizer as of_models
-from nemo_kto.models.lora import merge_adapters
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import overlap as overlapping
-from nemo_kto.parallel import state
+from nemo_kto.distributed import overlap as overlapping
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.models.engine import optimizer as of_models
+from nemo_kto.models.engine.reference import SwappedWeights
+from nemo_kto.models.lora.adapters import merge_adapters
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine, kto_model
 from tests.distributed.jobs import train, trajectory

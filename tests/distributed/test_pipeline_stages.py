@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_kto.models.stages import PipelineSplit
-from nemo_kto.parallel.state import Layout
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine, split_of
 from tests.distributed.jobs import assert_same, length, train, trajectory
@@ -36,9 +36,9 @@ SPLITS: dict[str, tuple[int, int, Layout, dict[str, Any]]] = {
 
 def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple[bool, int]], list[int]]:
     """On a rank: its stage, the number of micro-batches, its passes in their order, and the sizes of the micro-batches."""
-    from nemo_kto.models.engine import MicroBatchLoss
-    from nemo_kto.models.sequences import SequenceBatch
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.sequences import SequenceBatch
 
     state.init_distributed(layout=layout, seed=1)
     chunks, architecture = lora_jobs.build(model, layout, None)
@@ -78,7 +78,7 @@ def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple
 def test_passes_come_in_the_order_that_plans_count(
     layout: Layout, rows: int, empty: int, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """What plans know of the schedule (models/stages.py) is what megatron-core does; the last micro-batches are empty."""
+    """What plans know of the schedule (architecture/stages.py) is what megatron-core does; the last micro-batches are empty."""
     model = make_checkpoint(tmp_path, "llama", num_hidden_layers=8)
     for stage, micro_batches, seen, sizes in ranks.run(layout.pipeline, passes, model, layout, rows):
         assert micro_batches == rows + empty
@@ -88,9 +88,9 @@ def test_passes_come_in_the_order_that_plans_count(
 
 def round_trip(model: Path, adapter: Path, layout: Layout, split: PipelineSplit, out: Path) -> None:
     """On a rank: import and export, of the weights and of adapters on them."""
-    from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
-    from nemo_kto.checkpoint.huggingface import export
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adapter_settings
+    from nemo_kto.huggingface.huggingface import export
 
     state.init_distributed(layout=layout, seed=1)
     chunks, architecture = lora_jobs.build(model, layout, read_adapter_settings(adapter), split=split)

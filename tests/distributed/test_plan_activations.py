@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.models.lora_settings import LoRASettings
+from nemo_kto.architecture.lora_settings import LoRASettings
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
@@ -19,12 +19,12 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     """Bytes that one layer saves; a storage that several tensors share counts once, weights do not count."""
     import torch
 
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.lora import add_adapters
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.packed_sequences import PackedSequences
-    from nemo_kto.parallel import state
+    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.lora.adapters import add_adapters
 
     tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")
     layout = state.Layout(tensor=tensor, context=context, sequence_parallel=options.get("sequence_parallel", False))
@@ -66,8 +66,8 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
-    from nemo_kto.models.activations import Activations
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.planner.activations import Activations
 
     saved = Activations(
         architecture=read_architecture(model, tensor_parallel=options.get("tensor", 1)),

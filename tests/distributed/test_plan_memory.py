@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.schema import RunConfig
+from nemo_kto.config.schema import RunConfig
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint, make_rows, write_rows
@@ -33,8 +33,8 @@ def measured_and_planned(
     model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]
 ) -> tuple[float, dict[str, float]]:
     """Bytes that this rank's memory grew by, at most, and what the plan says of its stage, part by part."""
-    from nemo_kto.launch import plan_run
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.planner import plan_run
 
     plans = []
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 
@@ -23,10 +23,10 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
     """The parameters of this rank of a model that is really built."""
     import torch
 
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
     from nemo_kto.models.gpt import build_chunks
-    from nemo_kto.models.lora import add_adapters
-    from nemo_kto.parallel import state
+    from nemo_kto.models.lora.adapters import add_adapters
 
     virtual = split.chunks if split.chunks > 1 else None
     layout = state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual, expert=expert, expert_tensor=1)
@@ -47,8 +47,8 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
 def planned(
     model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None, expert: int
 ) -> Mapping[str, Any]:
-    from nemo_kto.models.architecture import read_architecture
-    from nemo_kto.models.parameters import rank_parameters
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.parameters import rank_parameters
 
     architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
     found = rank_parameters(architecture, split=split, expert_parallel=expert, stage=stage, adapters=adapters)

@@ -13,11 +13,11 @@ from tests.messages import Naming
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
     """What a run says on a machine of so many bytes; "ran" if it ran."""
+    from nemo_kto.cli.job import check_memory
     from nemo_kto.errors import UserError
-    from nemo_kto.launch.job import check_memory
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_kto.parallel.device.host_memory_bytes", lambda: memory)
+        patch.setattr("nemo_kto.device.device.host_memory_bytes", lambda: memory)
         try:
             overrides = ["trainer.kto.max_steps=1", "model.reference.mode=cached"]
             train(model, rows, folder, 2, overrides, check_memory=check_memory)

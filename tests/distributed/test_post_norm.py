@@ -12,9 +12,9 @@ def kept_in_evaluation(model: Path) -> list[bool]:
     """Whether what each layer gives has a graph behind it, where no gradient is wanted."""
     import torch
 
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=1)
     gpt, kept = build_gpt(read_architecture(model, tensor_parallel=1), params_dtype=torch.float32), []

@@ -10,15 +10,15 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.lora import add_adapters
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.optimizer import wrap_data_parallel
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import state
+from nemo_kto.models.lora.adapters import add_adapters
 from tests.distributed.engines import engine
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint

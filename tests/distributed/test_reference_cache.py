@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
-from nemo_kto import locks
-from nemo_kto.locks import locked
+from nemo_kto.utils import locks
+from nemo_kto.utils.locks import locked
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming, assert_names
 
 
 def make_rows(first: int, count: int) -> Any:
     """Rows of tokens [first], [first, first + 1], ..., padded; the last token of each is the response."""
-    from nemo_kto.models.sequences import SequenceBatch
+    from nemo_kto.models.engine.sequences import SequenceBatch
 
     tokens, labels = torch.zeros(count, count, dtype=torch.int64), torch.full((count, count), -100)
     for row in range(count):
@@ -39,8 +39,8 @@ class CacheUser:
     """What a run does with its cache; says what was asked of the model and what was warned of."""
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
-        from nemo_kto.checkpoint import reference_cache
-        from nemo_kto.checkpoint.cached_reference import CachedReference
+        from nemo_kto.models.engine import reference_cache
+        from nemo_kto.models.engine.cached_reference import CachedReference
 
         self.evaluated = 0
         self.warnings: list[str] = []
@@ -72,7 +72,7 @@ def make_model(folder: Path) -> Path:
 
 
 def on_one_rank(folder: Path) -> dict[str, Any]:
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     model, found = make_model(folder / "model"), {}
@@ -110,8 +110,8 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
 
 def on_other_weights(folder: Path) -> list[int]:
     """The rows found for weights, for others of equal size and time, for the first again, and for those moved elsewhere."""
-    from nemo_kto import hashes
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
+    from nemo_kto.utils import hashes
 
     state.init_distributed(layout=state.Layout(), seed=0)
     smallest, hashes.MIN_KEPT_BYTES = hashes.MIN_KEPT_BYTES, 0  # hashes are kept, as those of large files are
@@ -135,8 +135,8 @@ def rows_found(folder: Path, model: Path) -> list[int]:
 
 def model_that_changes(folder: Path) -> list[str]:
     """What is said when the reference's weights are about to be read again: unchanged, others, and gone."""
+    from nemo_kto.distributed import state
     from nemo_kto.errors import UserError
-    from nemo_kto.parallel import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     model = make_model(folder / "model")
@@ -160,7 +160,7 @@ def test_a_reference_that_is_not_the_same_any_more_is_not_read_again(ranks: Rank
 
 def two_jobs(folder: Path) -> dict[str, Any]:
     """Another job computes the rows "a" and holds the lock until this one waits for it."""
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     model = make_model(folder / "model")
@@ -217,7 +217,7 @@ def test_two_jobs_do_not_compute_the_same_rows(ranks: RankPool, tmp_path: Path) 
 
 
 def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
     with state.main_process_first(doing="at work"):
@@ -233,7 +233,7 @@ def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_padding_is_not_in_the_key_and_labels_are() -> None:
-    from nemo_kto.checkpoint.reference_cache import sequence_keys
+    from nemo_kto.models.engine.reference_cache import sequence_keys
 
     rows = make_rows(5, 3)
     wider = make_rows(5, 4).take(torch.arange(3))
@@ -245,7 +245,7 @@ def test_padding_is_not_in_the_key_and_labels_are() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 def test_a_reference_that_is_mixed_with_the_policy(alpha: float) -> None:
-    from nemo_kto.models.reference import SwappedWeights
+    from nemo_kto.models.engine.reference import SwappedWeights
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     held = SwappedWeights(parameters=[parameter])

@@ -138,8 +138,8 @@ def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
     """On a rank: sequences evaluated without gradient, before training and in a run of seven steps."""
-    from nemo_kto.models.engine import LogProbEngine
-    from nemo_kto.models.optimizer import build_optimizer
+    from nemo_kto.models.engine.engine import LogProbEngine
+    from nemo_kto.models.engine.optimizer import build_optimizer
 
     evaluated, before_training = [0], [0]
     original = LogProbEngine.logprobs
@@ -154,7 +154,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
-        patch.setattr("nemo_kto.launch.build_optimizer.build_optimizer", noted)
+        patch.setattr("nemo_kto.run.build_optimizer.build_optimizer", noted)
         train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 

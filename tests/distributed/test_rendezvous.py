@@ -12,7 +12,7 @@ from tests.distributed.test_hangs import Ranks, free_port
 from tests.messages import Naming, assert_names
 
 MEET = """
-    from nemo_kto.parallel import rendezvous
+    from nemo_kto.processes import rendezvous
     rendezvous.CONNECT_SECONDS, rendezvous.TELL_SECONDS = 1.5, 0.5
     steps(2, lambda: None)
 """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.messages import Naming, assert_names
@@ -44,7 +44,7 @@ def started(folders: Folders, overrides: list[str], algorithm: str = "kto") -> T
     loop = [f"trainer.{algorithm}.{setting}" for setting in ("max_epochs=1", "max_steps=-1", "limit_val_batches=0")]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
-    about_rows = ("nemo_kto.launch.build_data", "nemo_kto.recipes")
+    about_rows = ("nemo_kto.run.build_data", "nemo_kto.algorithms.recipes")
     handler.addFilter(lambda record: record.levelno >= logging.WARNING and not record.name.startswith(about_rows))
     logging.getLogger("nemo_kto").addHandler(handler)
     try:

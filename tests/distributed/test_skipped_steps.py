@@ -35,10 +35,10 @@ def spoilt_job(
     from megatron.core.optimizer import ChainedOptimizer
 
     from nemo_kto.algorithms.dpo import DPOTrainer
+    from nemo_kto.distributed import state
     from nemo_kto.errors import UserError
-    from nemo_kto.models.engine import LogProbEngine
+    from nemo_kto.models.engine.engine import LogProbEngine
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.parallel import state
 
     note, step = LogProbEngine._note_gradients, DPOTrainer._optimizer_step
     loss, norm = MegatronGPTKTOModel._micro_batch_loss, ChainedOptimizer.get_grad_norm

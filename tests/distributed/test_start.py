@@ -22,9 +22,9 @@ NO_WARMUP = "model.optim.sched.warmup_steps=0"
 
 def started(native: list[bool], *arguments: Any) -> tuple[str, list[str], str]:
     """On a rank: a job on machines of which each has bf16 or not; what it printed, its warnings, and its error."""
-    from nemo_kto.launch import precision
-    from nemo_kto.parallel import state
-    from nemo_kto.parallel.precision import Bf16Support
+    from nemo_kto.device.precision import Bf16Support
+    from nemo_kto.distributed import state
+    from nemo_kto.run import precision
 
     has = native[state.rank()]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""

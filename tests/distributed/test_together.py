@@ -11,7 +11,7 @@ from tests.messages import Naming
 
 def fail_on_rank(culprit: int) -> list[str | None]:
     """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
 

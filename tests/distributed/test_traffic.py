@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step: the closed form of models/traffic.py, counted on real ranks."""
+"""What ranks tell each other in a step: the closed form of planner/traffic.py, counted on real ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.memory import Training
-from nemo_kto.models.stages import PipelineSplit
-from nemo_kto.models.traffic import Step, step_traffic
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.planner.memory import Training
+from nemo_kto.planner.traffic import Step, step_traffic
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint

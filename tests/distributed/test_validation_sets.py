@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.checkpoint.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.distributed.jobs import train
 from tests.distributed.ranks import RankPool
 from tests.messages import assert_names

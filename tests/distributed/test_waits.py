@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from nemo_kto.parallel import ranks, rendezvous
+from nemo_kto.processes import ranks, rendezvous
 from tests.messages import Naming
 
 TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
@@ -25,8 +25,8 @@ FOLDER = Path()  # of the results, in the process of a rank
 
 def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
     """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
-    from nemo_kto.parallel import waits
-    from nemo_kto.parallel.cpu import install_cpu_backend
+    from nemo_kto.device.cpu import install_cpu_backend
+    from nemo_kto.processes import waits
 
     install_cpu_backend()
     waits.BEAT_SECONDS = 0.1
@@ -49,7 +49,7 @@ def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
 
 def _long_work() -> str:
     """Each way to wait, with work that takes longer than the timeout, and a collective after it."""
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     answer = state.from_rank_zero(lambda: time.sleep(WORK) or f"from rank {state.rank()}", doing="thinking")
     order = [state.rank()]
@@ -65,7 +65,7 @@ def _long_work() -> str:
 
 def _ends(number: int) -> str:
     """A signal ends rank 0 while it works."""
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     def end() -> str:
         time.sleep(0.5)
@@ -77,14 +77,14 @@ def _ends(number: int) -> str:
 
 def _late() -> str:
     """Rank 0 does something else first, for longer than the timeout."""
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     time.sleep(2 * WORK * (state.rank() == 0))
     return state.from_rank_zero(lambda: "late", doing="hashing the weights")
 
 
 def _failing_rank() -> str:
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
 
     with state.on_all_ranks(doing="loading"):
         if state.rank() == 0:

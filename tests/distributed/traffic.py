@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.models import attention
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
+from nemo_kto.models.layers import attention
 
 # Bytes that each of k ranks sends for a byte, by rings: of the input of a reduction, of the output of a gather.
 _SENT = {

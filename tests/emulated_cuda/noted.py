@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.emulated_cuda import waits
 
 

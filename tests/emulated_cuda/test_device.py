@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import device
+from nemo_kto.device import device
+from nemo_kto.models.engine.reference import SwappedWeights
 from tests.emulated_cuda import copies, waits
 
 CLOSE = {torch.float32: {}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_kto.parallel import device, launcher, state
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.processes import launcher
 
 
 def talk() -> dict[str, object]:

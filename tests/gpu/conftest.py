@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 from tests.gpu.jobs import EXPERTS, LORA, Workplace
 from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 from tests.distributed.jobs import trajectory
 from tests.integration.commands import CLI, TRAINING, environment, run, run_anew
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.parallel import state
+from nemo_kto.distributed import state
 
 
 class Noted(Callback):

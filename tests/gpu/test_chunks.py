@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU that is used")
 

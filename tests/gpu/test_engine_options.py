@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 from tests.distributed.jobs import trajectory
 from tests.gpu.jobs import DETERMINISTIC, LORA, STEPS, Workplace, assert_close, on
 from tests.gpu.test_jobs import BF16, HAS_ENGINE, IN_BF16, assert_same_files

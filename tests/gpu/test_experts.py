@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.checkpoint.adapter import load_adapter
-from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.checkpoint.mapping import rank_weights
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.device import device
+from nemo_kto.device.kernels import uses_transformer_engine
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.adapter import load_adapter
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models import gpt
-from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.lora import add_adapters
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel import device, state
-from nemo_kto.parallel.kernels import uses_transformer_engine
+from nemo_kto.models.lora.adapters import add_adapters
 from tests.parity import hf_models
 
 pytestmark = pytest.mark.skipif(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_kto.parallel import device
-from tests.unit.parallel.test_logprobs_precision import (  # noqa: F401  # collected here
+from nemo_kto.device import device
+from tests.unit.distributed.test_logprobs_precision import (  # noqa: F401  # collected here
     test_gradients_are_rounded_once,
     test_the_log_ratio_of_slightly_moved_weights,
     test_token_log_probs_are_not_rounded_to_bf16,

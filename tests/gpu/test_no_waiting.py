@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.models import engine as engine_module
-from nemo_kto.models.engine import MicroBatchLoss
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import device, state
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.models.engine import engine as engine_module
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.telemetry.timers import PhaseTimers
 from tests.distributed import lora_jobs
 from tests.distributed.engines import engine

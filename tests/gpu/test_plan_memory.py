@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.launch.schema import RunConfig
-from nemo_kto.models.hardware import CONTEXT
-from nemo_kto.parallel import device
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.device import device
+from nemo_kto.planner.hardware import CONTEXT
 from tests.distributed.jobs import train
 from tests.tiny import make_checkpoint, make_rows, write_rows
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
 def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
-    from nemo_kto.launch import plan_run
+    from nemo_kto.planner import plan_run
 
     plans = []
 

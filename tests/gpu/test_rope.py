@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.parallel import device, state
-from nemo_kto.parallel.kernels import uses_transformer_engine
+from nemo_kto.device import device
+from nemo_kto.device.kernels import uses_transformer_engine
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.huggingface import load_weights
 from tests.parity import hf_jobs, hf_models
 
 pytestmark = pytest.mark.skipif(

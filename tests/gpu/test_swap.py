@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.models.reference import SwappedWeights
-from nemo_kto.parallel import device
+from nemo_kto.device import device
+from nemo_kto.models.engine.reference import SwappedWeights
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
@@ -94,7 +94,7 @@ known.delete_tensor = lambda self, pointer: None
 known.create_tensor = lambda self, pointer, stack: self.accesses.setdefault(pointer, _sanitizer.TensorInfo(stack))
 _sanitizer.enable_cuda_sanitizer()
 
-from nemo_kto.models.reference import SwappedWeights
+from nemo_kto.models.engine.reference import SwappedWeights
 
 parameters = [torch.nn.Parameter(torch.full((5000,), float(k), device="cuda")) for k in range(8)]
 held = SwappedWeights(parameters=parameters)

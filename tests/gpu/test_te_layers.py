@@ -15,13 +15,15 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.adapter import load_adapter
+from nemo_kto.architecture.lora_settings import LoRASettings
 from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.models import gpt, lora
-from nemo_kto.models.lora import disable_adapters, merge_adapters
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.parallel import device, state
-from nemo_kto.parallel.kernels import uses_transformer_engine
+from nemo_kto.device import device
+from nemo_kto.device.kernels import uses_transformer_engine
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.adapter import load_adapter
+from nemo_kto.models import gpt
+from nemo_kto.models.lora import adapters
+from nemo_kto.models.lora.adapters import disable_adapters, merge_adapters
 from tests.distributed import lora_jobs
 from tests.distributed.test_lora import peft_model
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from nemo_kto.checkpoint.huggingface import load_weights
-from nemo_kto.models.block_attention import BLOCK, block_attention
-from nemo_kto.parallel import device, state
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.layers.block_attention import BLOCK, block_attention
 from tests.parity import hf_jobs, hf_models
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU that is used")

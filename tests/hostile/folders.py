@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.checkpoint.adapter_files import read_adapter_settings
-from nemo_kto.checkpoint.huggingface import check_weights
-from nemo_kto.checkpoint.mapping import wanted_adapters, wanted_weights
-from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.records import KTORecord, RowError
+from nemo_kto.algorithms.recipes import KTO
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.data.rows.records import KTORecord, RowError
+from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.errors import UserError
-from nemo_kto.launch.build_rows import model_tokenizer
-from nemo_kto.models.architecture import read_architecture
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.recipes import KTO
+from nemo_kto.huggingface.huggingface import check_weights
+from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
+from nemo_kto.run.build_rows import model_tokenizer
 from tests.tiny import write_safetensors
-from tests.unit.launch.conftest import composed, said_of
+from tests.unit.conftest import composed, said_of
 
 Break = Callable[[Path], object]
 GONE = object()

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import pytest
 
-from nemo_kto.launch import cli, job
-from nemo_kto.parallel import launcher
+from nemo_kto.cli import job, main
+from nemo_kto.processes import launcher
 from tests.messages import Message
 from tests.tiny import write_stub_adapter, write_stub_model
 

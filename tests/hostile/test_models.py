@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.checkpoint.safetensors_files import find_weights
-from nemo_kto.data.chat import load_tokenizer
+from nemo_kto.artifacts.safetensors_files import find_weights
+from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.errors import UserError
 from tests.hostile.folders import (
     GONE,

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data import parts
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
-from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.parts import file_parts
-from nemo_kto.data.reader import Fields
-from nemo_kto.data.records import DataError, RowErrors
-from nemo_kto.data.truncation import Truncation
+from nemo_kto.data.rows.reader import Fields
+from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.tokens import parts
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
+from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.parts import file_parts
+from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
-from nemo_kto.files import MAX_LINE_BYTES
+from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.hostile.folders import launcher_says
 from tests.messages import Message, assert_names
 from tests.unit.data.toys import chatml_tokenizer

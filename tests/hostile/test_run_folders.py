@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.config import compose
+from nemo_kto.config.saved_config import save_config
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import UserError
-from nemo_kto.files import MAX_LINE_BYTES
-from nemo_kto.launch import compose
-from nemo_kto.launch.saved_config import save_config
-from nemo_kto.launch.schema import RunConfig
 from nemo_kto.telemetry.loggers import JsonLines, _known_identity
+from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.messages import assert_names
-from tests.unit.launch.conftest import composed
+from tests.unit.conftest import composed
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {
     "a named pipe (FIFO)": os.mkfifo,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.recipes import RECIPES
+from nemo_kto.algorithms.recipes import RECIPES
 from tests import forked
 from tests.tiny import write_stub_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CLI = [sys.executable, "-m", "nemo_kto.launch.cli"]
+CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 
 # Python runs sitecustomize at its start, in the ranks too.
 _PRETEND = """
@@ -22,7 +22,7 @@ import sys, types
 
 def train(cfg, check_memory):
     import os
-    from nemo_kto.launch.saved_config import save_config
+    from nemo_kto.config.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
         save_config(cfg)
     import job
@@ -73,10 +73,16 @@ GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix
 
 
 # What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
-_IMPORTED = ("hydra", "nemo_kto.launch.rules", "nemo_kto.launch.compose", "nemo_kto.parallel.ranks", "nemo_kto.launch.keys")
+_IMPORTED = (
+    "hydra",
+    "nemo_kto.config.rules.training",
+    "nemo_kto.config.compose",
+    "nemo_kto.processes.ranks",
+    "nemo_kto.config.keys",
+)
 _IMPORTED += ("torch.distributed.elastic.multiprocessing.errors", "psutil")
 # What training imports besides.
-TRAINING = ("nemo_kto.launch.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
+TRAINING = ("nemo_kto.run.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
 TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "pytorch_lightning.loggers")
 
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import nemo_kto
-from nemo_kto.launch import keys
-from nemo_kto.recipes import RECIPES, Recipe
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.config import keys
 from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
 from tests.messages import Naming, assert_names
 
@@ -27,7 +27,7 @@ open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(to
 """
 MEET = """
 import datetime, torch, torch.distributed as dist
-from nemo_kto.parallel import rendezvous
+from nemo_kto.processes import rendezvous
 rendezvous.join("gloo", timeout=datetime.timedelta(minutes=1))
 dist.barrier()
 """
@@ -90,7 +90,7 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
 @of_every_algorithm("dpo")
 def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):
@@ -163,7 +163,9 @@ def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_sh
 
 @either_way
 def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path, fork_ranks: bool) -> None:
-    body = "from nemo_kto.data.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
+    body = (
+        "from nemo_kto.data.rows.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
+    )
     env = pretend(tmp_path, body + "time.sleep(300)")
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
@@ -242,7 +244,7 @@ def test_a_signal_that_is_not_among_those_that_stop_a_run_ends_it(tmp_path: Path
 
 def test_the_launcher_waits_for_ranks_that_save_and_a_second_interrupt_ends_them(tmp_path: Path) -> None:
     save = """
-from nemo_kto.parallel import signals
+from nemo_kto.processes import signals
 with signals.deferred():
     while not signals.received(): time.sleep(0.01)
     open(f'stopping{rank}', 'w')
@@ -274,7 +276,7 @@ def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork
 
 @pytest.mark.parametrize(("times", "status"), [(1, 85), (2, 130)])
 def test_signals_at_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
-    body = "from nemo_kto.parallel import signals\nimport signal\nwith signals.deferred():\n"
+    body = "from nemo_kto.processes import signals\nimport signal\nwith signals.deferred():\n"
     body += f"    for _ in range({times}): os.kill(os.getpid(), signal.SIGINT)\nraise signals.Stopped('stopped, as said')"
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, body))
     assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
@@ -322,7 +324,9 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
 
 
 def test_a_job_of_a_sweep_without_ranks_is_no_rank_of_the_job_before_it(tmp_path: Path) -> None:
-    body = "from nemo_kto.data.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
+    body = (
+        "from nemo_kto.data.rows.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
+    )
     env = pretend(tmp_path, body + "print('NEMO_KTO_STORE_FILE' in os.environ)")
     done = run([*CLI, "kto", *GOOD, "--multirun", "trainer.devices=2,1"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "True\nTrue\n", "nemo-kto: 1 broken row: rows.jsonl:1\n")

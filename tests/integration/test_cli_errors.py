@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.recipes import RECIPES
+from nemo_kto.algorithms.recipes import RECIPES
 from tests.integration.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
 from tests.messages import Naming, assert_names
 
@@ -64,7 +64,7 @@ TOO_FEW = (
 @pytest.mark.parametrize("name", RECIPES)
 def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.launch.cli", name]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run_anew([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert done.returncode != 0
     assert done.stderr.count("nothing was started") == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_kto.locks import locked
+from nemo_kto.utils.locks import locked
 from tests.integration.commands import CLI, TRAINING, environment, run
 from tests.messages import assert_names
 from tests.tiny import make_rows, write_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.parallel import device
+from nemo_kto.device import device
 from tests.integration.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
 from tests.messages import Naming, assert_names
 from tests.tiny import make_pairs, make_rows, write_rows

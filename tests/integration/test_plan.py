@@ -10,11 +10,11 @@ from tests import forked
 from tests.integration.commands import environment
 from tests.messages import Naming
 
-PLAN = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
+PLAN = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 # In an interpreter of its own: what the fork server has loaded depends on the tests before.
 LOADED = """
 import sys
-from nemo_kto.launch.cli import main
+from nemo_kto.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
@@ -32,7 +32,7 @@ def test_megatron_core_is_not_loaded(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
-        done = forked.run(["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.launch.plan",))
+        done = forked.run(["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.cli.plan",))
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     model = f"pretrained_checkpoint.restore_from_path={tiny_llama}"

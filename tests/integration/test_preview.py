@@ -10,7 +10,7 @@ from tests.integration.commands import environment, run_anew
 from tests.messages import Naming, assert_names
 from tests.tiny import write_rows
 
-PREVIEW = "import sys; from nemo_kto.launch.cli import main; main(sys.argv[1:])"
+PREVIEW = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 LOADED = "; print('megatron.core' in sys.modules, file=sys.stderr)"
 
 
@@ -18,7 +18,7 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r", "preference": "chosen"}])
 
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
-        preload = ("nemo_kto.launch.preview", "nemo_kto.data.preview")
+        preload = ("nemo_kto.cli.preview", "nemo_kto.data.inspect.preview")
         done = forked.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 

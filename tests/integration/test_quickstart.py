@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.launch import compose
+from nemo_kto.config import compose
 from tests import forked
 from tests.conftest import REPOSITORY, load_script
 from tests.messages import Naming, assert_names, raises

@@ -15,7 +15,7 @@ from tests.integration.commands import CLI, GOOD, TRAINING, pretend, start
 MEET_AND_WAIT = """
 import torch
 import torch.distributed as dist
-from nemo_kto.parallel import ranks, state
+from nemo_kto.processes import ranks; from nemo_kto.distributed import state
 state.init_distributed(layout=state.Layout(tensor=cfg.trainer.devices), seed=0)
 total = torch.ones(1)
 dist.all_reduce(total)

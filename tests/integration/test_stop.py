@@ -21,7 +21,7 @@ _SEND = """
 import importlib, os, signal, sys, time
 
 def send(who, name):
-    from nemo_kto.parallel import signals
+    from nemo_kto.processes import signals
     number = signal.Signals[name]
     if who == "launcher":
         if os.environ["RANK"] == "0":
@@ -52,11 +52,11 @@ if "SIGNAL" in os.environ and "RANK" in os.environ:
 """
 MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
 # Where a signal is sent: module, function, which call of it.
-DATA = "nemo_kto.data.cache TokenCache.open 1"
-LOADING = "nemo_kto.launch.build build_policy 1"
-REFERENCE = "nemo_kto.models.engine LogProbEngine.logprobs 2"
+DATA = "nemo_kto.data.tokens.cache TokenCache.open 1"
+LOADING = "nemo_kto.run.build build_policy 1"
+REFERENCE = "nemo_kto.models.engine.engine LogProbEngine.logprobs 2"
 SAVE = "nemo_kto.checkpoint.distributed CheckpointManager.save 1"
-EXPORT = "nemo_kto.launch.finish export_policy 1"
+EXPORT = "nemo_kto.run.finish export_policy 1"
 
 
 def pass_of_model(number: int) -> str:
@@ -113,7 +113,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def test_a_signal_on_the_way_out_changes_nothing(runs: Runs) -> None:
     """Whoever started the ranks ends the others, where one is gone."""
-    said = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.parallel.ranks end_early 1 all SIGTERM")
+    said = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.processes.ranks end_early 1 all SIGTERM")
     assert said.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), said
 
 

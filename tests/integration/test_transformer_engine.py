@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.config.rules.packages import check_transformer_engine
+from nemo_kto.device import device
 from nemo_kto.errors import UserError
-from nemo_kto.launch.packages import check_transformer_engine
-from nemo_kto.parallel import device
 from tests.integration.commands import environment, run
 from tests.messages import Naming
 

@@ -119,8 +119,8 @@ def test_the_command_works_from_a_wheel(built: Path, tmp_path: Path) -> None:
     subprocess.run([*PIP, "install", "--no-deps", "--target", installed, wheel], check=True)
     program = (
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
-        f"import nemo_kto, nemo_kto.launch.cli as cli; assert nemo_kto.__file__.startswith({str(installed)!r})\n"
-        "from nemo_kto.launch import compose; assert compose.config_path() == 'pkg://nemo_kto.conf'\n"
+        f"import nemo_kto, nemo_kto.cli.main as cli; assert nemo_kto.__file__.startswith({str(installed)!r})\n"
+        "from nemo_kto.config import compose; assert compose.config_path() == 'pkg://nemo_kto.conf'\n"
         "cli.main(['kto', '--help'])"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)

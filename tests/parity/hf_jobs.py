@@ -13,16 +13,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
 
-from nemo_kto.checkpoint import stream
-from nemo_kto.checkpoint.huggingface import export, load_weights
-from nemo_kto.checkpoint.mapping import rank_weights
-from nemo_kto.models.architecture import Architecture, read_architecture
+from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.segments import cut, segments, split_dimension
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.distributed import state
+from nemo_kto.distributed.state import Layout
+from nemo_kto.huggingface import stream
+from nemo_kto.huggingface.huggingface import export, load_weights
+from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
-from nemo_kto.models.optimizer import wrap_data_parallel
-from nemo_kto.models.segments import cut, segments, split_dimension
-from nemo_kto.models.stages import PipelineSplit
-from nemo_kto.parallel import state
-from nemo_kto.parallel.state import Layout
 from tests.parity import hf_models
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.records import KTORecord, RowError, pair_of_row, records_of_row
+from nemo_kto.data.rows.records import KTORecord, RowError, pair_of_row, records_of_row
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from tests.messages import Naming
 from tests.tiny import make_tokenizer
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_kto.parallel.state import Layout
+from nemo_kto.distributed.state import Layout
 from tests.parity import hf_jobs, hf_models
 
 LAYOUTS = {

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.checkpoint.safetensors_files import INDEX, ShardWriter
-from nemo_kto.parallel.state import Layout
+from nemo_kto.artifacts.safetensors_files import INDEX, ShardWriter
+from nemo_kto.distributed.state import Layout
 from tests.messages import Naming, assert_names, raises
 from tests.parity import hf_jobs, hf_models
 from tests.parity.test_huggingface import weights

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.parallel.state import Layout
+from nemo_kto.distributed.state import Layout
 from tests.parity import hf_jobs, hf_models
 from tests.parity.test_huggingface import weights
 

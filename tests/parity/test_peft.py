@@ -13,16 +13,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.checkpoint.adapter import export_adapter, load_adapter, read_adapter_settings
-from nemo_kto.checkpoint.huggingface import export, load_weights
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.distributed import state
+from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.models.architecture import read_architecture
+from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.lora import add_adapters, disable_adapters, merge_adapters
-from nemo_kto.models.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
-from nemo_kto.models.stages import PipelineSplit
-from nemo_kto.parallel import state
-from nemo_kto.parallel.state import Layout
+from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
 from tests.messages import Naming, raises
 from tests.parity import hf_jobs, hf_models
 

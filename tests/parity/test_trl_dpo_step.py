@@ -69,7 +69,8 @@ def trl_steps(
 
 def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides: list[str]) -> None:
     """The same run of ours, on this rank."""
-    from nemo_kto.launch import build, compose
+    from nemo_kto.config import compose
+    from nemo_kto.run import build
 
     settings = [
         f"pretrained_checkpoint.restore_from_path={policy}",

@@ -82,11 +82,11 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     """The policy on one rank, measured against another model than itself."""
     import torch
 
-    from nemo_kto.checkpoint.huggingface import load_weights
-    from nemo_kto.models.architecture import read_architecture
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.engine.reference import SwappedWeights
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.optimizer import wrap_data_parallel
-    from nemo_kto.models.reference import SwappedWeights
 
     architecture = read_architecture(policy, tensor_parallel=tensor_parallel)
     chunks = wrap_data_parallel([build_gpt(architecture, params_dtype=torch.float32)], use_distributed_optimizer=False)
@@ -100,7 +100,7 @@ def our_optimizer(chunks: Any) -> tuple[Any, Any]:
     """Optimizer and schedule with the settings that TRL gets, or has by itself."""
     import torch
 
-    from nemo_kto.models.optimizer import build_optimizer, build_scheduler
+    from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 
     rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": 0.0}
     optimizer = build_optimizer(
@@ -121,11 +121,11 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
     """The rows through our own data path, in an order that gives TRL's pairs."""
     from transformers import AutoTokenizer
 
-    from nemo_kto.data.chat import RecordEncoder
-    from nemo_kto.data.collate import kto_custom_collate
-    from nemo_kto.data.examples import KTOExample
-    from nemo_kto.data.reader import Fields, FileColumns, FileReader
-    from nemo_kto.data.records import RowErrors
+    from nemo_kto.data.batches.collate import kto_custom_collate
+    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+    from nemo_kto.data.rows.records import RowErrors
+    from nemo_kto.data.tokens.chat import RecordEncoder
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(FileReader(fields=Fields(), broken=RowErrors()).kto_records(rows, FileColumns()))
@@ -146,7 +146,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
     from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.algorithms.dpo import TrainerConfig
     from nemo_kto.algorithms.kto import KTOTrainer
-    from nemo_kto.parallel import state
+    from nemo_kto.distributed import state
     from nemo_kto.telemetry.timers import RunTimer
 
     state.init_distributed(layout=state.Layout(tensor=tensor_parallel), seed=0)

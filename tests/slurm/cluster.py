@@ -132,7 +132,7 @@ class Cluster:
         programs = folder / "bin"  # what the jobs find on their PATH, wherever it is installed
         programs.mkdir()
         command = programs / "nemo-kto"
-        command.write_text(f"#!{sys.executable}\nfrom nemo_kto.launch.cli import main\n\nmain()\n")
+        command.write_text(f"#!{sys.executable}\nfrom nemo_kto.cli.main import main\n\nmain()\n")
         command.chmod(0o755)
         self.env = environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
         self.env["PATH"] = f"{programs}:{self.env['PATH']}:/usr/sbin"

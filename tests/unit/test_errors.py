@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from nemo_kto.data.records import DataError
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import ConfigError, UserError, printable, show
 
 

@@ -5,8 +5,8 @@
 The configuration is conf/gpt_dpo.yaml; `nemo-kto dpo` is the same.
 """
 
-from nemo_kto.launch.cli import train
-from nemo_kto.recipes import RECIPES
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.cli.main import train
 
 if __name__ == "__main__":
     train(RECIPES["dpo"])

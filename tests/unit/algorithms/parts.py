@@ -14,7 +14,7 @@ from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.early_stopping import EarlyStopping
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.algorithms.validation import ValidationLoaders
-from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nemo_kto.data.chat import EncodedExample, RecordEncoder, load_tokenizer
-from nemo_kto.data.records import KTORecord, RowError, TextOrMessages
+from nemo_kto.data.rows.records import KTORecord, RowError, TextOrMessages
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder, load_tokenizer
 from tests.messages import Message, assert_names, raises
 from tests.tiny import make_tokenizer
 from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.collate import kl_partners, kto_custom_collate
-from nemo_kto.data.examples import KTOExample
+from nemo_kto.data.batches.collate import kl_partners, kto_custom_collate
+from nemo_kto.data.batches.examples import KTOExample
 from tests.messages import raises
 
 EOS = 0

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.blend import blend, split_ranges
-from nemo_kto.data.cache import KTO_EXAMPLES
-from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.dataset import KTODataset, Splits, build_splits
-from nemo_kto.data.prefix import UNNAMED
-from nemo_kto.data.records import DataError
+from nemo_kto.data.batches.dataset import KTODataset, Splits, build_splits
+from nemo_kto.data.rows.blend import blend, split_ranges
+from nemo_kto.data.rows.prefix import UNNAMED
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+from nemo_kto.data.tokens.chat import RecordEncoder
 from tests import forked
 from tests.messages import Message, raises
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -260,7 +260,7 @@ def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     environment = {**os.environ, **quiet, "PYTHONPATH": forked.search_path(root)}
     command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     if fork:
-        preload = ("nemo_kto.data.dataset", "tests.unit.data.toys")
+        preload = ("nemo_kto.data.batches.dataset", "tests.unit.data.toys")
         done = forked.run(command, cwd=Path.cwd(), env=environment, preload=preload)
     else:
         done = subprocess.run([sys.executable, *command], env=environment, check=False, capture_output=True, text=True)
@@ -272,9 +272,9 @@ READ = """
     import sys
     from pathlib import Path
     from functools import partial
-    from nemo_kto.data.cache import KTO_EXAMPLES
-    from nemo_kto.data.chat import RecordEncoder
-    from nemo_kto.data.dataset import KTODataset, build_splits
+    from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+    from nemo_kto.data.tokens.chat import RecordEncoder
+    from nemo_kto.data.batches.dataset import KTODataset, build_splits
     from tests.unit.data.toys import chatml_tokenizer
 
     def memory(kind):

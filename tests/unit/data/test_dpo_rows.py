@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.balance import (
+from nemo_kto.data.batches.collate import dpo_custom_collate
+from nemo_kto.data.batches.counts import SplitCounts
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, build_splits
+from nemo_kto.data.batches.examples import DPOExample
+from nemo_kto.data.inspect.balance import (
     MAX_BALANCE,
     MIN_BALANCE,
     balance_warning,
@@ -18,14 +22,10 @@ from nemo_kto.data.balance import (
     loss_balance,
     one_class_warning,
 )
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.collate import dpo_custom_collate
-from nemo_kto.data.counts import SplitCounts
-from nemo_kto.data.dataset import DPODataset, KTODataset, build_splits
-from nemo_kto.data.examples import DPOExample
-from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DataError, RowError, RowErrors, pair_of_row
-from nemo_kto.data.truncation import Truncation
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.rows.records import DataError, RowError, RowErrors, pair_of_row
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.truncation import Truncation
 from tests.messages import Message, raises
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.messages import Message
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -20,7 +20,7 @@ TOKENIZER = chatml_tokenizer()
 
 @pytest.fixture(autouse=True)
 def keep_every_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.data.fingerprint.MIN_KEPT_BYTES", 0)
+    monkeypatch.setattr("nemo_kto.data.tokens.fingerprint.MIN_KEPT_BYTES", 0)
 
 
 def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:

@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from nemo_kto.data.cache import KTO_EXAMPLES
-from nemo_kto.data.collate import kto_custom_collate
-from nemo_kto.data.dataset import KTODataset, build_splits
-from nemo_kto.data.examples import KTOExample
-from nemo_kto.data.loader import build_dataloader, every_example
-from nemo_kto.data.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.collate import kto_custom_collate
+from nemo_kto.data.batches.dataset import KTODataset, build_splits
+from nemo_kto.data.batches.examples import KTOExample
+from nemo_kto.data.batches.loader import build_dataloader, every_example
+from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()

@@ -15,13 +15,13 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data import parts
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
-from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
-from nemo_kto.data.reader import Fields, FileColumns
-from nemo_kto.data.records import DataError, RowErrors
-from nemo_kto.data.truncation import Truncation
+from nemo_kto.data.rows.reader import Fields, FileColumns
+from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.tokens import parts
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
+from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from tests import forked
 from tests.messages import Message, raises
@@ -216,7 +216,7 @@ def test_a_process_that_is_killed_is_one_error() -> None:
 
 
 UNGUARDED = """
-from nemo_kto.data.parts import FilePart, map_parts
+from nemo_kto.data.tokens.parts import FilePart, map_parts
 from tests.unit.data import part_work
 print("started", flush=True)
 parts = [FilePart(number=n) for n in range(9)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DataError, DPORecord, KTORecord, RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, RowErrors
 from tests.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}

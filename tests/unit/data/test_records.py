@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DataError, KTORecord, RowError, RowErrors, records_of_row
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.rows.records import DataError, KTORecord, RowError, RowErrors, records_of_row
 from tests.messages import raises
 
 USER = {"role": "user", "content": "hi"}

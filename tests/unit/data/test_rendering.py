@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data import rendering
-from nemo_kto.data.cache import KTO_EXAMPLES
-from nemo_kto.data.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.records import DataError, KTORecord, LastRowError, RowError, RowErrors
-from nemo_kto.data.rendering import RenderedText, render_rows
-from nemo_kto.data.truncation import Truncation
+from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError, RowErrors
+from nemo_kto.data.tokens import rendering
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.rendering import RenderedText, render_rows
+from nemo_kto.data.tokens.truncation import Truncation
 from tests.messages import Message, assert_names
 from tests.unit.data.toys import CHATML, chatml_tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto import hashes
-from nemo_kto.data import parts
-from nemo_kto.data.chat import RecordEncoder
-from nemo_kto.data.records import DataError
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens import parts
+from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.utils import hashes
 from tests.messages import assert_names
 from tests.unit.data.test_dataset import prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.truncation import Truncation
+from nemo_kto.data.tokens.truncation import Truncation
 from tests.messages import raises
 
 

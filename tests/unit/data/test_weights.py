@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.balance import MAX_BALANCE, balance_warning
-from nemo_kto.data.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.dataset import DPODataset, KTODataset
-from nemo_kto.data.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.records import DataError, RowErrors, pair_of_row, records_of_row
-from nemo_kto.recipes.kto import loss_weights
+from nemo_kto.algorithms.recipes.kto import loss_weights
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset
+from nemo_kto.data.inspect.balance import MAX_BALANCE, balance_warning
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, records_of_row
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.toys import numbered_rows, write_rows
-from tests.unit.launch.test_build_rows import config
+from tests.unit.run.test_build_rows import config
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]

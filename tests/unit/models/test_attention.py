@@ -14,14 +14,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
-from nemo_kto.models.attention import TorchAttention
-from nemo_kto.models.families import Temperature
-from nemo_kto.models.packed_sequences import PackedSequences
-from nemo_kto.models.rope import read_rope
-from nemo_kto.models.rotary import RotaryTable
-from nemo_kto.models.temperature import TemperatureTable
-from nemo_kto.parallel import kernels
-from nemo_kto.parallel.cpu import install_cpu_backend
+from nemo_kto.architecture.families import Temperature
+from nemo_kto.architecture.rope import read_rope
+from nemo_kto.device import kernels
+from nemo_kto.device.cpu import install_cpu_backend
+from nemo_kto.models.layers.attention import TorchAttention
+from nemo_kto.models.layers.packed_sequences import PackedSequences
+from nemo_kto.models.layers.rotary import RotaryTable
+from nemo_kto.models.layers.temperature import TemperatureTable
 from tests.messages import Message, raises
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
@@ -284,7 +284,7 @@ def test_the_kernel_for_rows_is_told_what_the_layer_does(
     layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0] for each in heads()]
     expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
-    monkeypatch.setattr("nemo_kto.models.attention.varlen_attention", lambda dtype: described)
+    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: described)
     found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert len(calls) == (window != (3, 0))
@@ -320,9 +320,9 @@ def test_the_kernel_for_rows_takes_the_arguments_of_each_torch(is_installed: boo
     layer, row = attention(), [each[:, 0].bfloat16() for each in heads()]
     expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     with monkeypatch.context() as on_gpu:
-        on_gpu.setattr("nemo_kto.parallel.device.on_gpu", lambda: True)
+        on_gpu.setattr("nemo_kto.device.device.on_gpu", lambda: True)
         chosen = kernels.varlen_attention.__wrapped__(torch.bfloat16)
-    monkeypatch.setattr("nemo_kto.models.attention.varlen_attention", lambda dtype: chosen)
+    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: chosen)
     found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     if is_installed:
         assert [call.arguments["max_q"] for call in called] == [6]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_kto.models import dora
-from nemo_kto.models.dora import Change, RowNorms, row_norms
+from nemo_kto.models.lora import dora
+from nemo_kto.models.lora.dora import Change, RowNorms, row_norms
 
 OUT, IN, RANK, SCALE = 7, 24, 3, 1.5
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_kto.models.architecture import read_architecture
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import AttentionWindow, Flops, ModelFlops, Passes
-from nemo_kto.models.lora_settings import LoRASettings
-from nemo_kto.models.sequences import SequenceBatch
 from tests.tiny import make_checkpoint
 
 LENGTH = 16

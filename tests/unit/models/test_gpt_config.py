@@ -10,12 +10,12 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.models.architecture import Architecture, read_architecture
-from nemo_kto.models.stages import PipelineSplit
+from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.models.transformer_settings import recomputed, transformer_config
-from nemo_kto.parallel.kernels import uses_transformer_engine
 from tests.tiny import make_checkpoint
-from tests.unit.parallel.test_kernels import RICH, gpu
+from tests.unit.device.test_kernels import RICH, gpu
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.models.norm import TorchNorm
+from nemo_kto.models.layers.norm import TorchNorm
 from tests.messages import raises
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_kto.models.reference import SwappedWeights
+from nemo_kto.models.engine.reference import SwappedWeights
 
 
 def test_twenty_small_moves_in_bf16_arrive_where_the_closed_form_says() -> None:

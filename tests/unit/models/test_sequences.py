@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.models import sequences
-from nemo_kto.models.sequences import MicroBatchLimits, SequenceBatch, width_multiple
+from nemo_kto.models.engine import sequences
+from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, width_multiple
 
 
 def batch_of(lengths: list[int], *, answers: int = 1) -> SequenceBatch:

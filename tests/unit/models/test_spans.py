@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_kto.models.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
+from nemo_kto.models.layers.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
 from tests.messages import raises
 
 

@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from nemo_kto.models.families import Temperature
-from nemo_kto.models.spans import row_places
-from nemo_kto.models.temperature import TemperatureTable
+from nemo_kto.architecture.families import Temperature
+from nemo_kto.models.layers.spans import row_places
+from nemo_kto.models.layers.temperature import TemperatureTable
 
 TEMPERATURE = Temperature(floor=3, scale=0.4)
 

@@ -24,12 +24,12 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
     """The lines of a rank on which everything is said, twice set up."""
     for _ in range(2):
         set_up_logging(rank=rank, stream=stream)
-    for name in ("nemo_kto.launch.build", "nemo_kto.data.dataset", "some_library"):
+    for name in ("nemo_kto.run.build", "nemo_kto.data.batches.dataset", "some_library"):
         logger = logging.getLogger(name)
         logger.info("%s tells", name)
         logger.warning("%s warns", name)
         logger.warning("%s warns", name)
-    logging.getLogger("nemo_kto.data.dataset").error("broken")
+    logging.getLogger("nemo_kto.data.batches.dataset").error("broken")
     with warnings.catch_warnings():
         warnings.simplefilter("always", FutureWarning)
         warnings.warn_explicit("old", FutureWarning, "library.py", 7)
@@ -38,10 +38,10 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
 
 def test_rank_zero_tells_and_warns() -> None:
     assert say_all(io.StringIO(), rank=0) == [
-        "nemo_kto.launch.build tells",
-        "warning: nemo_kto.launch.build warns",
-        "nemo_kto.data.dataset tells",
-        "warning: nemo_kto.data.dataset warns",
+        "nemo_kto.run.build tells",
+        "warning: nemo_kto.run.build warns",
+        "nemo_kto.data.batches.dataset tells",
+        "warning: nemo_kto.data.batches.dataset warns",
         "warning: some_library warns",
         "error: broken",
         "warning: old (FutureWarning, library.py:7)",
@@ -50,7 +50,7 @@ def test_rank_zero_tells_and_warns() -> None:
 
 def test_other_ranks_warn_of_what_is_theirs() -> None:
     assert say_all(io.StringIO(), rank=3) == [
-        "warning on rank 3: nemo_kto.launch.build warns",
+        "warning on rank 3: nemo_kto.run.build warns",
         "warning on rank 3: some_library warns",
         "error on rank 3: broken",
         "warning on rank 3: old (FutureWarning, library.py:7)",
@@ -76,7 +76,7 @@ def test_a_library_that_shows_its_logs_itself_is_shown_once() -> None:
 
 
 def test_an_import_sets_up_nothing() -> None:
-    code = "import logging, nemo_kto, nemo_kto.telemetry.logs, nemo_kto.launch.cli\n"
+    code = "import logging, nemo_kto, nemo_kto.telemetry.logs, nemo_kto.cli.main\n"
     code += "print(logging.root.handlers, logging.getLogger('nemo_kto').handlers, logging.getLogger('nemo_kto').level)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[] [] 0\n"

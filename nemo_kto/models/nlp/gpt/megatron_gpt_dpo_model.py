@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nemo_kto.data.batch import DPOBatch
+from nemo_kto.data.batches.batch import DPOBatch
+from nemo_kto.device import device
+from nemo_kto.distributed.reduce import gather_over_data_parallel, sum_over_data_parallel
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
-from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import device
-from nemo_kto.parallel.reduce import gather_over_data_parallel, sum_over_data_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_kto.data.batch import KTOBatch
+from nemo_kto.data.batches.batch import KTOBatch
+from nemo_kto.device import device
+from nemo_kto.distributed.reduce import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
-from nemo_kto.models.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel import device
-from nemo_kto.parallel.reduce import sum_over_data_parallel, to_host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_kto.distributed.reduce import global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
-from nemo_kto.models.engine import LogProbEngine
+from nemo_kto.models.engine.engine import LogProbEngine
+from nemo_kto.models.engine.reference import Phase, ReferencePolicy
+from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.reference import Phase, ReferencePolicy
-from nemo_kto.models.sequences import SequenceBatch
-from nemo_kto.parallel.reduce import global_sums, ranks_where, to_host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,9 @@
+"""The algorithms that can be trained: one record each."""
+
+from __future__ import annotations
+
+from nemo_kto.algorithms.recipes.dpo import DPO
+from nemo_kto.algorithms.recipes.kto import KTO
+from nemo_kto.algorithms.recipes.recipe import Recipe
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (KTO, DPO)}

@@ -1,0 +1,111 @@
+"""KTO: unpaired (binary) feedback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Pairs, Recipe, Weight
+from nemo_kto.losses.kto import LOSSES
+from nemo_kto.losses.loss import Loss
+
+if TYPE_CHECKING:
+    from nemo_kto.algorithms.kto import KTOTrainer
+    from nemo_kto.data.batches.batch import KTOBatch
+    from nemo_kto.data.batches.dataset import KTODataset, Splits
+    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.data.batches.shares import KTOCosts, SequenceCost
+    from nemo_kto.data.inspect.preview import Preview
+    from nemo_kto.models.engine.sequences import SequenceBatch
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+logger = logging.getLogger(__name__)
+
+
+class KTOLossConfig(LossConfig):
+    """model.kto."""
+
+    desirable_loss_weight: Weight
+    undesirable_loss_weight: Weight
+    auto_balance: bool
+    not_both_zero: ClassVar[Pairs] = (*LossConfig.not_both_zero, ("desirable_loss_weight", "undesirable_loss_weight"))
+
+
+class KTORecipe(Recipe):
+    """Builds what is KTO's own of a run."""
+
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[KTODataset]:
+        from nemo_kto.data.batches.dataset import KTODataset, build_splits
+        from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+
+        return build_splits(kind=KTO_EXAMPLES, make=KTODataset, **source)
+
+    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], KTOBatch]]:
+        from nemo_kto.algorithms.kto import identity
+        from nemo_kto.data.batches.collate import kto_custom_collate
+
+        return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
+
+    def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> KTOCosts:
+        from nemo_kto.data.batches.shares import KTOCosts
+
+        return KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=seq_length)
+
+    def preview(
+        self, show: Preview, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample], loss: Loss
+    ) -> Iterator[str]:
+        return show.kto(dataset, batch, examples)
+
+    def sequences(self, batch: KTOBatch) -> tuple[SequenceBatch, ...]:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+        return MegatronGPTKTOModel.sequences(batch)
+
+    def model(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> Callable[..., MegatronGPTKTOModel]:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+        desirable, undesirable = loss_weights(section, examples, lr=lr)
+        return partial(MegatronGPTKTOModel, desirable_loss_weight=desirable, undesirable_loss_weight=undesirable)
+
+    def trainer(self, collate_fn: Callable[[Any], Any]) -> type[KTOTrainer]:
+        from nemo_kto.algorithms.kto import KTOTrainer
+
+        return KTOTrainer
+
+
+def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> tuple[float, float]:
+    """Weights of desirable and undesirable examples; says so where they do not balance, or balances them."""
+    from nemo_kto.data.inspect.balance import balance_warning, balanced_weights, one_class_warning
+    from nemo_kto.distributed import state
+
+    desirable, undesirable = examples.class_weights
+    weights = section.desirable_loss_weight, section.undesirable_loss_weight
+    warnings = [one_class_warning(desirable, undesirable, lr)]
+    if section.auto_balance:
+        given, weights = weights, balanced_weights(desirable, undesirable, *weights)
+        if state.is_rank_zero() and weights != given:
+            logger.info("loss weights, balanced: desirable %.4g, undesirable %.4g", *weights)
+    else:
+        warnings.append(balance_warning(desirable, undesirable, *weights))
+    for warning in filter(None, warnings if state.is_rank_zero() else ()):
+        logger.warning(warning)
+    return weights
+
+
+KTO = KTORecipe(
+    name="kto",
+    title="KTO training of a GPT model",
+    data='jsonl rows of prompt, response and "chosen" or "rejected"',
+    page="docs/algorithms/kto.md",
+    losses=LOSSES,
+    loss_inputs=frozenset({"beta", "desirable_weight", "undesirable_weight"}),
+    loss_section=KTOLossConfig,
+    metrics=SHARED_METRICS,
+    anchors={"z0": "kl", "delta": "delta"},
+    aliases={
+        "desirable_weight": "model.kto.desirable_loss_weight",
+        "undesirable_weight": "model.kto.undesirable_loss_weight",
+    },
+)

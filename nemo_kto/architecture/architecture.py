@@ -1,0 +1,312 @@
+"""What a model is: read from the configuration of a Hugging Face folder, together with the padding that the layout needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.architecture.config_file import CONFIG, read_config_file
+from nemo_kto.architecture.families import Experts, Family, Layers, ParamMapping, Temperature
+from nemo_kto.architecture.families.table import Windows
+from nemo_kto.architecture.rope import Rope, layer_rope, read_rope
+from nemo_kto.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model's shape.
+
+    Sizes that tensor parallelism must divide and does not are padded: a padded vocabulary row is never looked up and is left
+    out of the softmax; a padded head has zero weights on its way in and on its way out, so it adds zero to the output, gets
+    zero gradients and stays zero. The model computes what the unpadded one computes, and the padding is dropped on export.
+
+    Attributes:
+        family: the table the weights are read by.
+        tensor_parallel: ranks that share every layer.
+        expert_tensor_parallel: ranks that share every expert.
+        vocab_size: rows of the embedding in the Hugging Face folder.
+        ffn_hidden_size: width of the gate and of the up projection, in layers without experts.
+        local_rope: rope of the layers with a window; None where it is that of the others.
+        experts: what is in the place of the MLP in some layers or all; None for a dense model.
+        windows: tokens each layer sees, itself included; None for all.
+        chunked: a window is the chunk of the sequence that a token lies in, and does not slide.
+        rotates: whether each layer has rotary embeddings.
+        interleaved_rotary: neighbouring channels are rotated together.
+        rotated_norm: queries and keys are normalised after their rotation, without weights, where they have one.
+        temperature: how queries grow in layers without a rotation; None where they do not.
+        tied: the output layer's weight is the embedding.
+        qkv_bias: query, key and value have a bias.
+        output_bias: the attention's output projection has a bias.
+        mlp_bias: gate, up and down projection have a bias.
+        expert_bias: those of experts have one, and so has the router.
+        sinks: each head has a learned score more in its softmax, which no value belongs to.
+        qk_norm: queries and keys are normalised, each head by itself,
+        all_heads_norm: or all heads of a token together.
+        pre_norm: attention and MLP get a normalised input.
+        post_norm: what they give is normalised.
+        zero_centered_norm: norms scale by 1 + weight.
+        scaled_embedding: what is looked up is multiplied by sqrt(hidden size).
+        query_pre_attn_scalar: scores are divided by its square root; by that of the head size where it is None.
+        attention_softcap: c for which the scores become c tanh(score / c), None for none.
+        logit_softcap: the same for the logits.
+        swiglu_limit: the MLP's gate is at most, and the up projection within, this before they meet in
+            gate * sigmoid(swiglu_alpha * gate) * (up + 1); None for the activation's usual form.
+        swiglu_alpha: only beside the limit.
+    """
+
+    family: Family
+    tensor_parallel: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float
+    rope: Rope
+    windows: Windows
+    rotates: tuple[bool, ...]
+    tied: bool
+    chunked: bool = False
+    interleaved_rotary: bool = False
+    rotated_norm: bool = False
+    temperature: Temperature | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    expert_bias: bool = False
+    sinks: bool = False
+    qk_norm: bool = False
+    all_heads_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    zero_centered_norm: bool = False
+    scaled_embedding: bool = False
+    local_rope: Rope | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    experts: Experts | None = None
+    expert_tensor_parallel: int = 1
+
+    @property
+    def not_in_engine(self) -> tuple[str, ...]:
+        """What the model has and Transformer Engine's layers have not: with any of it, its layers are those on torch."""
+        parts = {
+            "norms after attention and MLP": self.post_norm,
+            "norms over all heads": self.all_heads_norm,
+            "a rope for layers with a window": self.local_rope is not None,
+            "an attention factor of some layers or channels": self.rope.factor_in_table,
+            "a soft cap on the scores": self.attention_softcap is not None,
+            "sinks in the softmax": self.sinks,
+            "experts with biases": self.expert_bias,
+            "a clamped activation": self.swiglu_limit is not None,
+            "attention in chunks": self.chunked and any(self.windows),
+            "a rotation of neighbouring channels": self.interleaved_rotary,
+            "norms after the rotation": self.rotated_norm,
+            "queries that grow with the position": self.temperature is not None,
+        }
+        return tuple(part for part, has in parts.items() if has)
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Its attention is that of models/layers/block_attention.py."""
+        return self.attention_softcap is not None or self.sinks
+
+    @property
+    def activation(self) -> str:
+        """Of the MLP's gate."""
+        return self.family.activation[1]
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return (False,) * self.num_layers if self.experts is None else self.experts.layers
+
+    def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
+        """How often a parameter of the table exists: the number of the layer, and of the expert, where it has one.
+
+        Args:
+            layers: the layers that are looked at, from 0; a parameter outside of the layers does not depend on them.
+        """
+        if mapping.required_flag and not getattr(self, mapping.required_flag):
+            return
+        if "{layer}" not in mapping.mcore_name:
+            yield {}
+            return
+        wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
+        for layer in (layer for layer in layers if self.sparse_layers[layer] in wanted):
+            if mapping.of_expert:
+                yield from ({"layer": layer, "expert": expert} for expert in range(self.sizes["experts"]))
+            else:
+                yield {"layer": layer}
+
+    @property
+    def untied(self) -> bool:
+        """The output layer has a weight of its own."""
+        return not self.tied
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of our embedding: the next multiple of the tensor-parallel size.
+
+        Nothing in the computation asks for more than equal shards. Rounding to 128 a rank, as is often done, would only make
+        the embedding bigger; published vocabularies are already round where that makes the matrix product faster.
+        """
+        return _round_up(self.vocab_size, self.tensor_parallel)
+
+    @property
+    def padded_query_groups(self) -> int:
+        """Key-value heads of our model: as they are if the ranks can share them out, else the next multiple of the ranks.
+
+        With fewer key-value heads than ranks megatron-core lets several ranks share one, if each gets whole query heads.
+        """
+        shared = self.tensor_parallel % self.num_query_groups == 0 and self.num_attention_heads % self.tensor_parallel == 0
+        return self.num_query_groups if shared else _round_up(self.num_query_groups, self.tensor_parallel)
+
+    @property
+    def padded_attention_heads(self) -> int:
+        """Query heads of our model."""
+        return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """The factor on the scores; None for 1 / sqrt(head size)."""
+        return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by the names that the family tables use."""
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
+        return {
+            "vocabulary": self.vocab_size,
+            "hidden": self.hidden_size,
+            "query": query,
+            "key_value": key_value,
+            "query_key_value": query + 2 * key_value,
+            "ffn": self.ffn_hidden_size,
+            "gate_and_up": 2 * self.ffn_hidden_size,
+            "head": self.head_dim,
+            "heads": self.num_attention_heads,
+            "experts": 0 if self.experts is None else self.experts.number,
+            "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
+            "expert_gate_and_up": 0 if self.experts is None else 2 * self.experts.ffn_hidden_size,
+            "shared_ffn": 0 if self.experts is None else self.experts.shared_ffn_hidden_size,
+        }
+
+
+def read_architecture(
+    folder: str | Path, *, tensor_parallel: int, expert_tensor_parallel: int | None = None
+) -> Architecture:
+    """Read config.json of a Hugging Face folder.
+
+    Args:
+        folder: the folder.
+        tensor_parallel: ranks that will share every layer; decides the padding.
+        expert_tensor_parallel: ranks that will share every expert; None for those that share every layer.
+
+    Raises:
+        UserError: there is none, or it is not of a supported model; names what is wrong with it.
+    """
+    folder = Path(folder)
+    _, family = read_config_file(folder)  # before transformers sees it, whose own complaint would not say what is supported
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of a wrong field transformers may make anything
+        raise UserError(
+            f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
+        ) from error
+    try:
+        return _architecture(
+            config,
+            family,
+            tensor_parallel=tensor_parallel,
+            expert_tensor_parallel=tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel,
+        )
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+
+
+def _architecture(
+    config: PretrainedConfig, family: Family, *, tensor_parallel: int, expert_tensor_parallel: int
+) -> Architecture:
+    heads, experts = config.num_attention_heads, None if family.experts is None else family.experts(config)
+    width: int = getattr(config, family.dense_width)
+    if experts is None or not all(experts.layers):
+        _check_width(family.dense_width, width, "tensor-parallel", tensor_parallel)
+    if experts is not None:
+        _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
+        _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", tensor_parallel)
+    flags = {
+        ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
+        for ours, theirs in family.flags.items()
+    }
+    numbers: dict[str, Any] = {
+        ours: getattr(config, theirs, family.defaults[theirs]) if theirs in family.defaults else getattr(config, theirs)
+        for ours, theirs in family.numbers.items()
+    }
+    rotates = family.rotates(config)
+    # a norm after the rotation would take the factor out again
+    all_alike = all(rotates) and not family.local_rope and not flags.get("rotated_norm")
+    rope, local_rope = _ropes(config, family, all_alike=all_alike)
+    return Architecture(
+        family=family,
+        tensor_parallel=tensor_parallel,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_hidden_size=width,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        rope=rope,
+        local_rope=local_rope,
+        windows=family.windows(config),
+        chunked=family.chunked,
+        rotates=rotates,
+        interleaved_rotary=family.interleaved_rotary,
+        temperature=family.temperature(config),
+        tied=bool(config.tie_word_embeddings),
+        experts=experts,
+        expert_tensor_parallel=expert_tensor_parallel,
+        **flags,
+        **numbers,
+    )
+
+
+def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tuple[Rope, Rope | None]:
+    """The rope, and that of layers with a window. The scale of the softmax is that of all layers, unlike an attention factor
+    where they are not all alike."""
+    values = config.to_dict()
+    ropes = [read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)]
+    if family.local_rope:
+        ropes.append(read_rope(layer_rope(values, "sliding_attention")))
+    ropes = [
+        replace(rope, factor_in_table=rope.factor_in_table or (not all_alike and rope.attention_factor != 1.0))
+        for rope in ropes
+    ]
+    return ropes[0], ropes[1] if family.local_rope else None
+
+
+def _check_width(name: str, width: int, kind: str, ranks: int) -> None:
+    if width % ranks:
+        raise ValueError(
+            f"{name} must be divisible by the {kind} size, got {width} and {ranks}; choose a smaller {kind} size"
+        )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

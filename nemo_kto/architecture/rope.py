@@ -1,0 +1,177 @@
+"""Rotary position embeddings, as Hugging Face configurations describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.utils.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+# Each rope type and what it cannot do without; transformers has a default for the rest.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+ROPE_TYPES = tuple(_NEEDED)
+# Families with a rope of their own for layers with a window.
+_BY_LAYER_TYPE = ("gemma3_text", "olmo3")
+_OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Which rotation a position means.
+
+    Attributes:
+        frequencies: radians a position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs are
+            not rotated.
+        attention_factor: factor on cosines and sines, and so twice on each score; yarn and longrope have one.
+        factor_in_table: cosines and sines have it; else the scale of the softmax has its square.
+    """
+
+    frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+    factor_in_table: bool = False
+
+    def __str__(self) -> str:
+        """For messages."""
+        told = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
+        return told if self.attention_factor == 1.0 else f"{told} and attention factor {self.attention_factor:g}"
+
+    def inverse_frequencies(self) -> Tensor:
+        """The frequencies, fp32 [rotated channels / 2]."""
+        return torch.tensor(self.frequencies, dtype=torch.float32)
+
+    def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
+        """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
+
+        With the attention factor there, cosines and sines stay as they are, so that fused kernels, which have no factor on
+        them, can be used. The scalar is that of the configuration; None for the head size.
+        """
+        factor = 1.0 if self.factor_in_table else self.attention_factor
+        usual = factor == 1.0 and scalar in (None, head_dim)
+        return None if usual else factor**2 / (scalar or head_dim) ** 0.5
+
+
+def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """A configuration with the rope of one of its layer types (full_attention, sliding_attention) as that of all layers.
+
+    That of a family which has one rope stays as it is.
+    """
+    if config.get("model_type") not in _BY_LAYER_TYPE:
+        return config
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters:
+        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
+    if layer_type == "sliding_attention":  # the old form
+        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
+        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    return config
+
+
+def check_rope_type(config: Mapping[str, Any]) -> str:
+    """The rope type that a configuration names, for layers without a window where others have another.
+
+    Raises:
+        ValueError: it is not implemented, or differs between layers of a family that has one.
+    """
+    _rope_type(layer_rope(config, "sliding_attention"))
+    return _rope_type(layer_rope(config, "full_attention"))
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
+    settings = _settings(config)
+    nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
+    if nested:
+        told = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
+        raise ValueError(f"{told}; choose another model")
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if config.get("model_type") == "phi3" and kind == "yarn":
+        kind = "longrope"  # as transformers reads it there
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}; choose another model")
+    return kind
+
+
+def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The most tokens of a sequence, None if the configuration does not say it, and the name of the field that does.
+
+    The frequencies of longrope and dynamic change beyond that length, for the whole batch: log-probs of a short sequence
+    would depend on those beside it, and so on the layout.
+    """
+    config = layer_rope(config, "full_attention")
+    settings = _settings(config)
+    if _rope_type(config) == "longrope":
+        name = "original_max_position_embeddings"
+        return name, config.get(name) or settings.get(name)
+    return "max_position_embeddings", config.get("max_position_embeddings")
+
+
+def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
+    """Read the rotary embedding out of a Hugging Face configuration, in its old form (rope_theta, rope_scaling) or its new
+    one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
+
+    Args:
+        config: the configuration as a dict, with the family's defaults filled in; of one layer type (``layer_rope``).
+        partial: the family has models that rotate only the first channels of each head.
+
+    Raises:
+        ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
+    """
+    settings, kind = _settings(config), _rope_type(config)
+    given = {**config, **settings}
+    if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
+        told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
+        raise ValueError(f"{told}; add what is missing")
+    part, head_dim = given.get("partial_rotary_factor") or 1.0, _head_dim(config)
+    if part != 1.0 and not partial:
+        raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
+    if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
+        told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
+        raise ValueError(f"{told}, got {part}; choose another model")
+    frequencies, attention_factor = _initialised(config, settings, kind)
+    return Rope(
+        frequencies=tuple(frequencies.tolist()),
+        attention_factor=float(attention_factor),
+        factor_in_table=attention_factor != 1.0 and int(head_dim * part) < head_dim,
+    )
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> tuple[Tensor, float]:
+    """Frequencies and attention factor, by transformers' function for this rope type."""
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind == "default":  # some versions of transformers have no function for it
+        kind, settings = "linear", {**settings, "factor": 1.0}
+    described = PretrainedConfig()
+    described.hidden_size, described.num_attention_heads = config["hidden_size"], config["num_attention_heads"]
+    described.head_dim = _head_dim(config)
+    for name in _OF_THE_CONFIG:
+        if (value := config.get(name)) is not None:
+            setattr(described, name, value)
+    described.rope_theta = settings.get("rope_theta", config.get("rope_theta"))
+    is_new = hasattr(described, "standardize_rope_params")  # since transformers 5
+    parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
+    setattr(described, "rope_parameters" if is_new else "rope_scaling", parameters)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
+    return frequencies, attention_factor
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}

@@ -1,0 +1,191 @@
+"""Where each value of a Hugging Face weight lies in our parameters, at any tensor-parallel size.
+
+A parameter of ours, put together over its tensor-parallel group, is a sequence of segments along one dimension: so many
+rows of this weight, so many of that, so many zeros. A rank holds an equal part of that sequence, or all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import ParamMapping, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """``length`` rows (or columns), from ``start`` of the mapping's weight number ``source``; zeros where that is None.
+
+    In the weight the next one is ``step`` further.
+    """
+
+    source: int | None
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def where(self) -> slice:
+        """The rows of the weight."""
+        stop = self.start + (self.length - 1) * self.step + 1
+        return slice(self.start, stop) if self.step == 1 else slice(self.start, stop, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The slice ``where`` of the mapping's weight number ``source`` lies in ``place``, a view of a parameter."""
+
+    source: int
+    where: tuple[slice, ...]
+    place: Tensor
+
+
+def split_dimension(mapping: ParamMapping) -> int | None:
+    """The dimension along which segments divide the parameter; None if it is one weight, which every rank holds."""
+    if mapping.split is Split.REPLICATED:
+        return None
+    return 1 if mapping.split in (Split.HEADS, Split.ROW_PARALLEL) else 0
+
+
+def is_cut(mapping: ParamMapping) -> bool:
+    """True if the ranks of a tensor-parallel group hold parts of the parameter; else each holds all of it."""
+    return mapping.split not in (Split.REPLICATED, Split.STACKED)
+
+
+def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shape of each weight that the mapping names, in its order."""
+    sizes = architecture.sizes
+    return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in mapping.hf_names.values()]
+
+
+def shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
+    """Shape of a tensor of the file: of one that holds a weight of this shape, or that of every expert."""
+    shape = shape[::-1] if mapping.transposed else shape
+    return (architecture.sizes["experts"], *shape) if mapping.joins_experts else shape
+
+
+def place_in_file(mapping: ParamMapping, place: Mapping[str, int], where: tuple[slice, ...]) -> tuple[slice | int, ...]:
+    """The slice ``where`` of a weight, as a slice of the tensor of the file that holds it.
+
+    Args:
+        place: number of the expert, where it belongs to one.
+    """
+    if mapping.transposed:  # a matrix
+        where = (*where, slice(None))[:2][::-1]
+    return (place["expert"], *where) if mapping.joins_experts else where
+
+
+def shards(mapping: ParamMapping, architecture: Architecture) -> int:
+    """The number of ranks over which a parameter is cut, if it is."""
+    return architecture.expert_tensor_parallel if mapping.of_expert else architecture.tensor_parallel
+
+
+def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
+    """The segments of a parameter, put together over the tensor-parallel group."""
+    parts = _segments(mapping, architecture)
+    if len(mapping.hf_names) > 1 or mapping.split not in (Split.QKV, Split.GATED):
+        return parts
+    # one tensor of the file holds all the weights, each below the one before
+    sizes, rows = architecture.sizes, source_shapes(mapping, architecture)[0][0]
+    of_each = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
+    starts = [0, *itertools.accumulate(of_each)]
+    return [
+        part if part.source is None else Segment(source=0, start=starts[part.source] + part.start, length=part.length)
+        for part in parts
+    ]
+
+
+def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
+    sizes, head = architecture.sizes, architecture.head_dim
+    if mapping.split is Split.VOCABULARY:
+        return _padded(sizes["vocabulary"], architecture.padded_vocab_size)
+    if mapping.split is Split.HEADS:
+        return _padded(sizes["query"], architecture.padded_attention_heads * head)
+    if mapping.split is Split.HEAD_NUMBERS:
+        return _padded(sizes["heads"], architecture.padded_attention_heads)
+    if mapping.split is Split.ROW_PARALLEL:
+        width = source_shapes(mapping, architecture)[0][1]
+        return _padded(width, width)
+    if mapping.split is Split.GATED:
+        ranks = shards(mapping, architecture)
+        # of the gate, or of gate and up projection in one tensor
+        part = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2) // ranks
+        return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
+    if mapping.split is Split.INTERLEAVED:
+        ranks = shards(mapping, architecture)
+        part = source_shapes(mapping, architecture)[0][0] // 2 // ranks
+        starts = (2 * rank * part + which for rank in range(ranks) for which in (0, 1))
+        return [Segment(source=0, start=start, length=part, step=2) for start in starts]
+    if mapping.split is Split.QKV:
+        return _query_key_value(architecture)
+    if mapping.split is Split.STACKED:
+        shapes = source_shapes(mapping, architecture)
+        return [Segment(source=source, start=0, length=shape[0]) for source, shape in enumerate(shapes)]
+    raise ValueError(f"a mapping must be split to have segments, got {mapping.mcore_name}, of which every rank holds all")
+
+
+def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:
+    """The parts of the segments that lie in [start, start + length), each with its offset from ``start``."""
+    position = 0
+    for part in parts:
+        first, last = max(start, position), min(start + length, position + part.length)
+        if first < last:
+            begin = part.start + (first - position) * part.step
+            yield first - start, replace(part, start=begin, length=last - first)
+        position += part.length
+
+
+def held(mapping: ParamMapping, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
+    """The segments of a tensor-parallel rank's part of a parameter, each with its offset in that part.
+
+    Args:
+        rank: in the tensor-parallel group.
+        length: of the rank's part.
+    """
+    return cut(segments(mapping, architecture), start=rank * length if is_cut(mapping) else 0, length=length)
+
+
+def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
+    """What belongs into a parameter. Its padding is set to zero on the way.
+
+    Args:
+        values: the parameter's values on this rank.
+        rank: this one's, in the tensor-parallel group; of an expert's parameter, in the expert-tensor-parallel group.
+    """
+    dimension = split_dimension(mapping)
+    if dimension is None:
+        yield Piece(source=0, where=(slice(None),), place=values)
+        return
+    for offset, part in held(mapping, architecture, rank=rank, length=values.size(dimension)):
+        place = values.narrow(dimension, offset, part.length)
+        if part.source is None:
+            place.zero_()
+        else:
+            where = (slice(None),) * dimension + (part.where,)
+            yield Piece(source=part.source, where=where, place=place)
+
+
+def _query_key_value(architecture: Architecture) -> list[Segment]:
+    head = architecture.head_dim
+    query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
+    widths = (query, head, head)  # of query, key and value in a group
+    parts = [
+        Segment(source=source, start=group * width, length=width)
+        for group in range(architecture.num_query_groups)
+        for source, width in enumerate(widths)
+    ]
+    groups_of_zeros = architecture.padded_query_groups - architecture.num_query_groups
+    if groups_of_zeros:
+        parts.append(Segment(source=None, start=0, length=groups_of_zeros * (query + 2 * head)))
+    return parts
+
+
+def _padded(size: int, padded: int) -> list[Segment]:
+    parts = [Segment(source=0, start=0, length=size)]
+    return [*parts, Segment(source=None, start=0, length=padded - size)] if padded > size else parts

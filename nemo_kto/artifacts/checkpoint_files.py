@@ -1,0 +1,312 @@
+"""The folder of one of our own checkpoints as it is: what it shows without megatron-core, which loads it.
+
+Its trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Checkpoints of earlier versions
+have only sizes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from nemo_kto.artifacts.saved_info import DTYPES, adapter_settings, find_wrong
+from nemo_kto.errors import UserError
+from nemo_kto.utils.files import read_bytes, read_json
+
+CHECKPOINTS = "checkpoints"  # their folder in that of a run
+INFO = "trainer.json"
+_NAME = re.compile(r"step_(\d+)")
+_REMEDY = "take another checkpoint of the run"
+_THREADS = 8  # hashlib lets other threads run while it works
+_CHUNK_BYTES = 2**24
+# What a disk answers where a file is gone or cannot be read any more. Anything else, such as a missing permission or a
+# server that does not answer, says nothing of the file.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
+
+
+class Info(TypedDict, total=False):
+    """The content of a trainer.json; earlier versions lack reference, run and checksum, plain models the adapters."""
+
+    trainer: dict[str, Any]
+    metrics: dict[str, float]
+    dtype: str
+    layout: dict[str, int]
+    distributed_optimizer: bool
+    files: dict[str, Any]  # {"size": bytes, "sha256": hexadecimal}; of earlier versions the size alone
+    adapters: dict[str, object]
+    moving_reference: bool
+    run: dict[str, Any]
+    versions: dict[str, str]
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder, and the content of its trainer.json."""
+
+    folder: Path
+    step: int  # 0 where the folder has another name than a run gives it
+    info: Info
+
+
+class Written(NamedTuple):
+    """What a file held when it was written: its size in bytes, and its SHA-256, which earlier versions did not note."""
+
+    size: int
+    sha256: str | None
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not as it was written; says what is not."""
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of our own checkpoints."""
+    return os.path.isfile(folder / INFO)
+
+
+def config_folder(source: Path) -> Path:
+    """Where the configuration and the tokenizer of a model lie: in ``source``, or in ``hf`` of a checkpoint."""
+    return source / "hf" if is_checkpoint(source) else source
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """The name of a checkpoint in the folder of checkpoints."""
+    return folder / f"step_{step:06d}"
+
+
+def named_checkpoints(folder: Path) -> dict[Path, int]:
+    """All that has the name of a checkpoint, whole or not, with its step; oldest first.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    steps = {folder / name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    return dict(sorted(steps.items(), key=lambda item: item[1]))
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The complete checkpoints of a run, oldest first: all files are there and have their sizes. Contents are not read.
+
+    Raises:
+        UserError: a file cannot be looked at, which does not mean that it is damaged.
+    """
+    found = []
+    for path in named_checkpoints(folder):
+        try:
+            found.append(read_checkpoint(path))
+        except DamagedCheckpoint:  # is said where a run looks for the one to resume from
+            continue
+    return found
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint by its trainer.json, with a look at the sizes of its files.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written.
+        UserError: a file cannot be looked at.
+    """
+    info, records = _read_info(folder)
+    for name, record in records.items():
+        _check_size(folder, name, record)
+    return Checkpoint(folder, _step_of(folder) or 0, info)
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint; None where its folder has another name."""
+    named = _NAME.fullmatch(folder.name)
+    return int(named[1]) if named else None
+
+
+def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
+    """What the files of a checkpoint held when it was written, by their names.
+
+    Raises:
+        DamagedCheckpoint: ``info`` is not what this program writes.
+    """
+    kept = info.get("files")
+    if not isinstance(kept, dict):
+        raise DamagedCheckpoint(f"{INFO} has no list of files")
+    if outside := [name for name in kept if os.path.isabs(name) or ".." in Path(name).parts]:
+        raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
+    try:
+        return {name: Written(*_record(entry)) for name, entry in kept.items()}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedCheckpoint(f"{INFO} has a list of files that this program did not write") from error
+
+
+def _record(entry: Any) -> tuple[int, str | None]:
+    return (entry, None) if isinstance(entry, int) else (int(entry["size"]), str(entry["sha256"]))
+
+
+def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
+    """Read files of a checkpoint, several at once, and say which are not as they were written.
+
+    Files of earlier versions have no hash, and only their sizes are looked at.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+
+    def of_file(item: tuple[str, Written]) -> str | None:
+        try:
+            _check_content(folder, *item)
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [found for found in pool.map(of_file, records.items()) if found is not None]
+
+
+def hash_file(file: Path) -> Written:
+    """What a file holds."""
+    found, size = hashlib.sha256(), 0
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            found.update(chunk)
+            size += len(chunk)
+    return Written(size, found.hexdigest())
+
+
+def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str, Written]:
+    """The records of what lies in some folders of a checkpoint, such as state."""
+    starts = tuple(f"{folder}/" for folder in folders)
+    return {name: record for name, record in records.items() if name.startswith(starts)}
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def info_text(info: Mapping[str, Any]) -> str:
+    """The text of a trainer.json, with the hash of all else that it holds."""
+    return json.dumps({**info, "checksum": _checksum(info)}, indent=2)
+
+
+def check_checkpoint(folder: Path) -> Path | None:
+    """Look whether a checkpoint is as it was written: its trainer.json and hf, and the sizes of the other files.
+
+    Returns:
+        The base model of a checkpoint that holds only adapters; None for one that holds all weights.
+
+    Raises:
+        UserError: its trainer.json is not what this program writes, or a file is missing or damaged; names it.
+    """
+    file = folder / INFO
+    info = read_json(file, remedy=_REMEDY)
+    sizes, dtype, adapters = info.get("files"), info.get("dtype"), info.get("adapters")
+    if not isinstance(sizes, dict) or dtype not in DTYPES or not isinstance(adapters, dict | None):
+        told = f"{file} must have files, dtype and adapters as this program writes them"
+        raise UserError(f"{told}, got something else; {_REMEDY}")
+    try:
+        wrong = damage(folder, only_in(file_records(read_checkpoint(folder).info), ["hf"]))
+    except DamagedCheckpoint as error:
+        wrong = [str(error)]
+    refuse_damaged(folder, wrong)
+    if adapters is None:
+        return None
+    try:
+        adapter_settings(adapters)
+        return Path(adapters["base_model"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = f"{file} must name the base model and the settings of its adapters, got something else ({error})"
+        raise UserError(f"{told}; {_REMEDY}") from error
+
+
+def refuse_damaged(folder: Path, wrong: list[str]) -> None:
+    """Refuse a checkpoint that is not as it was written.
+
+    Raises:
+        UserError: something is ``wrong``; names the first of it.
+    """
+    if wrong:
+        raise UserError(f"{folder} must be as it was written, but {wrong[0]}; {_REMEDY}")
+
+
+def _read_info(folder: Path) -> tuple[Info, dict[str, Written]]:
+    try:
+        _check_kind(folder, INFO)
+        info = json.loads(read_bytes(folder / INFO).decode("utf-8"))
+        if not isinstance(info, dict):
+            raise DamagedCheckpoint(f"{INFO} is no JSON object")
+        if "checksum" in info and info["checksum"] != _checksum(info):
+            raise DamagedCheckpoint(f"{INFO} has another content")
+    except OSError as error:
+        raise _damaged_or_unreadable(folder, INFO, error) from error
+    except DamagedCheckpoint:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{INFO} is no JSON") from error
+    records = file_records(info)
+    if (wrong := find_wrong(info, step=_step_of(folder))) is not None:
+        raise DamagedCheckpoint(f"{INFO} is not what this program writes: {wrong}")
+    found: Info = info  # type: ignore[assignment]
+    return found, records
+
+
+def _checksum(info: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in info.items() if name != "checksum"}
+    if isinstance(adapters := rest.get("adapters"), dict):  # its user may correct where the base model lies now
+        rest["adapters"] = {name: value for name, value in adapters.items() if name != "base_model"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_kind(folder: Path, name: str) -> os.stat_result:
+    """What is known of a file, which is a regular one: others, such as a fifo, could be read for ever."""
+    try:
+        found = os.stat(folder / name)
+    except ValueError as error:  # a zero byte
+        raise DamagedCheckpoint(f"{name!r} is no name of a file") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpoint(f"{name} is no file")
+    return found
+
+
+def _check_size(folder: Path, name: str, record: Written) -> None:
+    try:
+        found = _check_kind(folder, name)
+    except OSError as error:
+        raise _damaged_or_unreadable(folder, name, error) from error
+    if found.st_size != record.size:
+        raise DamagedCheckpoint(f"{name} has {found.st_size} bytes instead of {record.size}")
+
+
+def _check_content(folder: Path, name: str, record: Written) -> None:
+    _check_size(folder, name, record)
+    if record.sha256 is None:
+        return
+    try:
+        found = hash_file(folder / name)
+    except OSError as error:
+        raise _damaged_or_unreadable(folder, name, error) from error
+    if found != record:
+        raise DamagedCheckpoint(f"{name} has another content")
+
+
+def _damaged_or_unreadable(folder: Path, name: str, error: OSError) -> Exception:
+    if error.errno not in _DAMAGE:
+        return _unreadable(folder / name, error)
+    is_what = "is not there" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read ({error.strerror})"
+    return DamagedCheckpoint(f"{name} {is_what}")
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read: {error.strerror}; let this user read it, or see what is wrong with the disk")

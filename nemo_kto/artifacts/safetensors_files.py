@@ -1,0 +1,214 @@
+"""The safetensors files of a Hugging Face folder: which weight lies where, and writing a sharded set of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_kto.errors import UserError, either, printable
+from nemo_kto.utils.files import file_inside, irregular, open_file, other_format, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # the one file of a model without an index
+WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
+_REMEDY = "download or write it again"
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+BLOCKS, SCALES = "_blocks", "_scales"  # what the names of weights in MXFP4 end in (huggingface/mxfp4.py), whose type is
+_PACKED = "U8"
+_FORMAT_BYTES = 64  # which show a file of another format
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+Shapes = dict[str, tuple[int, ...]]
+"""Names of weights in a file -> their shapes."""
+
+
+class _Broken(ValueError):
+    """What is wrong with a header."""
+
+
+def tensor_shapes(file: Path) -> Shapes:
+    """Shape of every tensor in a safetensors file; reads only its header.
+
+    Raises:
+        UserError: it is no safetensors file, is cut short, or holds something else than floats.
+    """
+    return _read_header(file)[0]
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What the writer of a safetensors file noted in it; raises as :func:`tensor_shapes` does."""
+    return _read_header(file)[1]
+
+
+def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
+    try:
+        with open_file(file) as handle:
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
+            start = handle.read(_FORMAT_BYTES)
+            # the format's own header begins with "{", after a length that may begin like another format
+            if start[8:9] != b"{" and (told := other_format(start)) is not None:
+                raise UserError(f"{file} must be a safetensors file, but it is {told}")
+            handle.seek(0)
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > _MAX_HEADER_BYTES:
+                raise _Broken("it begins with something else than a header")
+            if size < 8 + length:
+                raise _Broken(f"it has {size} bytes, its header alone {length}")
+            header = json.loads(handle.read(length))
+        return _parse_header(header, size - 8 - length)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
+    except _Broken as error:
+        raise UserError(f"{file} must be a whole safetensors file, but {error}; {_REMEDY}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} must be a safetensors file, but its header is no JSON ({error}); {_REMEDY}") from error
+
+
+def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, str]]:
+    if not isinstance(header, dict):
+        raise _Broken("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    shapes, end = {}, 0
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
+                pass
+            case _:
+                raise _Broken(f"its header does not say what {printable(name, 100)} is")
+        is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
+        if dtype not in _FLOATS and not is_packed:
+            floats = either([*_FLOATS])
+            got = f"{printable(name, 100)} is {printable(dtype, 20)}"
+            raise _Broken(f"{got} and not {floats}, perhaps quantized; start from the unquantized model")
+        size = 1 if is_packed else _FLOATS[dtype]
+        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
+            raise _Broken(f"its header contradicts itself about {printable(name, 100)}")
+        shapes[name], end = tuple(shape), max(end, last)
+    if end != data_bytes:
+        raise _Broken(f"it has {data_bytes} bytes of weights, and its header names {end}: it was cut short or changed")
+    return shapes, metadata if isinstance(metadata, dict) else {}
+
+
+def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """File and shape of every weight in a folder; reads only the headers of the files.
+
+    Where there is an index, only the files that it names are read, and each weight must be in the one file that it is mapped
+    to. Weights in these files that the index leaves out are weights too, as in transformers.
+
+    Raises:
+        UserError: there are no safetensors, not all that the index names, they cannot be read, or the index contradicts
+            them; lists all such files. Or one lies outside the folder.
+    """
+    weight_map = _read_index(folder)
+    files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
+    if absent := [f"{file.name} is {irregular(file) or 'not there'}" for file in files if not file.is_file()]:
+        raise UserError(
+            f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
+            "load the model with transformers and write it with save_pretrained"
+        )
+    if folder / SINGLE not in files and (folder / SINGLE).is_file():  # which transformers would read, and not the index
+        told = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
+        raise UserError(f"{told}; remove the one that is not the model")
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    wrong, repeated = [], []
+    for file in files:
+        try:
+            shapes = tensor_shapes(file)
+        except UserError as error:
+            wrong.append(str(error))
+            continue
+        repeated += [f"{name} in {found[name][0].name} and in {file.name}" for name in shapes if name in found]
+        found |= {name: (file, shape) for name, shape in shapes.items()}
+    if repeated:
+        wrong.append(f"{folder} must hold each weight in one file, got {_first_of(repeated)}; {_REMEDY}")
+    mapped = {} if wrong or weight_map is None else weight_map
+    lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name][0] != file]
+    if lost:
+        told = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
+        wrong.append(f"{told}; {_REMEDY}")
+    if wrong:
+        raise UserError("\n  ".join(wrong))
+    return found
+
+
+def _first_of(mistakes: Sequence[str]) -> str:
+    return mistakes[0] if len(mistakes) == 1 else f"{len(mistakes)} mistakes, such as {mistakes[0]}"
+
+
+def is_our_model(folder: Path) -> bool:
+    """Whether this program wrote the folder."""
+    try:
+        return read_json(folder / INDEX)["metadata"]["written_by"] == WRITTEN_BY
+    except (UserError, LookupError, TypeError):
+        return False
+
+
+def _read_index(folder: Path) -> dict[str, Path] | None:
+    """File of each weight that the index names; None for a model in a single file, which has no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    files = read_json(file_inside(folder, INDEX)).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index} must have a weight_map from the name of each weight to its file; {_REMEDY}")
+    paths = {file: file_inside(folder, file) for file in set(files.values())}
+    return {name: paths[file] for name, file in files.items()}
+
+
+@dataclass(kw_only=True, eq=False)
+class ShardWriter:
+    """Writes weights into safetensors files of limited size, holding no more than one file's worth at a time.
+
+    Attributes:
+        folder: an existing folder.
+        max_shard_bytes: a file is closed before it would grow beyond this, unless a single weight is bigger.
+    """
+
+    folder: Path
+    max_shard_bytes: int
+
+    def __post_init__(self) -> None:
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = self._total_bytes = 0
+        self._parts: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one weight; it must not change before the next call of ``add`` or ``close`` that writes it."""
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._shard[name] = tensor.contiguous()
+        self._shard_bytes += size
+        self._total_bytes += size
+
+    def close(self, *, mark: str) -> None:
+        """Write what is left, give the files their final names, and write the index, with ``mark`` in its metadata."""
+        self._flush()
+        weight_map = {}
+        for number, names in enumerate(self._parts):
+            file = f"model-{number + 1:05d}-of-{len(self._parts):05d}.safetensors"
+            self._part(number).rename(self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        metadata = {"total_size": self._total_bytes, "written_by": mark}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        if self._shard:
+            from safetensors.torch import save_file
+
+            save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
+            self._parts.append(list(self._shard))
+            self._shard, self._shard_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number}"

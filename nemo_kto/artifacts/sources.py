@@ -1,0 +1,147 @@
+"""What a folder that names a model holds: a whole model, or adapters and where their base model is.
+
+Only small JSON files are read and nothing heavy is imported, so that a command line can be checked with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
+from nemo_kto.errors import UserError
+from nemo_kto.utils.files import irregular, read_json
+
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the weights of a model come from.
+
+    Attributes:
+        base: a Hugging Face folder, or one of our checkpoints of a whole model.
+        adapters: a folder in PEFT format, or one of our checkpoints of adapters; None for the base model as it is.
+    """
+
+    base: Path
+    adapters: Path | None = None
+
+    def resolve(self) -> ModelSource:
+        """The same with absolute paths, to be compared."""
+        return ModelSource(base=self.base.resolve(), adapters=self.adapters and self.adapters.resolve())
+
+    def __str__(self) -> str:
+        return f"{self.base}" if self.adapters is None else f"the adapters {self.adapters} on {self.base}"
+
+
+def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSource:
+    """The model that ``folder`` names.
+
+    Args:
+        folder: a Hugging Face folder, one of our checkpoints, or a folder in PEFT format.
+        default_base: the base model of adapters in PEFT format that name none, or one of a hub, which has no folder here.
+
+    Raises:
+        UserError: it is none of these, or it is adapters whose base model is not there.
+    """
+    if is_checkpoint(folder):
+        adapters = read_json(folder / INFO).get("adapters")
+        if not isinstance(adapters, dict):
+            return ModelSource(base=folder)
+        return ModelSource(base=_base_there(folder, str(adapters["base_model"])), adapters=folder)
+    if os.path.isfile(folder / ADAPTER_CONFIG):
+        if not is_peft_folder(folder):
+            raise UserError(
+                f"must be a model or adapters, got {folder}, which has {ADAPTER_CONFIG} and weights of a whole model; "
+                "move one of them to another folder"
+            )
+        return ModelSource(base=_peft_base(folder, default_base), adapters=folder)
+    if os.path.isfile(folder / CONFIG):
+        return ModelSource(base=folder)
+    raise UserError(
+        f"must be a Hugging Face folder (with {CONFIG}), one of our checkpoints (with {INFO}) or adapters in PEFT "
+        f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; download it or correct the path"
+    )
+
+
+def irregular_files(folder: Path) -> str:
+    """Such as ", where config.json is a folder", of the files by which a model or adapters are known; mostly empty."""
+    kinds = {name: irregular(folder / name) for name in (CONFIG, INFO, ADAPTER_CONFIG)}
+    return "".join(f", where {name} is {kind}" for name, kind in kinds.items() if kind is not None)
+
+
+def is_whole_model(folder: Path) -> bool:
+    """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
+    if is_checkpoint(folder):
+        return read_json(folder / INFO).get("adapters") is None
+    return os.path.isfile(folder / CONFIG)
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """True for adapters in PEFT format without the weights of a whole model beside them."""
+    has_adapters = os.path.isfile(folder / ADAPTER_CONFIG) and not is_checkpoint(folder)
+    return has_adapters and not any(folder.glob("model*.safetensors"))
+
+
+def named_base(adapters: Path) -> Path | None:
+    """The base model that adapters in PEFT format name, if it is a folder of this machine and not only a name of a hub."""
+    name = read_json(adapters / ADAPTER_CONFIG).get("base_model_name_or_path")
+    base = Path(str(name)).expanduser()
+    return base if name and is_whole_model(base) else None
+
+
+def check_same_shape(policy: Path, other: Path) -> None:
+    """Refuse a model whose config.json says that it is not of the policy's shape; the whole comparison takes the models.
+
+    Raises:
+        UserError: it is not.
+    """
+    ours, theirs = _config(policy), _config(other)
+    pairs = {key: (theirs[key], ours[key]) for key in _SHAPE if key in ours and key in theirs}
+    refuse_other_shape(policy, other, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse a model that differs from the policy in values, if there are any: name -> (its own, the policy's).
+
+    Raises:
+        UserError: there are.
+    """
+    if differing:
+        values = ", ".join(f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in differing.items())
+        raise UserError(
+            f"must be a model of the same shape as the policy in {policy}, got {other} with {values}; name another model, "
+            "or train one of its shape"
+        )
+
+
+def _config(folder: Path) -> dict[str, object]:
+    """The Hugging Face configuration of a whole model; empty where it is not there."""
+    file = config_folder(folder) / CONFIG
+    return read_json(file) if os.path.isfile(file) else {}
+
+
+def _peft_base(folder: Path, default_base: Path | None) -> Path:
+    if (base := named_base(folder)) is not None:
+        return base
+    name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else of a hub: organisation/model
+    return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
+
+
+def _base_there(folder: Path, base: str) -> Path:
+    if not is_whole_model(Path(base).expanduser()):
+        where = ADAPTER_CONFIG if os.path.isfile(folder / ADAPTER_CONFIG) else INFO
+        raise UserError(
+            f"must have the base model of its adapters where {where} names it, got {folder} with {base}, which is no model "
+            f"on this machine; put it there, or correct {where}"
+        )
+    return Path(base).expanduser()

@@ -1,0 +1,120 @@
+"""The files of a tokenizer as they are: what they show without the libraries that load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.errors import UserError, show
+from nemo_kto.utils.files import irregular, open_file, other_format, read_json, refuse_code
+
+_REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FORMAT_BYTES = 64  # which show a file of another format
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
+    """Look whether a folder holds a tokenizer that fits its model.
+
+    Args:
+        vocab_size: rows of the model's embedding; None where not known.
+
+    Raises:
+        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token that training
+            needs has no row in the embedding (:func:`check_ids`).
+    """
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
+        told = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
+        raise UserError(f"{told}; copy its files from where the model came from")
+    for name in (*_VOCABULARIES, *_TEMPLATES):
+        _check_format(folder / name, needed=name in _TEMPLATES)
+    config = _tokenizer_config(folder)
+    refuse_code(folder / _CONFIG, config)
+    if "eos_token" in config and config["eos_token"] is None:
+        raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
+    if (folder / _TOKENIZER).is_file():
+        ids, added = _ids(folder / _TOKENIZER)
+        every_row = _every_row(config)
+        ids |= {token: added[token] for token in every_row if token in added}
+        check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
+        following = max([*ids.values(), *added.values()]) + 1  # which transformers gives to a token that is not there
+        new = {token: following for token in every_row if token not in ids}
+        check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
+
+
+def _check_format(file: Path, *, needed: bool) -> None:
+    """Refuse a file of another format; if it is ``needed``, anything else too that transformers would skip."""
+    if needed and (kind := irregular(file)) is not None:
+        raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
+    if not file.is_file():
+        return
+    try:
+        with open_file(file) as handle:
+            told = other_format(handle.read(_FORMAT_BYTES))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
+    if told is not None:
+        raise UserError(f"{file} must be a file of the tokenizer, but it is {told}")
+
+
+def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
+    """Look whether tokens have rows in the model's embedding.
+
+    Not asked of tokens that were added for something else, such as Gemma 3's for images beside a model of text: a row of the
+    data that has one is refused when it is tokenised.
+
+    Args:
+        ids: token -> its id.
+        vocab_size: rows of the embedding; None where not known.
+        file: where the tokens are from.
+
+    Raises:
+        UserError: a token has none.
+    """
+    token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
+    if vocab_size is not None and highest >= vocab_size:
+        told = f"{file}: tokens must have ids below the model's vocab_size = {vocab_size}, got {highest} of {show(token)}"
+        remedy = "take the model's own tokenizer, or resize the embedding with resize_token_embeddings"
+        raise UserError(f"{told}; {remedy}")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether any file of a folder holds a chat template; raises as :func:`check_tokenizer` does."""
+    return chat_template_file(folder).name != _CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
+
+
+def chat_template_file(folder: Path) -> Path:
+    """Where a chat template of the folder stands if it has one."""
+    return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / _CONFIG)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / _CONFIG, remedy=_REMEDY) if (folder / _CONFIG).exists() else {}
+
+
+def _every_row(config: Mapping[str, Any]) -> list[str]:
+    """The tokens of a tokenizer_config.json that rows get whatever their text is: BOS and EOS."""
+    values = (config.get("bos_token"), config.get("eos_token"))
+    texts = (value.get("content") if isinstance(value, dict) else value for value in values)
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Token -> id, of a tokenizer.json: those of its model, and those that were added."""
+    content = read_json(file, remedy=_REMEDY)
+    try:
+        vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
+        if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        ids = {str(token): int(number) for token, number in dict(vocabulary).items()}
+        new = {str(token["content"]): int(token["id"]) for token in added}
+        if not (ids or new):
+            raise LookupError("no tokens")
+        return ids, new
+    except (TypeError, ValueError, LookupError) as error:
+        told = f"{file} must have model.vocab, the id of each token, and added_tokens; got something else"
+        raise UserError(f"{told}; {_REMEDY}") from error

@@ -1,0 +1,101 @@
+"""`nemo-kto data check`: what files of rows hold, before anything is trained on them. Nothing of it loads megatron-core."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.cli.arguments import integer_from
+from nemo_kto.data.inspect.check import PartCheck, Report
+from nemo_kto.data.rows.reader import Fields
+from nemo_kto.data.rows.records import RowErrors
+from nemo_kto.data.tokens.parts import file_parts, map_parts, number_of_parts, number_of_processes
+from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
+from nemo_kto.errors import UserError
+from nemo_kto.telemetry.progress import progress_bar
+
+_DESCRIPTION = """\
+Count what jsonl files hold: rows and their balance, lengths, repetitions, contradictions, broken rows. Exit status 2 if rows
+are broken. With --model in tokens too, and what --seq-length would truncate.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command, without its name.
+
+    Raises:
+        UserError: the command line cannot be used; or rows are broken, which is raised after the report.
+    """
+    flags = _parser().parse_args(list(argv))
+    files = _files(flags.file)
+    if flags.seq_length is not None and flags.model is None:
+        raise UserError("--seq-length must come with --model, whose tokenizer makes tokens of the rows; add --model FOLDER")
+    fields = Fields(_columns(flags.fields))
+    encoder = truncation = None
+    if flags.model is not None:
+        from nemo_kto.data.tokens.chat import RecordEncoder
+        from nemo_kto.run.build_rows import model_tokenizer, model_vocab_size
+
+        model = Path(flags.model)
+        encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))
+        if flags.seq_length is not None:
+            truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
+    as_pairs = RECIPES[flags.algorithm].unit == "pairs"
+    report, broken = Report(as_pairs=as_pairs, seq_length=flags.seq_length), RowErrors()
+    for file in files:
+        work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)
+        expected, title = number_of_parts(file), f"reading {file.name}"
+        processes = number_of_processes(flags.workers, expected)
+        parts = map_parts(work, file_parts(file), processes=processes, doing=title, setting="--workers")
+        for counted in progress_bar(parts, total=expected, title=title, shown=True):
+            report.add(file, counted)
+            for line, what in counted.broken:
+                broken.add(file, line, what)
+            if counted.is_last:
+                broken.raise_if_any()
+    sys.stdout.write("\n".join(report.lines()) + "\n")
+    sys.stdout.flush()
+    broken.raise_if_any()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto data check", description=_DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", nargs="+", help="jsonl files, or folders of them")
+    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
+    parser.add_argument("--seq-length", type=integer_from(2), metavar="N", help="count what this model.data.seq_length cuts")
+    parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="columns of other names: model.data.fields")
+    parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
+    names = list(RECIPES)
+    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
+    return parser
+
+
+def _files(named: Sequence[str]) -> list[Path]:
+    """The files, each once.
+
+    Raises:
+        UserError: some are not there; names all of them.
+    """
+    files, missing = list[Path](), []
+    for name in named:
+        path = Path(name)
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
+        files += found
+        if not found:
+            missing.append(f"got {name}, which {'has no jsonl file' if path.is_dir() else 'does not exist'}")
+    if missing:
+        raise UserError("\n  ".join(["FILE must be a jsonl file, or a folder with such files:", *missing]))
+    return list(dict.fromkeys(files))
+
+
+def _columns(text: str) -> dict[str, str]:
+    columns = {}
+    for pair in filter(None, text.strip("{} ").split(",")):
+        ours, colon, column = pair.partition(":")
+        if not (colon and ours.strip() and column.strip()):
+            raise UserError(f"--fields must be OURS:COLUMN, separated by commas, got {pair}; e.g. --fields prompt:question")
+        columns[ours.strip()] = column.strip()
+    return columns

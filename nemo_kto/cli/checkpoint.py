@@ -1,0 +1,142 @@
+"""`nemo-kto checkpoint ls` and `verify`: what the checkpoints of a run are, and whether they are as they were written.
+
+Nothing of it loads torch, so that it answers at once, on any machine that sees the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+
+from nemo_kto.artifacts.checkpoint_files import (
+    CHECKPOINTS,
+    INFO,
+    Checkpoint,
+    DamagedCheckpoint,
+    damage,
+    file_records,
+    is_checkpoint,
+    named_checkpoints,
+    read_checkpoint,
+    size_text,
+)
+from nemo_kto.errors import UserError
+from nemo_kto.utils.files import WRITING
+
+DAMAGED = 1  # the exit status
+_METRICS = ("loss", "acc", "rewards_margin")
+_HEADER = ("step", "written", "size", "data x tensor x pipeline", "metrics", "state")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command, without its name.
+
+    Returns:
+        The exit status: 1 if ``verify`` finds damage.
+
+    Raises:
+        UserError: the folder has no checkpoints, or a file cannot be read.
+    """
+    arguments = _parser().parse_args(list(argv))
+    command: Callable[[Path], int] = arguments.command
+    return command(arguments.folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto checkpoint", description="Look at the checkpoints of a run.")
+    commands = parser.add_subparsers(metavar="ls|verify", required=True)
+    listing = commands.add_parser(
+        "ls", description="Step, date, size, layout and metrics of each checkpoint, and whether it is complete."
+    )
+    listing.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    listing.set_defaults(command=_list)
+    verifying = commands.add_parser(
+        "verify", description="Read every file and compare it with its hash. Exit status 1 if any is damaged."
+    )
+    verifying.add_argument("folder", metavar="RUN|CHECKPOINT", type=Path, help="a run folder or a checkpoint")
+    verifying.set_defaults(command=_verify)
+    return parser
+
+
+def _list(folder: Path) -> int:
+    rows = [_HEADER, *(_row(path) for path in _paths(folder))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
+        print(f"{leftover.name}: not complete; it is being written, or its run was stopped")
+    return 0
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    found = _look(path)
+    if isinstance(found, str):
+        return (path.name.removeprefix("step_").lstrip("0") or "0", "", "", "", "", f"damaged: {found}")
+    records = file_records(found.info)
+    layout = found.info.get("layout", {})
+    tensor, pipeline, context = (layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    model_ranks = tensor * pipeline * context
+    parts = (layout.get("world", model_ranks) // model_ranks, tensor, pipeline)
+    return (
+        str(found.step),
+        datetime.fromtimestamp((path / INFO).stat().st_mtime).strftime("%Y-%m-%d %H:%M"),
+        size_text(sum(record.size for record in records.values())),
+        " x ".join(map(str, parts)) + (f", {context} context" if context > 1 else ""),
+        ", ".join(_metrics(found.info.get("metrics", {}))),
+        "complete",
+    )
+
+
+def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Those of the last validation, set after set, or of training where there was none."""
+    losses = (key.removesuffix("loss") for key in metrics if key.startswith("val_") and key.endswith("_loss"))
+    # a set has rows; what stands before the loss in val_preference_loss has none
+    validated = [prefix for prefix in losses if prefix == "val_" or f"{prefix}rows" in metrics]
+    for prefix, name in product(validated or ["train_"], _METRICS):
+        if (value := metrics.get(f"{prefix}{name}")) is not None:
+            yield f"{prefix}{name} {value:.4f}"
+
+
+def _verify(folder: Path) -> int:
+    status = 0
+    for path in [folder] if is_checkpoint(folder) else _paths(folder):
+        found = _look(path)
+        wrong = [found] if isinstance(found, str) else damage(path, file_records(found.info))
+        if wrong:
+            status = DAMAGED
+            print("\n  ".join([f"{path}: damaged", *wrong]), flush=True)
+        elif isinstance(found, Checkpoint):
+            print(f"{path}: {_as_written(found)}", flush=True)
+    return status
+
+
+def _as_written(checkpoint: Checkpoint) -> str:
+    records = file_records(checkpoint.info).values()
+    told = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
+    if any(record.sha256 is None for record in records):
+        return f"{told}, by their sizes; an earlier version wrote no hashes"
+    return told
+
+
+def _look(path: Path) -> Checkpoint | str:
+    try:
+        return read_checkpoint(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Of the checkpoints of a run, oldest first.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not os.path.isdir(folder):
+        raise UserError(f"RUN must be a folder that exists, got {folder}; correct the path")
+    if paths := list(named_checkpoints(folder / CHECKPOINTS)):
+        return paths
+    raise UserError(f"RUN must be a run folder, with checkpoints in {folder / CHECKPOINTS}, but there are none")

@@ -1,0 +1,31 @@
+"""What `nemo-kto` starts: the commands that need neither torch nor Hydra are run without loading them."""
+
+from __future__ import annotations
+
+import sys
+
+from nemo_kto.telemetry import output
+
+
+def main() -> None:
+    """The command `nemo-kto`."""
+    output.protect()
+    if sys.argv[1:2] == ["checkpoint"]:
+        with output.is_the_result():
+            look_at_checkpoints(sys.argv[2:])
+    else:
+        from nemo_kto.cli.main import main as train_or_export
+
+        train_or_export()
+
+
+def look_at_checkpoints(argv: list[str]) -> None:
+    """`nemo-kto checkpoint`; ends the process."""
+    from nemo_kto.cli.checkpoint import main as command
+    from nemo_kto.errors import UserError
+
+    try:
+        sys.exit(command(argv))
+    except UserError as error:
+        print(f"nemo-kto checkpoint: {error}", file=sys.stderr)
+        sys.exit(2)

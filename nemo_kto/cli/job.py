@@ -1,0 +1,186 @@
+"""One job of a command line: its configuration is checked as a whole, then it trains here or in ranks started for it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nemo_kto.algorithms.recipes import Recipe
+from nemo_kto.config import compose
+from nemo_kto.config.redaction import redact_file, redacted
+from nemo_kto.config.rules.packages import check_transformer_engine
+from nemo_kto.config.rules.training import broken_rules, local_ranks, unused_keys
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.device import device
+from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.processes import open_files, ranks, signals
+from nemo_kto.processes.slurm import requeue
+from nemo_kto.telemetry.logs import set_up_logging, take_over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the command line runs, once or several times.
+
+    Attributes:
+        world: the ranks of this process.
+        script: the one that was called, if it was not the command.
+        elsewhere: a launcher of Hydra's brings each job of a sweep to a machine of its own, in another process.
+    """
+
+    recipe: Recipe
+    source: compose.Source
+    world: ranks.World | None
+    script: Path | None = None
+    elsewhere: bool = False
+
+    def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
+        """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
+        judge = partial(self.judge, sweep=sweep)
+        return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+
+    def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
+        """Explain why a command line does not compose, and exit."""
+        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
+        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [unexplained], self.world)
+
+    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
+        """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
+        cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
+        wrong = {mistake.key for mistake in mistakes}
+        here = not self.elsewhere
+        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=here)
+        return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+
+    def run_in_hydra(self, config: DictConfig) -> None:
+        """One job, as Hydra hands it over; each job of a sweep has a run folder of its own."""
+        settings = HydraConfig.get()
+        sweep = settings.mode == RunMode.MULTIRUN
+        if sweep:
+            redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote it before the first job
+            config.exp_manager.explicit_log_dir = settings.runtime.output_dir
+            ranks.begin_now()
+        job = self
+        if self.elsewhere:
+            try:
+                job = replace(self, world=ranks.detect_world(), elsewhere=False)
+            except UserError as error:
+                ranks.fail(error, world=None)
+        job.run(config, list(settings.overrides.task), sweep=sweep)
+
+    def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
+        """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
+        cfg, mistakes = compose.to_config(config, recipe=self.recipe)
+        if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
+            refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
+        gc.enable()
+        unused = list(unused_keys(cfg)) if sweep else []
+        for mistake in unused if self.world is None or self.world.rank == 0 else ():
+            print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
+        if cfg.trainer.accelerator == "cpu":
+            device.force_cpu()
+        count = local_ranks(cfg.trainer, _gpus(cfg))
+        if self.world is None and count > 1:
+            own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
+            command = self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            from nemo_kto.processes import launcher
+
+            launcher.spawn_ranks(count, command, stop_signals=cfg.trainer.stop_signals)
+        else:
+            for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
+                print(f"nemo-kto: {note}", file=sys.stderr)
+            self._train(cfg)
+
+    def _command(self, overrides: Sequence[str]) -> list[str]:
+        """Arguments with which the interpreter comes here again: by the script that was called, or by this module.
+
+        With -P, nothing is imported from the working directory: it may be the folder of a model that somebody else made. A
+        script may need the modules beside it, as it did when it was called. -P is for this interpreter and the processes of
+        multiprocessing that it starts; a variable of the environment would reach the programs of a user's callbacks as well.
+        """
+        if self.script is None:
+            program = ["-P", "-m", "nemo_kto.cli.main", self.recipe.name]
+        else:
+            program = [*(["-P"] if sys.flags.safe_path else []), str(self.script)]
+        return ["-u", *program, *self.source.flags(), *overrides]
+
+    def _train(self, cfg: RunConfig) -> None:
+        open_files.raise_limit()
+        try:
+            signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
+            self._import_and_train(cfg)
+        except signals.Stopped as stop:
+            self._end_early(stop, cfg)
+        except KeyboardInterrupt:
+            ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
+        except Exception as error:
+            if (stopped := signals.raised()) is not None:  # what was interrupted may fail in its own way
+                self._end_early(stopped, cfg)
+            from nemo_kto.processes import watchdog
+
+            error = open_files.explained(error)
+            watchdog.explain(error)
+            ranks.fail(error, world=self.world)
+
+    def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
+        if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
+            requeue(os.environ)  # else done with the checkpoint
+        ranks.end_early(str(stop), world=self.world)
+
+    def _import_and_train(self, cfg: RunConfig) -> None:
+        # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
+        gc.disable()
+        check_transformer_engine()
+        from nemo_kto.run import build
+
+        gc.freeze()
+        gc.enable()
+        # Again, because each job of a sweep warns of what is its own.
+        set_up_logging(rank=0 if self.world is None else self.world.rank)
+        take_over()
+        build.train(cfg, check_memory=check_memory)
+
+
+def check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
+    """Compare what a run of so many ranks, ``local`` of them on this machine, needs with the memory of its machines.
+
+    Raises:
+        UserError: it cannot fit.
+    """
+    from nemo_kto.planner import plan_run
+
+    plan_run.check_memory(cfg, plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False))
+
+
+def _gpus(cfg: RunConfig) -> int:
+    """GPUs of this machine that the run may use."""
+    return 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
+
+
+def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
+    """Say what is wrong, once, and exit.
+
+    Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
+    """
+    lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
+    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
+    text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
+    if world is None or world.rank == 0:
+        print(text, file=sys.stderr)
+    elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
+        print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
+    else:
+        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
+    sys.exit(ranks.USAGE_ERROR)

@@ -1,0 +1,300 @@
+"""The commands: `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint` and `data preview|check`, and what examples/ calls.
+
+A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
+starts its own, or runs here as the one rank there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_kto import __version__
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.cli.entry import look_at_checkpoints
+from nemo_kto.device import device
+from nemo_kto.errors import UserError
+from nemo_kto.processes import ranks, signals
+from nemo_kto.telemetry import output
+from nemo_kto.telemetry.logs import set_up_logging, take_over
+
+# Hydra, and what imports it, is imported by those commands alone that compose a configuration.
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from nemo_kto.cli.job import Job
+
+# Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
+_SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
+_VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
+_SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
+_HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
+
+_USAGE = """\
+nemo-kto: aligns large language models on feedback, on one processor or many GPUs
+
+{commands}
+  nemo-kto export CHECKPOINT OUT
+      Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto plan {names} [KEY=VALUE ...] [--gpus N] [--memory GB]
+      Say what a run needs, which layouts fit, and how fast it may be; nothing is loaded.
+
+  nemo-kto data preview FILE --model MODEL
+      Show the first rows of a jsonl file as the model sees them.
+
+  nemo-kto checkpoint ls RUN
+  nemo-kto checkpoint verify RUN|CHECKPOINT
+      Show the checkpoints of a run; compare every file with its hash.
+
+  nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
+      Count what jsonl files hold: balance, lengths, duplicates, contradictions, broken rows.
+
+  nemo-kto --version
+  nemo-kto {names} --help        all keys, with their defaults and meaning
+  nemo-kto export --help
+"""
+
+_COMMAND_USAGE = """\
+  nemo-kto {recipe.name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+      {recipe.title}. MODEL: a Hugging Face folder.
+      DATA: {recipe.data}.
+      The aligned model is in results/{recipe.config_name}/hf afterwards, in Hugging Face format.
+"""
+
+_TRAINING_USAGE = """\
+{recipe.title} ({recipe.page})
+
+  {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+
+  Four ranks on this machine:       trainer.devices=4
+  Ranks that are there already:     torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
+  No GPU:                           hardware=cpu
+  See what would be run:            --cfg job
+  Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
+  A file of your own:               --config-dir FOLDER --config-name FILE
+
+Keys and their defaults:
+
+{keys}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `nemo-kto`."""
+    output.protect()
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        ranks.exit_rank(ranks.INTERRUPTED, world=None)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    command = arguments[0] if arguments else "--help"
+    if command in RECIPES:
+        gc.disable()  # most of what a refused command line costs are imports, and what they bring stays
+        try:
+            train(RECIPES[command], arguments[1:])
+        finally:
+            gc.enable()
+    elif command == "export":
+        _export(arguments[1:])
+    else:
+        with output.is_the_result():
+            _show(command, arguments)
+
+
+def _show(command: str, arguments: Sequence[str]) -> None:
+    """A command that only shows something."""
+    if command == "plan":
+        _plan(arguments[1:])
+    elif command == "checkpoint":
+        look_at_checkpoints(list(arguments[1:]))
+    elif arguments[:1] == ["data"] and arguments[1:2] in (["preview"], ["check"]):
+        _data(arguments[1], arguments[2:])
+    elif command == "--version":
+        print(f"nemo-kto {__version__}")
+    elif command in ("--help", "-h", "help"):
+        print(_usage(), end="")
+    else:
+        known = f"{', '.join(RECIPES)}, plan, export, checkpoint, data preview or data check"
+        command = " ".join(arguments[: 1 + (command == "data")])
+        print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
+
+
+def _usage() -> str:
+    commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
+    return _USAGE.format(commands=commands, names="|".join(RECIPES))
+
+
+def _export(argv: Sequence[str]) -> None:
+    description = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
+    parser = argparse.ArgumentParser(prog="nemo-kto export", description=description)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
+    parser.add_argument("out", type=Path, help="folder to write to; made if absent")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
+    arguments = parser.parse_args(argv)
+    if not os.path.isdir(arguments.checkpoint):
+        parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
+    set_up_logging(rank=0)
+    device.force_cpu()  # it computes nothing, and a model may be larger than a GPU
+    try:
+        from nemo_kto.run.build_policy import export_checkpoint
+
+        take_over()
+        export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
+    except UserError as error:
+        ranks.fail(error, world=None)
+
+
+def _data(name: str, argv: Sequence[str]) -> None:
+    gc.disable()  # most of what comes here are imports, and what they bring stays
+    try:
+        importlib.import_module(f"nemo_kto.launch.{name}").main(argv)
+    except UserError as error:
+        print(f"nemo-kto data {name}: {error}", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
+    finally:
+        gc.enable()
+
+
+def _plan(argv: Sequence[str]) -> None:
+    gc.disable()  # as above
+    set_up_logging(rank=0)
+    from nemo_kto.cli.plan import main as plan
+    from nemo_kto.config.redaction import redacted
+
+    try:
+        sys.exit(plan(argv))
+    except UserError as error:
+        print(f"nemo-kto plan: {redacted(str(error))}", file=sys.stderr)
+        sys.exit(ranks.USAGE_ERROR)
+
+
+def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
+    """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
+    from nemo_kto.cli.job import Job, refuse_mistakes
+    from nemo_kto.config import compose
+    from nemo_kto.config.keys import as_text
+    from nemo_kto.config.migration import forced
+
+    output.protect()
+    argv, others = _other_options(sys.argv[1:] if argv is None else argv)
+    try:
+        ranks.end_with_launcher()
+        world = ranks.detect_world()
+    except UserError as error:
+        ranks.fail(error, world=None)
+    set_up_logging(rank=0 if world is None else world.rank)
+    flags = _flags(argv)
+    if flags.help:
+        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
+        with output.is_the_result():
+            print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
+        return
+    source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
+    elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
+    job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
+    if others:
+        refuse_mistakes(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
+    try:
+        own_file = compose.own_file(source)
+        own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
+        # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
+        about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
+        plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
+        config = compose.load(flags.overrides, source=source) if plain else None
+    except (*compose.WRONG, ValueError) as error:  # the last of an override that Hydra takes apart before it reads it
+        job.refuse(flags.overrides, error, sweep=flags.multirun)
+    if config is not None:
+        job.run(config, flags.overrides)
+        return
+    # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+    without_defaults = own_text is not None and "defaults:" not in own_text
+    if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+        refuse_mistakes(mistakes, world)
+    # Hydra reads the command line itself, and only understands flags before overrides.
+    modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
+    overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
+    sys.argv = [sys.argv[0], *modes, *compose.adopted(source).flags(), *overrides]
+    _run_hydra(job, flags)
+
+
+def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
+    """Let Hydra read sys.argv and run the job, once or several times."""
+    import hydra
+
+    from nemo_kto.config import compose
+
+    began = False
+
+    def run(config: DictConfig) -> None:
+        nonlocal began
+        began = True
+        job.run_in_hydra(config)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+    try:
+        hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=job.recipe.config_name)(run)()
+    except signals.Stopped:  # between two jobs of a sweep
+        ranks.end_early("", world=job.world)
+    except (*compose.WRONG, ValueError) as error:
+        if began:
+            raise
+        job.refuse(
+            flags.overrides, error, sweep=flags.multirun
+        )  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
+
+
+def _flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Hydra's flags, which may stand among the overrides, and the overrides."""
+    parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, allow_abbrev=False, parents=[_source_parser()])
+    for names in _SWITCHES:
+        parser.add_argument(*names.split(), action="store_true")
+    for names in _VALUED:
+        parser.add_argument(*names.split())
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _source_parser() -> argparse.ArgumentParser:
+    """Hydra's flags that say where configurations come from."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in _SOURCE:
+        parser.add_argument(*names.split())
+    return parser
+
+
+def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that Hydra knows, and --NAME=VALUE of those that other trainers' command lines have."""
+    known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
+    words, others = [], list[str]()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word.split("=")[0] in known:
+            words.append(word)
+            continue
+        values = []
+        while rest and "=" not in word and not rest[0].startswith("-") and "=" not in rest[0]:
+            values.append(rest.pop(0))
+        others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
+    return words, others
+
+
+def _own_script() -> Path | None:
+    """The script that was called, such as one of examples/, which stands for its algorithm; None for a command."""
+    script = Path(sys.argv[0]).resolve()
+    return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`nemo-kto plan`: what a run needs and how fast it may be, on this machine or on others. Nothing is loaded or started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.architecture.config_file import read_config_file
+from nemo_kto.artifacts.checkpoint_files import config_folder
+from nemo_kto.cli.arguments import integer_from
+from nemo_kto.config import compose
+from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
+from nemo_kto.config.rules.training import broken_rules
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
+from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
+from nemo_kto.planner.plan_search import best_layouts
+from nemo_kto.planner.plan_text import plan_text, search_text
+from nemo_kto.processes.ranks import World
+
+_MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+_LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
+_SHOWN = 5
+Check = Callable[[RunConfig], list[ConfigError]]
+_DESCRIPTION = """\
+What a run needs, rank by rank, and how fast it may be; of the model only config.json is read. KEY=VALUE: as in training.
+With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size): the five
+fastest of the layouts that fit. Without --gpus: on this machine. Exit status 1 if the run does not fit.
+"""
+DOES_NOT_FIT = 1  # the exit status
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command, without its name.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UserError: all mistakes in the command line.
+    """
+    flags = _parser().parse_intermixed_args(list(argv))
+    recipe, searches = RECIPES[flags.algorithm], flags.gpus is not None and not _names_layout(flags.overrides)
+    given = list(flags.overrides)
+    if not any(text.startswith(f"{_DATA}=") for text in given):
+        given.append(f"{_DATA}=rows.jsonl")  # not looked at
+    source = compose.Source(flags.config_name or recipe.config_name, None, flags.config_dir)
+    check = partial(_broken, ranks=None if searches else flags.gpus)
+    cfg = with_precision(_config(recipe, given, source, check), on_gpu=True if flags.gpus else None)
+    machines = these_machines(cfg) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
+    if flags.memory is not None:
+        machines = machines.with_memory(flags.memory * 1e9)
+    # what others' machines have is their affair
+    computes = (
+        computes_here(on_gpu=machines.on_gpu)
+        if flags.gpus is None
+        else Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
+    )
+    if broken := [*gpu_rules(cfg, computes), *fp8_model(cfg), *packed_windows(cfg, computes)]:
+        raise _refusal(broken)
+    plan = make_plan(cfg, machines)
+    if not searches:
+        print(plan_text(plan))
+        return 0 if plan.fits else DOES_NOT_FIT
+    found = best_layouts(plan, _SHOWN)
+    print(search_text(plan, found))
+    return 0 if found else DOES_NOT_FIT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-kto plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("algorithm", choices=list(RECIPES), help="what will be run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="plan for so many GPUs, on machines of eight")
+    parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"which, with --gpus ({DEFAULT_GPU})")
+    parser.add_argument("--memory", type=_gigabytes, metavar="GB", help="memory of a rank, in 10^9 bytes")
+    parser.add_argument("--config-name", metavar="FILE", help="a configuration of your own")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="where it is")
+    return parser
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
+    return value
+
+
+def _names_layout(overrides: Sequence[str]) -> bool:
+    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides for key in _LAYOUT)
+
+
+def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check: Check) -> RunConfig:
+    """The configuration of a training with these overrides.
+
+    Raises:
+        UserError: all mistakes in it, but for those about files that only the training reads.
+    """
+    try:
+        cfg, mistakes = compose.to_config(compose.load(given, source=source), recipe=recipe)
+        if cfg is not None and not (mistakes := check(cfg)):
+            return cfg
+    except compose.WRONG as error:
+        mistakes = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
+
+    def judge(config: DictConfig, fallback: DictConfig) -> list[ConfigError]:
+        cfg, wrong = compose.to_config(config, recipe=recipe, fallback=fallback)
+        keys = {mistake.key for mistake in wrong}
+        further = [] if cfg is None else check(cfg)
+        return [*wrong, *(mistake for mistake in further if keys.isdisjoint({mistake.key, *mistake.reads}))]
+
+    found = compose.find_mistakes(given, source=source, recipe=recipe, judge=judge) or mistakes
+    raise _refusal(found)
+
+
+def _refusal(mistakes: Sequence[ConfigError]) -> UserError:
+    return UserError("\n  ".join(["nothing can be planned:", *dict.fromkeys(map(str, mistakes))]))
+
+
+def _broken(cfg: RunConfig, *, ranks: int | None) -> list[ConfigError]:
+    """The rules that are broken, but for those of this machine, of rows, and of weights, which may all be elsewhere."""
+    world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
+    described = error_of(lambda: read_config_file(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)))) is None
+    found = broken_rules(cfg, gpus=0, world=world, here=False)
+    return [mistake for mistake in found if not _is_elsewhere(mistake, described=described)]
+
+
+def _is_elsewhere(mistake: ConfigError, *, described: bool) -> bool:
+    if mistake.key.startswith((_DATA, "exp_manager.", "export.")):
+        return True
+    return mistake.about_files and (described or mistake.key != _MODEL)

@@ -1,0 +1,141 @@
+"""`nemo-kto data preview`: the first rows of a file as the model sees them.
+
+The rows go through what training sends them through, in a folder of their own. Nothing of it loads megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.cli.arguments import integer_from
+from nemo_kto.config import compose
+from nemo_kto.config.rules.training import broken_rules
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.tokens.parts import WHOLE_FILE
+from nemo_kto.errors import ConfigError, UserError
+
+_MODEL = "pretrained_checkpoint.restore_from_path"
+_DESCRIPTION = """\
+Show the first rows of a file as the model sees them: the decoded tokens, with prompt, answer and masked parts told apart,
+their numbers, the label, and the answer that a prompt is paired with in a KL example. KEY=VALUE: as in training.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command, without its name.
+
+    Raises:
+        UserError: the command line, the model's tokenizer or the rows cannot be used.
+    """
+    flags = _parser().parse_intermixed_args(list(argv))
+    recipe = RECIPES[flags.algorithm]
+    if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
+        raise UserError(
+            "--model must name a Hugging Face folder, whose tokenizer and chat template make tokens of the rows, got none; "
+            f"e.g. nemo-kto data preview {flags.file} --model MODEL"
+        )
+    if Path(flags.file).is_dir():
+        raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; name one of its files")
+    named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
+    overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
+    cfg = _config(recipe, [*overrides, *flags.overrides])
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    sys.stdout.write("\n".join(_lines(cfg, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto data preview", description=_DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", help="a jsonl file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+    parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
+    parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
+    names = list(RECIPES)
+    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
+    return parser
+
+
+def _quoted(text: str) -> str:
+    """A string as Hydra reads it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a training with these overrides.
+
+    Raises:
+        UserError: all mistakes in what concerns the rows.
+    """
+    source = compose.Source(recipe.config_name)
+    try:
+        cfg, mistakes = compose.to_config(compose.load(overrides, source=source), recipe=recipe)
+        if cfg is not None and not (mistakes := _about_rows(cfg)):
+            return cfg
+    except compose.WRONG as error:
+        mistakes = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
+    judge = partial(_judge, recipe=recipe)
+    found = compose.find_mistakes(overrides, source=source, recipe=recipe, judge=judge) or mistakes
+    raise UserError("\n  ".join(["nothing can be shown:", *dict.fromkeys(map(str, found))]))
+
+
+def _judge(config: DictConfig, fallback: DictConfig, *, recipe: Recipe) -> list[ConfigError]:
+    cfg, mistakes = compose.to_config(config, recipe=recipe, fallback=fallback)
+    wrong = {mistake.key for mistake in mistakes}
+    further = [] if cfg is None else _about_rows(cfg)
+    return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+
+
+def _about_rows(cfg: RunConfig) -> list[ConfigError]:
+    """The rules that are broken, but for those of the machine and the run, which may be elsewhere."""
+    sections = ("model.data.", "pretrained_checkpoint.", f"model.{cfg.recipe.name}.")
+    return [mistake for mistake in broken_rules(cfg, gpus=0) if mistake.key.startswith(sections)]
+
+
+def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator[str]:
+    from nemo_kto.data.inspect.preview import Marks, Preview
+    from nemo_kto.run.build_rows import collate_settings, model_tokenizer, source_settings
+
+    tokenizer = model_tokenizer(Path(cfg.pretrained_checkpoint.restore_from_path))
+    batch_size = max(cfg.model.global_batch_size, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        beginning = Path(folder, "rows.jsonl")
+        beginning.write_bytes(b"".join(_first_rows(file, max(batch_size, rows))))
+        source = source_settings(cfg, tokenizer) | {"data_prefix": {"train": str(beginning)}, "cache_dir": Path(folder)}
+        try:
+            splits = cfg.recipe.build_splits(source, cfg.data_options())
+        except UserError as error:
+            raise UserError(str(error).replace(str(beginning), str(file))) from error
+        dataset: Any = splits.train
+        examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
+        shown = dataset.examples_of_lines(rows)
+        loss = cfg.loss.record if len(examples) > 1 else replace(cfg.loss.record, needs_z0=False)
+        take, collate_fn = cfg.recipe.collation(loss, collate_settings(cfg, tokenizer))
+        batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
+        yield f"{file} as {cfg.pretrained_checkpoint.restore_from_path} sees it in `nemo-kto {cfg.recipe.name}`"
+        yield f"Marks: {preview.marks.legend()}."
+        for warning in splits.warnings:
+            yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."
+        yield from cfg.recipe.preview(preview, dataset, batch, examples, loss)
+
+
+def _first_rows(file: Path, count: int) -> Iterator[bytes]:
+    """The lines of a file up to its row of this number; lines without a row are kept, so that rows keep their numbers."""
+    found = 0
+    for _, line in WHOLE_FILE.lines(file):
+        yield line
+        found += not line.isspace()
+        if found == count:
+            return

@@ -1,0 +1,76 @@
+"""What a configuration leaves to the program, and what several of its keys say together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.config.schema import GPTConfig, PeftConfig, RunConfig
+
+
+def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
+    """What is to be adapted; adapters that are there already say it themselves."""
+    if cfg.peft_scheme == "none":
+        return None
+    tuning = cfg.lora_tuning
+    if cfg.restore_from_path is not None:
+        return replace(read_adapter_settings(cfg.restore_from_path), dropout=tuning.adapter_dropout)
+    return LoRASettings(
+        rank=tuning.adapter_dim,
+        alpha=tuning.alpha,
+        rslora=tuning.rslora,
+        dora=tuning.dora,
+        dropout=tuning.adapter_dropout,
+        target_modules=tuple(tuning.target_modules),
+        layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+    )
+
+
+def pipeline_split(cfg: GPTConfig) -> PipelineSplit:
+    """How the layers are shared out over the pipeline."""
+    return PipelineSplit(
+        stages=cfg.pipeline_model_parallel_size,
+        chunks=cfg.virtual_pipeline_model_parallel_size or 1,
+        first=cfg.num_layers_in_first_pipeline_stage,
+        last=cfg.num_layers_in_last_pipeline_stage,
+        counts_embedding=cfg.account_for_embedding_in_pipeline_split,
+        counts_loss=cfg.account_for_loss_in_pipeline_split,
+    )
+
+
+def recompute_modules(cfg: GPTConfig) -> tuple[str, ...]:
+    """The modules of a layer that selective recomputation recomputes: those of the configuration, or the MLP."""
+    return tuple(cfg.recompute_modules or ("mlp",))
+
+
+def choose_mode(cfg: RunConfig) -> tuple[str, str]:
+    """How the reference is held (swap, adapter, cached or none), and why."""
+    settings = cfg.model.reference
+    if not cfg.loss.record.needs_reference:
+        return "none", f"{cfg.loss.preference_loss} needs no reference"
+    by_epoch = has_new_kl_examples(cfg)
+    if settings.mode != "auto":
+        note = "; KL examples are evaluated when their epoch begins" if settings.mode == "cached" and by_epoch else ""
+        return settings.mode, f"set by the user{note}"
+    if settings.sync_interval:
+        return "swap", "it is synced with the policy, so that its log-probs change"
+    if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
+        return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
+    why = "it does not change: one pass over the data serves this run, its validations and later runs"
+    if by_epoch:
+        why = "it does not change: samples are evaluated once, and KL examples, new in each epoch, when their epoch begins"
+    return "cached", why
+
+
+def has_new_kl_examples(cfg: RunConfig) -> bool:
+    """Whether later epochs have sequences that the first has not: KL examples, which are formed within a batch."""
+    return cfg.loss.record.needs_z0 and cfg.loop.max_epochs > 1
+
+
+def reference_passes(cfg: RunConfig) -> tuple[int, int]:
+    """Passes of a step in which the model itself is the reference: with other weights, and with its adapters disabled."""
+    mode, _ = choose_mode(cfg)
+    is_bare = mode == "adapter" and cfg.model.peft.restore_from_path is None  # else the adapters that it starts from
+    return int(mode in ("swap", "adapter") and not is_bare), int(is_bare)

@@ -1,0 +1,103 @@
+"""The rules of mixtures of experts: what fits the experts of a model, and what only a model with experts has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_kto.architecture.config_file import layers_with_experts, number_of_experts
+from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.lora_mappings import has_adaptable_experts
+from nemo_kto.architecture.lora_settings import NEMO_TARGETS, LoRASettings
+from nemo_kto.config.choices import adapter_settings, pipeline_split
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.errors import ConfigError
+
+_MODEL = "pretrained_checkpoint.restore_from_path"
+_PARALLEL, _TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+_SCHEME, _ADAPTER = "model.peft.peft_scheme", "model.peft.restore_from_path"
+_TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.layer_selection"
+
+
+def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
+    """Mistakes that the content of config.json shows, together with the family that it names."""
+    if family.experts is None:
+        yield from _dense(cfg, family)
+        return
+    model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+    number, parallel = number_of_experts(config), model.expert_model_parallel_size
+    if number is not None and number % parallel:
+        text = f"must divide the {number} experts of {where}, got {parallel}; use {divisor_below(number, parallel)}"
+        yield ConfigError(_PARALLEL, text, (_MODEL,))
+    tensor, shards = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
+    key, shards = ("model.tensor_model_parallel_size", tensor) if shards is None else (_TENSOR, shards)
+    name, width = next(((name, config[name]) for name in _WIDTHS if name in config), ("", None))
+    if width is not None and width % shards:
+        text = f"must divide {name} = {width} of {where}, got {shards}; use {_TENSOR}={divisor_below(width, shards)}"
+        yield ConfigError(key, text, (_MODEL, _TENSOR))
+    if tensor > 1 and not model.sequence_parallel:
+        text = (
+            f"must be true for a mixture of experts with model.tensor_model_parallel_size above 1, got false with {tensor}"
+        )
+        yield ConfigError("model.sequence_parallel", f"{text}; set it", ("model.tensor_model_parallel_size", _MODEL))
+    if model.fp8 is not None:
+        text = (
+            f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"
+        )
+        yield ConfigError("model.fp8", text, (_MODEL,))
+    try:
+        adapters = adapter_settings(model.peft)
+    except ValueError:
+        return  # said where adapters are looked at
+    if adapters is None:
+        yield from _stages(cfg, config)
+        return
+    modules = [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
+    if modules and has_adaptable_experts(family):
+        yield from _adapted(cfg, modules, shards)
+        yield from _stages(cfg, config, adapters)
+
+
+def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[ConfigError]:
+    """What adapters on these modules of the experts need."""
+    if shards > 1:
+        text = f"must be 1 with adapters on experts ({', '.join(modules)}), which need whole experts, got {shards}; set it"
+        reads = (_SCHEME, _TARGETS, _ADAPTER, "model.tensor_model_parallel_size", _MODEL)
+        yield ConfigError(_TENSOR, f"{text}, or adapt the attention alone: {_TARGETS}=[attention]", reads)
+    if cfg.model.peft.restore_from_path is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
+        got = ", ".join(cfg.model.peft.lora_tuning.target_modules)
+        text = f"must have gate_proj and up_proj together for a mixture of experts, got {got}: peft has both in one tensor"
+        yield ConfigError(_TARGETS, f"{text}; use mlp_fc1 for the two", (_SCHEME, _MODEL))
+
+
+def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | None = None) -> Iterator[ConfigError]:
+    """Every pipeline stage must have experts to train, or none: the norm of their gradient is a sum over all stages."""
+    layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
+    if layers is None or not split.fits(layers):
+        return
+    trained = layers_with_experts(config, layers)
+    if adapters is not None and adapters.layers is not None:
+        trained &= {number - 1 for number in adapters.layers}
+    held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
+    without = [number for number, layers_of in enumerate(held, start=1) if trained.isdisjoint(layers_of)]
+    if without and trained:
+        key, what = "model.pipeline_model_parallel_size", "experts" if adapters is None else "adapted experts"
+        text = f"must leave layers with {what} to every stage, got {split.stages}, with none on stage {without[0]}"
+        yield ConfigError(key, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
+
+
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has
+
+
+def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
+    without = {_PARALLEL: (1, "1"), _TENSOR: (None, "null"), "model.moe_aux_loss_coeff": (0.0, "0.0")}
+    for key, (nothing, text) in without.items():
+        if (value := getattr(cfg.model, key.removeprefix("model."))) != nothing:
+            where = cfg.pretrained_checkpoint.restore_from_path
+            told = f"must be {text} for a model without experts, got {value} with {where} ({family.name}); leave it out"
+            yield ConfigError(key, told, (_MODEL,))
+
+
+def divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of a number up to a limit."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

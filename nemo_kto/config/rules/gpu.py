@@ -1,0 +1,158 @@
+"""The rules of what only some GPUs can do: checked before anything starts, and again where the GPU itself can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_kto.artifacts.checkpoint_files import config_folder
+from nemo_kto.config.rules.packages import transformer_engine_version
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.device import device
+from nemo_kto.device.precision import FP8_MULTIPLE, PRECISIONS
+from nemo_kto.errors import ConfigError, UserError
+
+OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
+_FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
+_SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computes:
+    """What a run computes with.
+
+    Attributes:
+        on_gpu: on GPUs.
+        engine: version of Transformer Engine; None where there is none.
+        capability: NVIDIA's version of the GPU's instructions; None where that is not known yet.
+    """
+
+    on_gpu: bool
+    engine: tuple[int, int] | None
+    capability: tuple[int, int] | None = None
+
+
+class _Option(NamedTuple):
+    """A key that was given, the value that asks for nothing, and whether the optimizer's state must be sharded for it."""
+
+    key: str
+    value: object
+    off: str
+    sharded: bool = True
+
+    def refused(self, where: str, remedy: str, *reads: str) -> ConfigError:
+        return ConfigError(self.key, f"must be {self.off} {where}, got {self.value}; {remedy}", reads)
+
+
+def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError]:
+    """What is asked for and cannot be done.
+
+    Args:
+        cfg: trainer.precision=auto counts as bf16, which it is on GPUs that can do any of this.
+        computes: None where that is not known.
+    """
+    yield from _together(cfg)
+    for option in _given(cfg):
+        if option.sharded and not cfg.model.optim.use_distributed_optimizer:
+            yield option.refused(f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
+        if computes is not None and not computes.on_gpu:
+            yield option.refused("on the CPU", "use a GPU, or leave it out", "trainer.accelerator")
+            continue
+        if PRECISIONS[cfg.trainer.precision] == "32":
+            remedy = "use trainer.precision=bf16, on a GPU that has it"
+            yield option.refused("with trainer.precision=32", remedy, "trainer.precision")
+        if computes is not None and (computes.engine is None or computes.engine < OLDEST_ENGINE):
+            found = "none" if computes.engine is None else _version(computes.engine)
+            where = f"without Transformer Engine {_version(OLDEST_ENGINE)} or newer (here: {found})"
+            yield option.refused(where, "install transformer-engine[pytorch] (docs/gpu/README.md)")
+        if option.key == "model.fp8" and computes is not None and (computes.capability or _FP8_CAPABILITY) < _FP8_CAPABILITY:
+            assert computes.capability is not None
+            where = f"on a GPU of compute capability {_version(computes.capability)}"
+            yield option.refused(where, f"use one of {_version(_FP8_CAPABILITY)} or more, or leave it out")
+
+
+def computes_here(*, on_gpu: bool) -> Computes:
+    """What this machine has; neither torch's CUDA nor Transformer Engine is started for it."""
+    return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None)
+
+
+def check_gpu(cfg: RunConfig) -> None:
+    """The same rules on a rank, which knows its precision, its GPU, what it could import and the sizes of the model.
+
+    Raises:
+        UserError: what is asked for cannot be done; all of it.
+    """
+    from nemo_kto.device.dtypes import DTYPES
+    from nemo_kto.device.kernels import uses_transformer_engine
+
+    works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and not be importable
+    computes = Computes(
+        on_gpu=device.on_gpu(),
+        engine=transformer_engine_version() if works else None,
+        capability=device.compute_capability() if device.on_gpu() else None,
+    )
+    if broken := [*gpu_rules(cfg, computes), *fp8_model(cfg), *packed_windows(cfg, computes)]:
+        raise UserError("\n  ".join(["nothing was started:", *map(str, broken)]))
+
+
+def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
+    """Whether the model's layers, and the sizes of a rank's matrices, can be multiplied in fp8; reads config.json."""
+    if cfg.model.fp8 is None:
+        return
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.parameters import rank_parameters
+
+    tensor, folder = cfg.model.tensor_model_parallel_size, config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
+    architecture = read_architecture(folder, tensor_parallel=tensor)
+    if architecture.not_in_engine:
+        parts = f"{' and '.join(architecture.not_in_engine)} ({architecture.family.name})"
+        text = f"must be null for a model with {parts}, which Transformer Engine's layers lack, got {cfg.model.fp8}"
+        yield ConfigError("model.fp8", f"{text}; leave it out", ("pretrained_checkpoint.restore_from_path",))
+        return
+    matrices = [each for each in rank_parameters(architecture) if each.is_multiplied]
+    odd = [each for each in matrices if any(size % FP8_MULTIPLE for size in each.shape)]
+    if odd:
+        shape = " x ".join(map(str, odd[0].shape))
+        text = (
+            f"must be null where a size of a rank's matrices is no multiple of {FP8_MULTIPLE}, got {cfg.model.fp8} with "
+            f"{odd[0].name} of {shape}; leave it out, or use another model.tensor_model_parallel_size than {tensor}"
+        )
+        yield ConfigError("model.fp8", text, ("model.tensor_model_parallel_size",))
+
+
+def packed_windows(cfg: RunConfig, computes: Computes) -> Iterator[ConfigError]:
+    """Whether Transformer Engine can share packed rows out over ranks; reads the model's configuration for it."""
+    model, in_engine = cfg.model, computes.engine is not None and PRECISIONS[cfg.trainer.precision] != "32"
+    if model.context_parallel_size == 1 or not model.data.packing or not in_engine:
+        return
+    from nemo_kto.architecture.architecture import read_architecture
+
+    architecture = read_architecture(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)), tensor_parallel=1)
+    if any(window is not None for window in architecture.windows) and not architecture.not_in_engine:
+        text = "must be false with model.context_parallel_size above 1 where layers have a sliding window, got true"
+        remedy = "Transformer Engine cannot do all three; leave one out"
+        yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
+
+
+def _version(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _given(cfg: RunConfig) -> Iterator[_Option]:
+    model, optim = cfg.model, cfg.model.optim
+    if optim.moments_dtype != "fp32":
+        yield _Option("model.optim.moments_dtype", optim.moments_dtype, "fp32")
+    if optim.offload_fraction:
+        yield _Option(_OFFLOAD, optim.offload_fraction, "0")
+    if model.fp8 is not None:
+        yield _Option("model.fp8", model.fp8, "null", sharded=False)
+
+
+def _together(cfg: RunConfig) -> Iterator[ConfigError]:
+    """What is refused beside something else, wherever it computes."""
+    optim = cfg.model.optim
+    if optim.offload_fraction and optim.moments_dtype != "fp32":
+        text = f"must be fp32 with {_OFFLOAD} above 0, got {optim.moments_dtype}; set one or the other"
+        yield ConfigError("model.optim.moments_dtype", text, (_OFFLOAD,))

@@ -1,0 +1,107 @@
+"""The rules of what needs validations: the choice of the best checkpoint, and early stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.rows.prefix import (
+    AUTO,
+    SPLITS,
+    UNNAMED,
+    WHOLE,
+    read_data_prefix,
+    read_splits_string,
+    validation_names,
+    validation_split,
+)
+from nemo_kto.errors import ConfigError, either
+from nemo_kto.losses.metrics import metric_prefix
+
+Errors = Iterator[ConfigError]
+Wanted = Mapping[str, tuple[object, bool, str]]  # key -> its value, whether that fits, and what it must be
+_DATA = "model.data.data_prefix"
+_CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
+
+
+def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
+    """Whether ``monitor``, the value of ``key``, names a metric of the loss; that of a validation set where they have names.
+
+    The mean over the sets is not offered: which of them counts, and how much, is for the user to say.
+    """
+    recipe, sets = cfg.recipe, validation_names(cfg.model.data.data_prefix)
+    anchor = cfg.loss.record.anchor
+    metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
+    prefixes = [*(f"val_{metric_prefix(name)}" for name in sets), "train_"]
+    if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics}:
+        return
+    text = f"must be {either(prefixes)} and one of {', '.join(metrics)}, got {monitor}; e.g. {prefixes[0]}loss"
+    reads = []
+    if monitor.endswith(tuple(f"_{metric}" for metric in recipe.anchors.values())):
+        reads.append(f"model.{recipe.name}.preference_loss")
+    if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
+        reads.append(_DATA)  # which may be wrong itself, so that the names of its sets are not known
+    yield ConfigError(key, text, tuple(reads))
+
+
+def set_name_rules(cfg: RunConfig) -> Errors:
+    """Whether the names of validation sets keep their metrics apart from each other, and from metrics of no set."""
+    reported = (*cfg.recipe.metrics, *cfg.recipe.anchors.values(), *OTHER_METRICS)
+    taken = dict.fromkeys(reported, UNNAMED)  # name of a metric, or of a set -> the set that has it
+    for name in validation_names(cfg.model.data.data_prefix):
+        own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []
+        if shared := next((metric for metric in own if metric in taken), None):
+            both = f"{taken[shared]} and {name}" if taken[shared] else name
+            text = f"must name validation sets so that no metric has two meanings, got {both} (val_{shared}); rename "
+            yield ConfigError(_DATA, text + ("one of them" if taken[shared] else "it"))
+        taken |= dict.fromkeys(own, name)
+
+
+def best_rules(cfg: RunConfig) -> Errors:
+    """Whether the run will have checkpoints to choose from, and a metric to choose by."""
+    kept, loop, section = cfg.exp_manager.checkpoint_callback_params, cfg.loop, f"trainer.{cfg.recipe.name}"
+    wanted: Wanted = {
+        f"{_CHECKPOINTS}.save_top_k": (kept.save_top_k, kept.save_top_k != 0, "not be 0"),
+        f"{_CHECKPOINTS}.monitor": (kept.monitor, kept.monitor.startswith("val_"), "start with val_"),
+        f"{section}.save_interval": (loop.save_interval, loop.save_interval > 0, "be above 0"),
+        f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
+    }
+    yield from _validations(cfg, wanted, key="export.which", value="best", instead="last")
+
+
+def early_stopping_rules(cfg: RunConfig) -> Errors:
+    """Whether the run will have validations, and the metric that is looked at."""
+    if not cfg.exp_manager.create_early_stopping_callback:
+        return
+    monitor, loop = cfg.exp_manager.early_stopping_callback_params.monitor, cfg.loop
+    if monitor != cfg.exp_manager.checkpoint_callback_params.monitor:  # of which it is said already
+        yield from monitor_rules(cfg, f"{_STOPPING}.monitor", monitor)
+    section = f"trainer.{cfg.recipe.name}"
+    wanted: Wanted = {
+        f"{_STOPPING}.monitor": (monitor, monitor.startswith("val_"), "start with val_"),
+        f"{section}.val_check_interval": (loop.val_check_interval, loop.val_check_interval > 0, "be above 0"),
+        f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
+    }
+    yield from _validations(cfg, wanted, key="exp_manager.create_early_stopping_callback", value="true", instead="false")
+
+
+def _validations(cfg: RunConfig, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
+    """Whether there will be validations as ``key`` needs them where it has that value; it can be set to ``instead``."""
+    setting, without = f"{key}={value}", f"or set {key}={instead}"
+    for name, (got, fits, constraint) in wanted.items():
+        if not fits:
+            yield ConfigError(name, f"must {constraint} with {setting}, got {got}; change it, {without}", (key,))
+    prefix = cfg.model.data.data_prefix
+    try:
+        sources = read_data_prefix(prefix)
+    except ValueError:  # said of the files
+        return
+    given = cfg.model.data.splits_string
+    if WHOLE not in sources and sources.keys().isdisjoint(map(validation_split, validation_names(prefix))):
+        text = f"must name rows for validation with {setting}, got those for {either([*sources])}; add them, {without}"
+        yield ConfigError(_DATA, text, (key,))
+    shares = None if given is None else read_splits_string(given)  # None for auto too
+    if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
+        text = f"must leave rows for validation with {setting}, got {'null' if given is None else given}"
+        yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {without}', (_DATA, key))

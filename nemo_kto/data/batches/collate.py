@@ -1,0 +1,266 @@
+"""From examples to tensors: of one rank's share of a global batch, with KL examples formed over all of it, and of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nemo_kto.data.batches.batch import DPOBatch, KTOBatch
+from nemo_kto.data.batches.examples import DPOExample, KTOExample
+from nemo_kto.losses.sequence import IGNORED
+
+Ids = Sequence[int] | np.ndarray
+Texts = Sequence[tuple[Ids, Ids]]  # prompt and response of each sequence, as token ids
+
+
+def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
+    """For each example, the example whose response it gets as a KL example.
+
+    Examples are grouped by prompt, groups in order of first appearance, and the responses shifted by the size of the
+    largest group. That is a permutation; no example gets a response to its own prompt unless one prompt has more than half
+    of the examples, and then as few as possible do, none of them its own. With all prompts distinct it is the next example.
+
+    Args:
+        prompts: what tells the prompts of the N examples apart.
+
+    Raises:
+        ValueError: a single example.
+    """
+    if len(prompts) == 1:
+        raise ValueError(
+            "a global batch must have at least 2 examples to form KL examples, got 1; "
+            "raise global_batch_size or the rows of the split"
+        )
+    groups: dict[Hashable, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(number)
+    order = [number for group in groups.values() for number in group]
+    # A single group: a shift by the whole batch would give every example its own response.
+    shift = 1 if len(groups) == 1 else max(map(len, groups.values()), default=0)
+    partners = [0] * len(order)
+    for place, number in enumerate(order):
+        partners[number] = order[(place + shift) % len(order)]
+    return partners
+
+
+Item = Mapping[str, torch.Tensor | int | float | bool]  # what the datasets of NeMo-Aligner give
+
+
+def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
+    """:func:`kl_partners` of a global batch: prompts are the same where their tokens are."""
+    return kl_partners([_prompt_key(example) for example in batch])
+
+
+def _prompt_key(example: KTOExample) -> bytes:
+    return np.asarray(example.prompt_ids, dtype=np.int64).tobytes()
+
+
+def kto_custom_collate(
+    batch: Sequence[KTOExample] | Sequence[Item],
+    eos_id: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    *,
+    seq_length: int | None = None,
+    pad_to_multiple: int = 1,
+    with_kl: bool = True,
+    kept: Sequence[int] | None = None,
+) -> KTOBatch:
+    """Tensors of the examples ``kept`` of one global batch.
+
+    Args:
+        batch: ALL examples of the global batch: KL examples are formed over it, whichever are kept. They may be mappings of
+            NeMo-Aligner's form, with ``prompt_tokens``, ``response_tokens``, ``sample_labels`` and ``preference``; they may
+            have a ``weight``.
+        eos_id: fills up the sequences on the right, and ends documents for the next three.
+        reset_position_ids: positions start again at 0 after each EOS.
+        reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
+        eod_mask_loss: the token after an EOS, which begins another document, is not trained on; the EOS itself is. That is
+            Megatron's loss mask, which leaves out what is predicted from an EOS.
+        seq_length: longest sequence; the responses of KL examples are cut to fit. None: no limit.
+        pad_to_multiple: the common length S is a multiple of it.
+        with_kl, kept: also make KL examples; numbers of the examples to keep, B of them, None for all.
+
+    Returns:
+        See :class:`KTOBatch`. For B = 0, S is ``pad_to_multiple``.
+
+    Raises:
+        ValueError: a single example in the batch ``with_kl``, a sample longer than ``seq_length``, or a mapping whose labels
+            are not those of its response.
+    """
+    kept = range(len(batch)) if kept is None else kept
+    examples = [item if isinstance(item, KTOExample) else _kto_example(item) for item in batch]
+    samples: Texts = [(examples[k].prompt_ids, examples[k].response_ids) for k in kept]
+    kl_samples, same_prompt = _kl_examples(examples, kept, seq_length) if with_kl else ([], [])
+    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
+    own, kl = _padded(samples, kl_samples, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks)
+    tensors: KTOBatch = {
+        "samples": own.tokens,
+        "sample_labels": own.labels,
+        "sample_lengths": own.lengths,
+        "position_ids": own.position_ids,
+        "attention_mask": own.attention_mask,
+        "preference": torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64),
+        "weights": torch.tensor([examples[k].weight for k in kept], dtype=torch.float32),
+    }
+    if with_kl:
+        tensors["kl_samples"] = kl.tokens
+        tensors["kl_sample_labels"] = kl.labels
+        tensors["kl_sample_lengths"] = kl.lengths
+        tensors["kl_position_ids"] = kl.position_ids
+        tensors["kl_attention_mask"] = kl.attention_mask
+        tensors["kl_same_prompt"] = torch.tensor(same_prompt, dtype=torch.int64)
+    return tensors
+
+
+def _kto_example(item: Item) -> KTOExample:
+    """From a mapping of NeMo-Aligner's form; an example that it masks as a whole, a too long one, keeps no response."""
+    prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
+    if (labels == IGNORED).all():
+        response = response[:0]
+    elif not np.array_equal(labels, [*[IGNORED] * len(prompt), *response]):
+        raise ValueError("sample_labels must be -100 on the prompt and the tokens of the response after it, got others")
+    desirable, weight = bool(item["preference"]), float(item.get("weight", 1.0))
+    return KTOExample(prompt_ids=prompt, response_ids=response, desirable=desirable, weight=weight)
+
+
+def _kl_examples(
+    batch: Sequence[KTOExample], kept: Sequence[int], seq_length: int | None
+) -> tuple[list[tuple[Ids, Ids]], list[bool]]:
+    """For each kept example its prompt with another's response, cut at its end, and whether that has the same prompt."""
+    partners = kl_partners_of(batch)
+    room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
+    texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
+    return texts, [_prompt_key(batch[k]) == _prompt_key(batch[partners[k]]) for k in kept]
+
+
+def dpo_custom_collate(
+    batch: Sequence[DPOExample] | Sequence[Item],
+    eos_id: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    *,
+    seq_length: int | None = None,
+    pad_to_multiple: int = 1,
+) -> DPOBatch:
+    """Tensors of pairs.
+
+    Args:
+        batch: the pairs, B of them. They may be mappings of NeMo-Aligner's form: ``chosen``, ``chosen_length``,
+            ``chosen_labels`` and ``chosen_reward``, and the same of ``rejected``; they may have a ``weight``.
+        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
+        seq_length: longest sequence. None: no limit.
+
+    Returns:
+        See :class:`DPOBatch`; S is the same for both answers, and ``pad_to_multiple`` for B = 0.
+
+    Raises:
+        ValueError: a sequence longer than ``seq_length``, or a mapping whose labels are not those of its response.
+    """
+    pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
+    chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    rejected_texts: Texts = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
+    chosen, rejected = _padded(
+        chosen_texts, rejected_texts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks
+    )
+    return {
+        "chosen": chosen.tokens,
+        "chosen_labels": chosen.labels,
+        "chosen_lengths": chosen.lengths,
+        "chosen_position_ids": chosen.position_ids,
+        "chosen_attention_mask": chosen.attention_mask,
+        "chosen_rewards": torch.tensor([pair.chosen_reward for pair in pairs], dtype=torch.float32),
+        "rejected": rejected.tokens,
+        "rejected_labels": rejected.labels,
+        "rejected_lengths": rejected.lengths,
+        "rejected_position_ids": rejected.position_ids,
+        "rejected_attention_mask": rejected.attention_mask,
+        "rejected_rewards": torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32),
+        "weights": torch.tensor([pair.weight for pair in pairs], dtype=torch.float32),
+    }
+
+
+def _dpo_example(item: Item) -> DPOExample:
+    """From a mapping of NeMo-Aligner's form; a pair that it masks as a whole, a too long one, keeps no answers."""
+    (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
+    if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
+        raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
+    rewards = {f"{name}_reward": float(item[f"{name}_reward"]) for name in ("chosen", "rejected")}
+    numbers = {**rewards, "weight": float(item.get("weight", 1.0))}
+    return DPOExample(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected, **numbers)
+
+
+def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and response of one answer, without padding; all is prompt where all is masked."""
+    length = int(item[f"{name}_length"])
+    tokens, labels = (np.asarray(item[key])[:length] for key in (name, f"{name}_labels"))
+    start = int(np.argmax(labels != IGNORED)) if (labels != IGNORED).any() else length
+    if not np.array_equal(labels[start:], tokens[start:]):
+        raise ValueError(f"{name}_labels must be -100 on the prompt and the tokens of the response after it, got others")
+    return tokens[:start], tokens[start:]
+
+
+class _Padded(NamedTuple):
+    """Sequences padded to one width: [B, S] each, but for the lengths [B] and a mask of documents [B, 1, S, S]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    lengths: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def _padded(
+    *parts: Texts, eos_id: int, seq_length: int | None, multiple: int, positions: bool, attention: bool, loss: bool
+) -> list[_Padded]:
+    """All parts, padded to the width of the longest sequence; the last three say what documents within it reset or mask."""
+    width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
+    if seq_length is not None and width > seq_length:
+        raise ValueError(
+            f"sequences must have at most seq_length={seq_length} tokens, got {width}; "
+            "build the dataset and the collate function with the same seq_length"
+        )
+    width = -(-width // multiple) * multiple
+    return [_pad(part, width, eos_id, positions, attention, loss) for part in parts]
+
+
+def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_attention: bool, mask_eod: bool) -> _Padded:
+    tokens = np.full((len(texts), width), eos_id, dtype=np.int64)
+    labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
+    for k, (prompt, response) in enumerate(texts):
+        start, end = len(prompt), len(prompt) + len(response)
+        tokens[k, :start] = prompt
+        tokens[k, start:end] = response
+        labels[k, start:end] = response
+    lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
+    is_token = np.arange(width) < lengths[:, None]
+    # [B, S]: the number of documents that ended before a token; padding ends none.
+    ends = (tokens == eos_id) & is_token
+    documents = np.cumsum(ends, axis=1) - ends
+    if mask_eod:
+        labels[:, 1:][ends[:, :-1]] = IGNORED
+    positions = _positions(documents, reset=reset_positions)
+    mask = _masked(documents) if reset_attention else is_token
+    return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))
+
+
+def _positions(documents: np.ndarray, *, reset: bool) -> np.ndarray:
+    """[B, S] position of each token in its sequence, or with ``reset`` in its document."""
+    places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    if not reset:
+        return places.copy()
+    is_first = np.diff(documents, axis=1, prepend=-1) > 0
+    return places - np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+
+
+def _masked(documents: np.ndarray) -> np.ndarray:
+    """[B, 1, S, S] True where a query may not see a key: a later token, or one of another document."""
+    width = documents.shape[1]
+    later = np.triu(np.ones((width, width), dtype=bool), k=1)
+    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]

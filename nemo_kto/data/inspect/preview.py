@@ -1,0 +1,115 @@
+"""The examples of a batch as text: what is given, what is trained on, and what is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor
+
+from nemo_kto.data.batches.batch import DPOBatch, KTOBatch
+from nemo_kto.data.batches.collate import kl_partners_of
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset
+from nemo_kto.data.batches.examples import KTOExample
+from nemo_kto.losses.sequence import IGNORED
+
+Decode = Callable[[list[int]], str]
+_GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"
+
+
+# Control characters but for tabs and line breaks, which a row may bring to the terminal -> how they are shown.
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """How the parts of a text are told apart: by colours, or by brackets around all but the prompt."""
+
+    coloured: bool
+
+    def legend(self) -> str:
+        """What the marks mean."""
+        if self.coloured:
+            return f"{self.mark(_GIVEN, 'prompt')}, {self.mark(_TRAINED, 'trained on')}, {self.mark(_MASKED, 'masked')}"
+        return f"the prompt, {self.mark(_TRAINED, 'what is trained on')}, {self.mark(_MASKED, 'what is masked')}"
+
+    def mark(self, kind: str, text: str) -> str:
+        """The text with the marks of its kind; colours end with each line."""
+        if self.coloured:
+            colour = {_GIVEN: 2, _TRAINED: 32, _MASKED: 31}[kind]  # dim, green, red
+            return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+        before, after = {_GIVEN: ("", ""), _TRAINED: ("[[", "]]"), _MASKED: ("{{", "}}")}[kind]
+        return f"{before}{text}{after}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """Shows examples as a batch holds them.
+
+    Attributes:
+        decode: token ids -> text, with special tokens.
+        seq_length: most tokens of a sequence.
+        marks: how parts are told apart.
+    """
+
+    decode: Decode
+    seq_length: int
+    marks: Marks
+
+    def kto(self, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample]) -> Iterator[str]:
+        """Lines on the examples of a ``KTOBatch``, the first of ``examples``, which are a whole global batch."""
+        origins = dataset.origins(range(len(examples)))
+        partners = kl_partners_of(examples) if "kl_samples" in batch else None
+        if partners is not None:
+            yield f"KL examples: as if the first {len(examples)} examples were a global batch; training shuffles them."
+        for k, length in enumerate(batch["sample_lengths"].tolist()):
+            prompt, kind = len(examples[k].prompt_ids), "desirable" if examples[k].desirable else "undesirable"
+            weight = _weight(examples[k].weight)
+            yield f"\n{origins[k].title}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
+            yield from self._text(batch["samples"][k], batch["sample_labels"][k], prompt, length)
+            if partners is not None:
+                same = ", which was given to the same prompt" if batch["kl_same_prompt"][k] else ""
+                length = int(batch["kl_sample_lengths"][k])
+                count = self._count(prompt, length)
+                yield f"  KL example: this prompt with the answer of {origins[partners[k]].title}{same}, {count}"
+                yield from self._text(batch["kl_samples"][k], batch["kl_sample_labels"][k], prompt, length, answer_only=True)
+
+    def dpo(self, dataset: DPODataset, batch: DPOBatch, *, with_rewards: bool) -> Iterator[str]:
+        """Lines on the pairs of a ``DPOBatch``, the first of the dataset."""
+        for k, origin in enumerate(dataset.origins(range(len(batch["chosen"])))):
+            values = batch["chosen_rewards"][k].item(), batch["rejected_rewards"][k].item()
+            rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
+            yield f"\n{origin.title}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
+            prompt = len(dataset[k].prompt_ids)
+            length = int(batch["chosen_lengths"][k])
+            yield f"  chosen, {self._count(prompt, length)}"
+            yield from self._text(batch["chosen"][k], batch["chosen_labels"][k], prompt, length)
+            length = int(batch["rejected_lengths"][k])
+            yield f"  rejected, {self._count(prompt, length)}"
+            yield from self._text(batch["rejected"][k], batch["rejected_labels"][k], prompt, length, answer_only=True)
+
+    def _count(self, prompt: int, length: int) -> str:
+        return f"{prompt} + {length - prompt} = {length} of at most {self.seq_length} tokens"
+
+    def _text(self, tokens: Tensor, labels: Tensor, prompt: int, length: int, *, answer_only: bool = False) -> Iterator[str]:
+        """The marked text of a sequence [S] of ``length`` tokens."""
+        ids, trained = tokens[:length].tolist(), (labels[:length] != IGNORED).tolist()
+        kinds = [_GIVEN if place < prompt else (_TRAINED if trained[place] else _MASKED) for place in range(length)]
+        marked = ""
+        for kind, places in groupby(range(prompt if answer_only else 0, length), key=kinds.__getitem__):
+            part = list(places)
+            marked += self.marks.mark(kind, self._decoded(ids, part[0], part[-1] + 1))
+        for line in marked.split("\n"):
+            yield f"  | {line}"
+
+    def _decoded(self, ids: list[int], start: int, stop: int) -> str:
+        """The text of a part, with the space that some tokenizers write only within a text."""
+        before, until = self.decode(ids[:start]), self.decode(ids[:stop])
+        text = until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
+        return text.translate(_CONTROLS)
+
+
+def _weight(weight: float) -> str:
+    """Such as ", weight 2", in the middle of a sentence; nothing for a weight of 1."""
+    return "" if weight == 1 else f", weight {weight:g}"

@@ -1,0 +1,182 @@
+"""The forms of ``model.data.data_prefix``: which files make up which split, and with which weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from nemo_kto.data.rows.records import DataError
+
+SPLITS = ("train", "validation", "test")
+WHOLE = "all"
+UNNAMED = ""  # the name of a validation set that has none
+AUTO = "auto"  # a splits_string
+_SET_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+_AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that are read one after the other and, in a blend, share one weight.
+
+    Attributes:
+        files: at least one jsonl file.
+        weight: share of the blend, in the unit of the other weights; None: the files are simply appended.
+    """
+
+    files: tuple[Path, ...]
+    weight: Fraction | None
+
+
+def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
+    """Sources by split.
+
+    Args:
+        data_prefix: a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl,
+            validation.jsonl and test.jsonl as splits); a list of files and folders; a list that alternates weight and
+            file; or a mapping from "train", "validation" and "test" to any of these. What "validation" leads to may be a
+            mapping too, from the names of several validation sets to any of these.
+
+    Returns:
+        Either the one key ``WHOLE`` (still to be split), or those of ``SPLITS`` that have data; validation sets with names
+        each have their :func:`validation_split`.
+
+    Raises:
+        DataError: something does not exist, or has a form of its own.
+    """
+    if isinstance(data_prefix, Mapping):
+        unknown = sorted(set(map(str, data_prefix)) - set(SPLITS))
+        if unknown:
+            raise DataError(f"data_prefix must have the keys {', '.join(SPLITS)}, got {', '.join(unknown)}")
+        check_validation_names(data_prefix)
+        given = {str(split): value for split, value in data_prefix.items() if value}
+        if isinstance(given.get("validation"), Mapping):
+            del given["validation"]
+            given |= {validation_split(name): value for name, value in _validation_sets(data_prefix).items()}
+        return {split: _sources(value) for split, value in given.items()}
+    if isinstance(data_prefix, Sequence) and len(data_prefix) == 1 and not isinstance(data_prefix, str):
+        data_prefix = data_prefix[0]
+    if isinstance(data_prefix, str | Path) and (named := _named_splits(Path(data_prefix))):
+        return named
+    return {WHOLE: _sources(data_prefix)}
+
+
+def validation_names(data_prefix: object) -> tuple[str, ...]:
+    """Names of the validation sets, by the form of ``data_prefix`` alone; only ``UNNAMED`` where they have none."""
+    return tuple(_validation_sets(data_prefix)) or (UNNAMED,)
+
+
+def validation_split(name: str) -> str:
+    """What the split of the validation set of this name is called, such as validation.helpful."""
+    return f"validation.{name}" if name else "validation"
+
+
+def check_validation_names(data_prefix: object) -> None:
+    """Make sure that the names of validation sets can stand in those of metrics.
+
+    Raises:
+        DataError: some cannot; names all of them.
+    """
+    if wrong := [name for name in _validation_sets(data_prefix) if not _SET_NAME.fullmatch(name)]:
+        got = ", ".join(map(repr, wrong))
+        raise DataError(
+            f"data_prefix must name validation sets with letters, digits and underscores, got {got}; rename them"
+        )
+
+
+def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction] | None:
+    """Shares of train, validation and test, which sum to 1; None for ``AUTO``, where they depend on the number of rows.
+
+    Raises:
+        ValueError: not one to three numbers of at least 0, or nothing for train.
+    """
+    if splits_string == AUTO:
+        return None
+    try:
+        parts = [Fraction(part.strip()) for part in str(splits_string).split(",")]
+    except (ValueError, ZeroDivisionError):
+        parts = []
+    if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or parts[0] == 0:
+        raise ValueError(
+            f'splits_string must be auto, or up to three numbers, the first above 0, such as "98,2", got {splits_string!r}'
+        )
+    train, validation, test = [part / sum(parts) for part in (*parts, Fraction(0), Fraction(0))[: len(SPLITS)]]
+    return train, validation, test
+
+
+def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of train, validation and test of a source of ``num_rows`` rows, at least 1; they sum to 1.
+
+    With ``AUTO`` the last hundredth is for validation: none where that is fewer than 2, and 10,000 at most, which is
+    enough to see a difference, and costs the same however large the data is.
+    """
+    shares = read_splits_string(splits_string)
+    if shares is not None:
+        return shares
+    validation = min(num_rows // _AUTO_PART, _AUTO_MAX)
+    share = Fraction(validation if validation >= _AUTO_MIN else 0, num_rows)
+    return 1 - share, share, Fraction(0)
+
+
+def _validation_sets(data_prefix: object) -> dict[str, object]:
+    """What each validation set with a name is made of."""
+    sets = data_prefix.get("validation") if isinstance(data_prefix, Mapping) else None
+    return {str(name): value for name, value in sets.items() if value} if isinstance(sets, Mapping) else {}
+
+
+def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
+    """Sources of a folder whose files are named after splits; none for another folder, or for a file."""
+    files = _files(folder) if folder.is_dir() else ()
+    named: dict[str, tuple[Source, ...]] = {file.stem: (Source((file,), None),) for file in files if file.stem in SPLITS}
+    others = [file.name for file in files if file.stem not in SPLITS]
+    if named and others:
+        raise DataError(
+            f"{folder} must hold either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
+            f"{', '.join(named)} and {', '.join(others)}; move one kind away or name the files in data_prefix"
+        )
+    return named
+
+
+def _sources(value: object) -> tuple[Source, ...]:
+    if isinstance(value, str | Path):
+        return (Source(_files(Path(value)), None),)
+    if not isinstance(value, Sequence) or not value:
+        raise DataError(f"data_prefix must name a file, a folder or a list of them, got {value!r}")
+    if _weight(value[0]) is None:
+        if wrong := [item for item in value if not isinstance(item, str | Path)]:
+            raise DataError(f"data_prefix must be a list of files, or of weight, file, weight, file; got {wrong[0]!r}")
+        return tuple(Source(_files(Path(item)), None) for item in value)
+    if len(value) % 2:
+        raise DataError(f"a blend must alternate weight and file, got {len(value)} entries: {list(value)!r}")
+    return tuple(_weighted(value[i], value[i + 1]) for i in range(0, len(value), 2))
+
+
+def _weighted(weight: object, path: object) -> Source:
+    share = _weight(weight)
+    if share is None or share <= 0 or not isinstance(path, str | Path):
+        raise DataError(
+            f"a blend must alternate a weight above 0 and a file, got {weight!r}, {path!r}; leave out what has no share"
+        )
+    return Source(_files(Path(path)), share)
+
+
+def _weight(value: object) -> Fraction | None:
+    """The weight as written (0.7 is 7/10, not its nearest binary number); None for what is no number."""
+    try:
+        return None if isinstance(value, bool | Path) else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    if path.is_dir():
+        files = tuple(sorted(path.glob("*.jsonl")))
+        if not files:
+            raise DataError(f"the folder {path} must hold jsonl files, got none")
+        return files
+    if not path.exists():  # what is no regular file is refused where it is opened
+        raise DataError(f"data_prefix names {path}, which does not exist")
+    return (path,)

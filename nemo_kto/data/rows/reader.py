@@ -1,0 +1,250 @@
+"""From a jsonl file to records: columns are renamed; those that are not used are counted, or refused where they matter."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from nemo_kto.data.rows.records import (
+    COLUMNS,
+    DataError,
+    DPORecord,
+    KTORecord,
+    Row,
+    RowError,
+    RowErrors,
+    TextOrMessages,
+    pair_of_row,
+    records_of_row,
+    show,
+    used_columns,
+)
+from nemo_kto.data.tokens.parts import WHOLE_FILE, FilePart
+from nemo_kto.errors import printable
+from nemo_kto.utils.files import MAX_LINE_BYTES
+
+Record = TypeVar("Record", KTORecord, DPORecord)
+
+_MEDIA = frozenset("image images video videos audio audios".split())
+# What stands before the prompt, and what may be the prompt or a part of it, by the names that data sets use.
+_BEFORE_PROMPT = frozenset("system system_prompt system_message history".split())
+_PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
+    "question questions instruction instructions input inputs query problem context document passage "
+    "user messages conversation conversations dialog dialogue".split()
+)
+_MAX_LISTED = 50  # columns in a message
+_ANSWER_LIKE = frozenset("answer output generation reply".split())
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which columns of the files stand for which of ours (``model.data.fields``).
+
+    Attributes:
+        columns: our name -> name in the files. A file without such a column is read as it is.
+
+    Raises:
+        DataError: a name that is none of ours, or one column for two of them.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.columns:
+            if name not in COLUMNS:
+                near = difflib.get_close_matches(name, COLUMNS, n=1)
+                swapped = self.columns[name] in COLUMNS and f"did you mean {{{self.columns[name]}:{name}}}?"
+                remedy = swapped or (f"did you mean {near[0]}?" if near else "write {OURS:COLUMN}")
+                raise DataError(f"must map names out of {', '.join(COLUMNS)} to columns, got {name}; {remedy}")
+        if twice := [column for column, times in Counter(self.columns.values()).items() if times > 1]:
+            raise DataError(f"must take each column once, got {twice[0]} twice; leave one out")
+
+    def rename(self, row: Row) -> tuple[Row, dict[str, str]]:
+        """The row under our names, and our name -> name in the file of what was renamed."""
+        renamed = {name: column for name, column in self.columns.items() if column in row}
+        if not renamed:
+            return row, renamed
+        hidden = {*renamed, *renamed.values()}
+        kept = {name: value for name, value in row.items() if name not in hidden}
+        return {**kept, **{name: row[column] for name, column in renamed.items()}}, renamed
+
+
+@dataclass(kw_only=True)
+class FileColumns:
+    """The columns of the rows of a file, counted while it is read.
+
+    Attributes:
+        rows: JSON objects in the file.
+        found: column -> rows that have it.
+        unused: column -> rows that have it and in which it is not used.
+    """
+
+    rows: int = 0
+    found: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: Row, used: Set[str]) -> None:
+        """Count the columns of a row, of which ``used`` mean something there."""
+        self.rows += 1
+        for column in row:
+            self.found[column] = self.found.get(column, 0) + 1
+            if column not in used:
+                self.unused[column] = self.unused.get(column, 0) + 1
+
+    def merge(self, other: FileColumns) -> None:
+        """Add the counts of another part of the file."""
+        self.rows += other.rows
+        for counts, more in ((self.found, other.found), (self.unused, other.unused)):
+            for column, count in more.items():
+                counts[column] = counts.get(column, 0) + count
+
+    def unused_text(self) -> str:
+        """Such as "id, source (1200 rows)"; nothing where all columns are used."""
+        by_count: dict[int, list[str]] = {}
+        for column, count in sorted(self.unused.items()):
+            by_count.setdefault(count, []).append(printable(column, 60))
+        parts = [
+            f"{_list(columns)} ({count} row{'s' if count > 1 else ''})" for count, columns in sorted(by_count.items())[::-1]
+        ]
+        return ", ".join(parts)
+
+
+def _list(columns: Sequence[str]) -> str:
+    shown = columns[:_MAX_LISTED]
+    return ", ".join(shown) + (f" and {len(columns) - len(shown)} more" if len(shown) < len(columns) else "")
+
+
+@dataclass(kw_only=True)
+class PartErrors(RowErrors):
+    """Keeps all broken rows, so that those of several parts are counted as those of one file."""
+
+    rows: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong
+
+    def add(self, path: str | Path, line: int, what: str) -> None:
+        super().add(path, line, what)
+        self.rows.append((line, what))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileReader:
+    """Reads jsonl files, one line in memory at a time; empty lines are skipped.
+
+    Attributes:
+        fields: the columns to rename.
+        broken: collects the rows that are left out, for a caller that reads other files next.
+    """
+
+    fields: Fields
+    broken: RowErrors
+
+    def kto_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[KTORecord]:
+        """The labelled answers of a part of a file, in its order; its ``columns`` are counted meanwhile."""
+        return self._read(path, part, columns, records_of_row, as_pair=False)
+
+    def dpo_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[DPORecord]:
+        """The pairs of a part of a file; everything else as in :meth:`kto_records`."""
+        return self._read(path, part, columns, lambda row, line: [pair_of_row(row, line)], as_pair=True)
+
+    def _read(
+        self,
+        path: str | Path,
+        part: FilePart,
+        columns: FileColumns,
+        records_of: Callable[[Row, int], list[Record]],
+        *,
+        as_pair: bool,
+    ) -> Iterator[Record]:
+        for line, raw in part.lines(path):
+            if raw.isspace():
+                continue
+            try:
+                given = _parse(raw)
+                row, renamed = self.fields.rename(given)
+                used = used_columns(tuple(row), as_pair=as_pair)
+                columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
+                records = _records(row, line, records_of)
+            except RowError as error:
+                self.broken.add(path, line, str(error))
+                continue
+            yield from records
+
+
+def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
+    """The records of a row in which no column with a part of the prompt is left aside."""
+    if media := _columns_like(row, _MEDIA):
+        raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
+    told = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
+    try:
+        records = records_of(row, line)
+    except RowError as error:
+        raise RowError(f"{error}{'' if told else _naming_remedy(row)}") from error
+    prompt = _text_of(records[0].prompt)
+    lost = [
+        column for column in _columns_like(row, _BEFORE_PROMPT if told else _PROMPT_LIKE) if _is_lost(row[column], prompt)
+    ]
+    if lost and told:
+        raise RowError(
+            f'"{lost[0]}" would be lost, the prompt does not hold it; make "prompt" a list of messages that holds it '
+            f'({{"role": "system", "content": ...}} first), and leave "{lost[0]}" out'
+        )
+    if lost:
+        raise RowError(f'"{lost[0]}" would be lost, the row has no "prompt"{_naming_remedy(row)}')
+    return records
+
+
+def _naming_remedy(row: Row) -> str:
+    """Which columns model.data.fields might name, as the end of a sentence; nothing where none looks like it."""
+    prompts, answers = _columns_like(row, _PROMPT_LIKE), _columns_like(row, _ANSWER_LIKE)
+    if len(prompts) > 1:
+        return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
+    has_answer = any(name in row for name in COLUMNS if name not in ("prompt", "preference", "label"))
+    named = [f"prompt:{column}" for column in prompts] + [f"response:{column}" for column in answers[: not has_answer]]
+    return f"; name the columns with 'model.data.fields={{{','.join(named)}}}'" if prompts else ""
+
+
+def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
+    return [column for column in _names_like(tuple(row), names) if not _is_empty(row[column])]
+
+
+@lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
+def _names_like(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
+    return [column for column in columns if column.lower() in names]
+
+
+def _is_lost(value: object, prompt: str) -> bool:
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("content"), str) for part in value):
+        return any(part["content"].strip() not in prompt for part in value if part.get("role") != "assistant")
+    return not isinstance(value, str) or value.strip() not in prompt
+
+
+def _is_empty(value: object) -> bool:
+    return value in (None, "", [], {}) or (isinstance(value, str) and value.isspace())
+
+
+def _text_of(prompt: TextOrMessages) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content")) for message in prompt)
+
+
+def _parse(raw: bytes) -> Row:
+    if len(raw) > MAX_LINE_BYTES:
+        raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
+    try:
+        text = raw.decode("utf-8-sig")
+        row = json.loads(text)
+        if "\\u" in text:  # only an escape can hide half a character, which no tokenizer takes
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # no JSON, an integer of thousands of digits, brackets without end
+        raise RowError(f"not JSON ({error}); write one object per line") from error
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be a JSON object, got {show(row)}")
+    return row

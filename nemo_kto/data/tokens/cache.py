@@ -1,0 +1,316 @@
+"""Examples: rows tokenised once, kept in an Arrow file that every rank maps into memory instead of reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from datasets import Features, Value
+from datasets import Sequence as SequenceOf
+from datasets.table import MemoryMappedTable, Table
+
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
+from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, LastRowError, RowError, RowErrors
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.part_files import PARTS, FilesWriter, PartResult, PartWriter, Tokeniser
+from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes, size_groups
+from nemo_kto.data.tokens.truncation import Truncation
+from nemo_kto.errors import UserError
+from nemo_kto.utils.files import make_folder, publish_file, remove_unpublished
+from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once
+from nemo_kto.utils.locks import one_writer
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 4  # raise it when the same data and tokenizer give other ids or other columns
+_IDS = SequenceOf(Value("int32"))
+Columns = dict[str, object]  # of one example
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+Opened = tuple[Table | None, FileColumns]
+"""Memory-mapped examples, or None where rows were broken, and the columns of the rows."""
+
+
+class Progress(Protocol):
+    """Passes items on and shows how many of them have passed."""
+
+    def __call__(self, items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]: ...
+
+
+def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
+    """The items."""
+    yield from items
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleKind:
+    """What the rows of a file become.
+
+    Attributes:
+        name: begins the names of the cached files.
+        features: columns of the cached examples; ``line`` is where an example came from, ``prompt_cut`` and
+            ``response_cut`` say what truncation took from.
+        read: (reader, file, its columns, to be counted, a part of it) -> the records of the part.
+        tokenise: records -> for each its columns, or why it cannot be used.
+    """
+
+    name: str
+    features: Features
+    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]
+    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]
+
+    def examples(
+        self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
+    ) -> Iterator[Columns]:
+        """The columns of the examples of records; those that cannot be used are added to ``broken``.
+
+        Raises:
+            DataError: one of them is a LastRowError.
+        """
+        for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
+            if isinstance(example, RowError):
+                broken.add(path, record.line, str(example))
+                if isinstance(example, LastRowError):
+                    broken.raise_if_any()
+            else:
+                yield example
+
+
+def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
+    for record, example in zip(records, encoder.encode(records), strict=True):
+        if isinstance(example, EncodedExample):
+            prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
+            columns: Columns = {"prompt_ids": prompt, "response_ids": response, "desirable": record.desirable}
+            cuts = {
+                "prompt_cut": len(prompt) < len(example.prompt_ids),
+                "response_cut": len(response) < len(example.response_ids),
+            }
+            yield {**columns, **cuts, "line": record.line, "weight": record.weight}
+        else:
+            yield example
+
+
+def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
+    encoded = iter(encoder.encode([side for record in records for side in record.sides]))
+    for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
+        if not (isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)):
+            yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
+            continue
+        prompt, good, bad = cut.truncate_pair(chosen.prompt_ids, chosen.response_ids, rejected.response_ids)
+        columns: Columns = {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad, "line": record.line}
+        answers_cut = len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids)
+        cuts = {"prompt_cut": len(prompt) < len(chosen.prompt_ids), "response_cut": answers_cut}
+        rewards = {"chosen_reward": record.chosen_reward, "rejected_reward": record.rejected_reward}
+        yield {**columns, **cuts, **rewards, "weight": record.weight}
+
+
+_SHARED = {
+    "prompt_ids": _IDS,
+    "prompt_cut": Value("bool"),
+    "response_cut": Value("bool"),
+    "line": Value("int64"),
+    "weight": Value("float64"),
+}
+KTO_EXAMPLES = ExampleKind(
+    name="kto",
+    features=Features({**_SHARED, "response_ids": _IDS, "desirable": Value("bool")}),
+    read=FileReader.kto_records,
+    tokenise=_tokenise_kto,
+)
+DPO_EXAMPLES = ExampleKind(
+    name="dpo",
+    features=Features(
+        {
+            **_SHARED,
+            "chosen_ids": _IDS,
+            "rejected_ids": _IDS,
+            "chosen_reward": Value("float64"),
+            "rejected_reward": Value("float64"),
+        }
+    ),
+    read=FileReader.dpo_records,
+    tokenise=_tokenise_dpo,
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class TokenCache:
+    """Arrow files of examples, one for each jsonl file, in one folder; beside each a JSON file about its columns.
+
+    A file's name holds a hash of everything that decides its content: path, size and time of change of the data, the
+    columns that are renamed, the tokenizer, the length and the truncation. Files appear under their name complete or not
+    at all, and are compared with a hash of what was written when they are opened; a large one is read for that once, until
+    it changes. Any number of processes may read at the same time; one writes, and the others wait for it.
+
+    Attributes:
+        kind, fields, encoder, truncation: what becomes of a row.
+        folder: made if absent.
+        shared: others may read the files, as the umask says; else only the user.
+        verified: another process of this machine has just compared the files with their hashes; they are not read here.
+        preprocess_workers: tokenise in up to so many processes; None: in one for each core of this process.
+        progress: (items, total=..., title=...) -> the items, and shows meanwhile how many of them have passed.
+    """
+
+    kind: ExampleKind
+    folder: Path
+    fields: Fields
+    encoder: RecordEncoder
+    truncation: Truncation
+    shared: bool = False
+    verified: bool = False
+    preprocess_workers: int | None = 1
+    progress: Progress = show_nothing
+
+    def __post_init__(self) -> None:
+        self._tokenizer_hash = self.encoder.fingerprint()
+        self._tokeniser = Tokeniser(
+            kind=self.kind,
+            fields=self.fields,
+            encoder=self.encoder,
+            truncation=self.truncation,
+            private=not self.shared,
+        )
+
+    def open(self, paths: Sequence[Path], *, broken: RowErrors) -> dict[Path, Opened]:
+        """The examples of jsonl files, tokenised if they are not yet.
+
+        Returns:
+            For each file the memory-mapped examples in the columns of their kind, or None where rows were broken (they are
+            added to ``broken``); and the columns of the rows.
+
+        Raises:
+            UserError: a cached file cannot be read.
+        """
+        cached = {path: self.folder / self._name(path) for path in paths}
+        opened = {path: found for path in paths if (found := self._read(cached[path])) is not None}
+        if absent := [path for path in cached if path not in opened]:
+            logger.info("tokenising %s into %s", _names(absent), self.folder)
+            make_folder(self.folder, private=not self.shared)
+            request = hashlib.sha256(json.dumps([file.name for file in cached.values()]).encode()).hexdigest()[:24]
+            for is_large, group in groupby(absent, key=lambda path: number_of_parts(path) > 1):
+                files = {path: cached[path] for path in group}
+                opened |= self._open_large(files, broken) if is_large else self._open_small(files, request, broken)
+            rows = sum(len(table) for table, _ in (opened[path] for path in absent) if table is not None)
+            logger.info("tokenised %d rows of %s", rows, _names(absent))
+        return {path: opened[path] for path in paths}
+
+    def _open_large(self, files: Mapping[Path, Path], broken: RowErrors) -> dict[Path, Opened]:
+        """The examples of files that are tokenised in parts; of each at most one process is the writer."""
+        opened = {}
+        for path, cached in files.items():
+            with one_writer(cached, private=not self.shared):
+                if (found := self._read(cached)) is None:  # else it was written while this process waited
+                    try:
+                        found = self._write_parts(path, cached, broken)
+                    except FileNotFoundError:  # the parts: where there are no locks, another process may be done first
+                        if (found := self._read(cached)) is None:
+                            raise
+                opened[path] = found
+        return opened
+
+    def _open_small(self, files: Mapping[Path, Path], request: str, broken: RowErrors) -> dict[Path, Opened]:
+        """The examples of files of one part each; of the processes with the same request one at a time is the writer."""
+        what = _names(list(files))
+        with one_writer(self.folder / f"{self.kind.name}-files-{request}", private=not self.shared):
+            opened = {path: found for path, cached in files.items() if (found := self._read(cached)) is not None}
+            absent = [(path, cached) for path, cached in files.items() if path not in opened]
+            remove_unpublished(self.folder, {cached.name for _, cached in absent})
+            groups = list(size_groups(absent, lambda file: file[0].stat().st_size))
+            writer = FilesWriter(tokeniser=self._tokeniser)
+            done = self._map(writer, groups, number=len(groups), what=what)
+            results: Iterator[PartResult] = chain.from_iterable(done)
+            if len(groups) > 1:
+                results = self.progress(results, total=len(absent), title=f"tokenising {what}")
+            for (path, cached), result in zip(absent, results, strict=False):  # there are none after a last one
+                columns, before = FileColumns(), broken.total
+                try:
+                    result.add_to(path, columns, broken)
+                    usable = self._is_usable(path, cached, rows=result.rows, broken=broken, before=before)
+                    opened[path] = self._complete(cached, columns) if usable else (None, columns)
+                finally:
+                    if path not in opened or opened[path][0] is None:
+                        cached.unlink(missing_ok=True)
+        return opened
+
+    def _write_parts(self, path: Path, cached: Path, broken: RowErrors) -> Opened:
+        writer = PartWriter(tokeniser=self._tokeniser, path=path, folder=cached.with_suffix(PARTS))
+        make_folder(writer.folder, private=not self.shared)
+        before, columns, rows, parts, expected = broken.total, FileColumns(), 0, 0, number_of_parts(path)
+        results = self._map(writer, file_parts(path), number=expected, what=path.name)
+        try:
+            for result in self.progress(results, total=expected, title=f"tokenising {path.name}"):
+                result.add_to(path, columns, broken)
+                rows, parts = rows + result.rows, parts + 1
+            usable = self._is_usable(path, cached, rows=rows, broken=broken, before=before)
+        except DataError:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+            raise
+        if usable:
+            writer.assemble(cached, parts=parts)
+        opened = self._complete(cached, columns) if usable else (None, columns)
+        shutil.rmtree(writer.folder, ignore_errors=True)
+        return opened
+
+    def _map(self, work: Callable[[Item], Result], items: Iterable[Item], *, number: int, what: str) -> Iterator[Result]:
+        processes = number_of_processes(self.preprocess_workers, number)
+        doing, setting = f"tokenising {what}", "model.data.preprocess_workers"
+        return map_parts(work, items, processes=processes, doing=doing, setting=setting)
+
+    def _is_usable(self, path: Path, cached: Path, *, rows: int, broken: RowErrors, before: int) -> bool:
+        """Whether a file has examples and no broken rows; of an empty one that is added to ``broken``.
+
+        Raises:
+            DataError: it was changed while it was read.
+        """
+        if self._name(path) != cached.name:
+            raise DataError(f"{path} was changed while it was read; start again when it is complete")
+        if rows == 0 and broken.total == before:
+            broken.add(path, 1, "the file must have at least one row, got none; leave it out of data_prefix")
+        return broken.total == before
+
+    def _complete(self, cached: Path, columns: FileColumns) -> Opened:
+        """Note what a cached file holds, which makes it complete, and open it."""
+        about = {**asdict(columns), "sha256": hash_once(cached, cache_dir=self.folder, private=not self.shared)}
+        is_large = cached.stat().st_size >= MIN_KEPT_BYTES  # a small one is tokenised again in no time
+        with publish_file(cached.with_suffix(".json"), private=not self.shared, durable=is_large) as writing:
+            writing.write_text(json.dumps(about), encoding="utf-8")
+        return MemoryMappedTable.from_file(str(cached)), columns
+
+    def _read(self, cached: Path) -> Opened | None:
+        """What is cached; None where nothing is, or where it is not what was written and has been removed."""
+        about = cached.with_suffix(".json")
+        try:
+            columns = json.loads(about.read_text(encoding="utf-8"))
+            sha256 = columns.pop("sha256")
+            if self.verified or sha256 == hash_once(cached, cache_dir=self.folder, private=not self.shared):
+                return MemoryMappedTable.from_file(str(cached)), FileColumns(**columns)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            remedy = "make it readable, or choose another model.data.cache_dir"
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}; {remedy}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            pass  # no JSON, or not ours
+        logger.warning("%s is not what was written, and its rows are tokenised again", cached)
+        about.unlink(missing_ok=True)
+        cached.unlink(missing_ok=True)
+        return None
+
+    def _name(self, path: Path) -> str:
+        state = path.stat()
+        key = [_FORMAT, str(path.resolve()), state.st_size, state.st_mtime_ns, sorted(self.fields.columns.items())]
+        key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]
+        return f"{self.kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return paths[0].name if len(paths) == 1 else f"{len(paths):,} files ({paths[0].name} and others)"

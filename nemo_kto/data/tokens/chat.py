@@ -1,0 +1,226 @@
+"""From records to token ids with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
+from nemo_kto.data.rows.records import KTORecord, RowError, TextOrMessages
+from nemo_kto.data.tokens.rendering import RenderedText, render_rows
+from nemo_kto.errors import UserError, printable, show
+
+_AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """Token ids of one example before truncation; neither list is empty."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+class _Text(NamedTuple):
+    prompt: str
+    answer: str
+    templated: bool
+
+
+def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, without asking the network or running code of the folder.
+
+    Args:
+        vocab_size: rows of the model's embedding; None where not known.
+
+    Raises:
+        UserError: there is none, transformers cannot read it, or BOS or EOS has no row in the embedding.
+    """
+    check_tokenizer(Path(folder), vocab_size=vocab_size)
+    try:
+        with _panics_named(Path(folder)):
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # of wrong files transformers and tokenizers may make anything
+        told = f"{folder}: the tokenizer cannot be loaded: {printable(str(error))}"
+        raise UserError(f"{told}; {_AGAIN}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(
+            f"{folder} must hold a tokenizer, got {type(tokenizer).__name__}; download the tokenizer's files again"
+        )
+    ids = {
+        token: number
+        for token, number in tokenizer.get_vocab().items()
+        if token in (tokenizer.bos_token, tokenizer.eos_token)
+    }
+    check_ids(ids, vocab_size=vocab_size, file=Path(folder))  # other files may name them too
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _panics_named(folder: Path) -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception, into an error about the folder's tokenizer.json.
+
+    Raises:
+        UserError: there was one, such as that of a regular expression which takes too long on a text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        told = f"{folder / 'tokenizer.json'}: the tokenizers library gave up: {printable(str(error))}"
+        raise UserError(f"{told}; correct its regular expressions, or {_AGAIN}") from error
+
+
+class RecordEncoder:
+    """TextOrMessages records into token ids, a batch at a time.
+
+    Plain rows get a BOS where the tokenizer itself adds one, and an EOS after the answer. Message rows are what the
+    chat template renders, without the white space after the end-of-turn token; an EOS is added only where the template
+    ends a turn with no special token at all. The answer is tokenised as the continuation of the prompt; where that
+    would change the prompt's own tokens (which the model will be given as they are), on its own.
+    """
+
+    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
+        """Encode with a tokenizer.
+
+        Args:
+            tokenizer: must have an EOS token; UserError if it has none.
+            vocab_size: rows of the model's embedding, to which a record's tokens are limited; None where not known.
+        """
+        if tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
+        self._tokenizer = tokenizer
+        beyond = {} if vocab_size is None else tokenizer.get_vocab()
+        self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
+        self._eos_id: int = tokenizer.eos_token_id
+        self._template = str(tokenizer.chat_template)
+        self._folder = Path(tokenizer.name_or_path)
+        file = chat_template_file(self._folder) if tokenizer.name_or_path else None
+        self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
+        self._special_tokens = _special_tokens(tokenizer)
+        self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
+        with _panics_named(self._folder):
+            self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
+        # Says that forking (loader workers, which never tokenise) after tokenising in threads is meant.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+    def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
+        """One result for each record: its token ids, or why it cannot be used."""
+        texts = self._texts(records)
+        usable = [text for text in texts if isinstance(text, _Text)]
+        prompts = self._ids([text.prompt for text in usable])
+        wholes = self._ids([text.prompt + text.answer for text in usable])
+        continued = [whole[: len(prompt)] == prompt for prompt, whole in zip(prompts, wholes, strict=True)]
+        separate = iter(self._ids([text.answer for text, joined in zip(usable, continued, strict=True) if not joined]))
+        examples = (
+            self._finish(text, prompt, whole[len(prompt) :] if joined else next(separate))
+            for text, prompt, whole, joined in zip(usable, prompts, wholes, continued, strict=True)
+        )
+        return [text if isinstance(text, RowError) else next(examples) for text in texts]
+
+    def fingerprint(self) -> str:
+        """Hash of everything in the tokenizer that decides the ids of an example."""
+        tokenizer = self._tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            content = json.loads(backend.to_str())
+            for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
+                content.pop(setting, None)
+        else:
+            content = sorted(tokenizer.get_vocab().items())
+        parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
+        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        with _panics_named(self._folder):
+            encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
+
+    def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
+        messages = [record for record in records if not isinstance(record.prompt, str)]
+        rendered = iter(render_rows(self._render_row, messages, template=self._template_name) if messages else [])
+        texts: list[_Text | RowError] = []
+        for record in records:
+            if isinstance(record.prompt, str) and isinstance(record.response, str):
+                texts.append(_Text(record.prompt, record.response, templated=False))
+            else:
+                text = next(rendered)
+                texts.append(text if isinstance(text, RowError) else _Text(*text, templated=True))
+        return texts
+
+    def _render_row(self, record: KTORecord) -> RenderedText:
+        assert isinstance(record.prompt, list)
+        assert isinstance(record.response, list)
+        if "tools" in record.template and "tools" not in self._template:
+            raise RowError(
+                '"tools" would be lost: the tokenizer\'s chat template does not use them; change it or remove the key'
+            )
+        prompt = self._render(record.prompt, record.template, asks=True)
+        whole = self._render([*record.prompt, *record.response], record.template, asks=False)
+        if not whole.startswith(prompt):
+            raise RowError(
+                f"the chat template must render the prompt the same with and without the answer after it, got "
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
+                "write the row as plain strings"
+            )
+        answer = whole[len(prompt) :]
+        if answer.rstrip().endswith(self._special_tokens):
+            answer = answer.rstrip()
+        return RenderedText(prompt, answer)
+
+    def _render(self, messages: TextOrMessages, given: Mapping[str, Any], *, asks: bool) -> str:
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program of its own and may raise anything
+            told = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
+            raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
+        if not isinstance(rendered, str) or not rendered.strip():
+            raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
+        return rendered
+
+    def _finish(self, text: _Text, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
+        if text.templated:
+            ended = bool(answer) and answer[-1] in self._special_ids
+        else:
+            ended = answer[-1:] == [self._eos_id]
+            if self.bos_id is not None and prompt[:1] != [self.bos_id]:
+                prompt = [self.bos_id, *prompt]
+        if not prompt:
+            return RowError(
+                f"the prompt must have at least one token, got {text.prompt!r}, and this tokenizer adds no BOS; "
+                "give the row a prompt or remove it"
+            )
+        if unknown := self._beyond.keys() & {*prompt, *answer}:
+            token = f"{show(self._beyond[min(unknown)])} with id {min(unknown)}"
+            return RowError(
+                f"each token must be in the model's vocabulary, got {token} beyond its vocab_size; remove it from the row, "
+                "or take the model's own tokenizer"
+            )
+        return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer by itself puts a BOS in front of a string."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts of all special tokens: end-of-turn marks are often special without being the EOS."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))

@@ -1,0 +1,130 @@
+"""Chat templates are programs that came with a model: they are run in a process with limits of time, memory and output.
+
+jinja2's sandbox keeps a template from files and from Python, but not from computing 9**9**9, which nothing in the process
+itself can interrupt. So the rows of a batch are rendered in a fork, which the kernel ends at a limit, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import NamedTuple, NoReturn, TypeVar
+
+from nemo_kto.data.rows.records import LastRowError, RowError
+from nemo_kto.data.tokens.parts import JOB_SIGNALS
+
+Item = TypeVar("Item")
+MAX_SECONDS: float = 2  # of CPU time for a row; a usual one takes a ten-thousandth of it
+MAX_CHARACTERS = 10**7
+_MAX_BYTES = 2**30  # of memory, besides what the process had before
+_LIMIT = "limit"  # how the child marks a row at a limit
+_REMEDY = "correct the template, or write the row as plain strings"
+
+
+class RenderedText(NamedTuple):
+    """A prompt and its answer as the chat template writes them."""
+
+    prompt: str
+    answer: str
+
+
+def render_rows(
+    render: Callable[[Item], RenderedText], rows: Sequence[Item], *, template: str
+) -> list[RenderedText | RowError]:
+    """One result for each row, by ``render`` in a child process; a LastRowError for the row at a limit and those after it.
+
+    Args:
+        render: raises RowError for a row that cannot be used; sees the memory of this process, and changes nothing in it.
+        template: how errors name the chat template.
+    """
+    results: list[RenderedText | RowError] = []
+    reader, writer = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        reader.close()
+        _render_and_exit(render, rows, writer, template)
+    writer.close()
+    try:
+        with contextlib.suppress(EOFError):  # the child has ended before its last row
+            while len(results) < len(rows):
+                results.append(_result(*json.loads(reader.recv_bytes())))
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        reader.close()
+        _, status = os.waitpid(child, 0)
+    if missing := len(rows) - len(results):
+        at_limit = results and isinstance(results[-1], LastRowError)
+        results += [results[-1] if at_limit else LastRowError(_why_ended(status, template))] * missing
+    return results
+
+
+def _result(kind: str, *texts: str) -> RenderedText | RowError:
+    if kind == "rendered":
+        return RenderedText(*texts)
+    return LastRowError(*texts) if kind == _LIMIT else RowError(*texts)
+
+
+def _render_and_exit(
+    render: Callable[[Item], RenderedText], rows: Sequence[Item], writer: Connection, template: str
+) -> NoReturn:
+    """The child. It never returns to what the parent was doing, nor runs what the parent does at its end."""
+    try:
+        _set_limits()
+        for row in rows:
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process, also within a C function
+            answer = _answer(render, row, template)
+            writer.send_bytes(json.dumps(answer).encode())
+            if answer[0] == _LIMIT:
+                break
+        os._exit(0)
+    except BrokenPipeError:  # the parent is gone
+        os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _answer(render: Callable[[Item], RenderedText], row: Item, template: str) -> tuple[str, ...]:
+    try:
+        rendered = render(row)
+    except MemoryError:
+        return _LIMIT, f"{template} must render a row in {_MAX_BYTES >> 30} GiB of memory, needed more; {_REMEDY}"
+    except RowError as error:
+        return "error", str(error)
+    if (length := sum(map(len, rendered))) > MAX_CHARACTERS:
+        told = f"{template} must render a row as at most {MAX_CHARACTERS:,} characters, got {length:,}"
+        return _LIMIT, f"{told}; {_REMEDY}"
+    return "rendered", *rendered
+
+
+def _set_limits() -> None:
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    faulthandler.disable()
+    gc.disable()  # a collection would copy the parent's memory
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rows may be private
+    before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = before + _MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+
+
+def _why_ended(status: int, template: str) -> str:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return f"{template} must render a row within {MAX_SECONDS} seconds of CPU time, needed more; {_REMEDY}"
+    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+    return f"{template} must render a row, but ended its process with {how}; {_REMEDY}"

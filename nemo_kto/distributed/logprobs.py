@@ -1,0 +1,269 @@
+"""From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
+
+The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
+token and dropped, and made again in the backward pass.
+
+Logits and their gradient are fp32 for a bf16 model too, and so is the sum of every product. A GPU multiplies bf16 matrices
+and returns fp32; the gradient of the logits takes part as two bf16 summands. A CPU has no such product: the weight is
+converted to fp32 in blocks of rows, and the product is one of fp32 matrices.
+
+Peak memory beyond inputs and results, in fp32: forward, one chunk of logits [c, v]; backward, the same (with a soft cap its
+slopes besides) and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a bf16 model add, on a
+GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product [v, H] if torch cannot add it in
+place; on a CPU a block of the weight.
+
+Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_kto.device import kernels
+from nemo_kto.distributed.main_grad import added_to_main_grad, main_grad_of
+
+# torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
+
+# Rows of the weight that are converted to fp32 at a time: few enough to stay in the cache, from which the product reads them
+_BLOCK_ROWS = 1024
+
+# Rows of the weight's gradient that are made at a time where torch cannot add them in place: enough to keep a GPU busy
+_PRODUCT_ROWS = 8192
+
+
+def vocab_parallel_logprobs(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    target_T: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    chunk_size: int,
+    softcap: float | None = None,
+    reduce_hidden_grad: bool = True,
+) -> torch.Tensor:
+    """Log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
+
+    Three collectives a call, for all tokens at once: the maximum; the sum of exponentials with the target's logit;
+    in the backward pass the gradient of the hidden states. Without any token they take place all the same.
+
+    Args:
+        hidden_TH: hidden states, the same on every rank of ``group``.
+        weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has a
+            ``main_grad``, in fp32, its gradient is added there.
+        target_T: token to give the log-prob of; the same on every rank. It must be in [0, vocab_size), see
+            :func:`check_targets`, for which a tensor on the device would have to be waited for.
+        vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
+        group: tensor-parallel group; None for a single rank.
+        chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
+        softcap: the logits become softcap * tanh(logit / softcap), in fp32; None where they stay as they are.
+        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where the backward pass of what comes
+            before does it (the gather of sequence parallelism).
+
+    Returns:
+        [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
+
+    Raises:
+        ValueError: ``chunk_size`` or ``softcap`` is not positive.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
+    first = weight_VH.shape[0] * (dist.get_rank(group) if group is not None else 0)
+    columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
+    is_here_T = (target_T >= first) & (target_T < first + columns)
+    column_T = torch.where(is_here_T, target_T - first, 0)
+    logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, softcap, reduce_hidden_grad
+    )
+    return logps_T
+
+
+def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
+    """Compare targets, on the host, with the vocabulary.
+
+    Raises:
+        ValueError: one is not in [0, vocab_size).
+    """
+    if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
+        raise ValueError(
+            f"targets must be in [0, vocab_size = {vocab_size}), got {int(target_T.min())} to "
+            f"{int(target_T.max())}; tokenise the data with the tokenizer of this model"
+        )
+
+
+class _Logprobs(torch.autograd.Function):
+    """``column_T``: where in this rank's columns the target is, if ``is_here_T``; else any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        column_T: torch.Tensor,
+        is_here_T: torch.Tensor,
+        columns: int,
+        group: dist.ProcessGroup | None,
+        chunk_size: int,
+        softcap: float | None,
+        reduce_hidden_grad: bool,
+    ) -> torch.Tensor:
+        num_tokens, wide = len(hidden_TH), _wide(hidden_TH.dtype)
+        maximum_T = hidden_TH.new_full((num_tokens,), float("-inf"), dtype=wide)
+        exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
+        exp_sum_T, target_logit_T = exp_sum_and_target_2T
+        for chunk in _chunks(num_tokens if columns else 0, chunk_size):
+            logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns], softcap)
+            its_logit_c1 = logits_cv.gather(1, column_T[chunk].unsqueeze(1))
+            target_logit_T[chunk] = its_logit_c1.squeeze(1) * is_here_T[chunk]
+            maximum_T[chunk] = logits_cv.amax(dim=1)
+            exp_sum_T[chunk] = logits_cv.sub_(maximum_T[chunk].unsqueeze(1)).exp_().sum(dim=1)
+            del logits_cv  # else it lives on while the next is made
+        if group is not None:
+            own_maximum_T = maximum_T.clone()
+            dist.all_reduce(maximum_T, dist.ReduceOp.MAX, group=group)
+            exp_sum_T *= (own_maximum_T - maximum_T).exp_()
+            dist.all_reduce(exp_sum_and_target_2T, group=group)
+        normaliser_T = exp_sum_T.log().add_(maximum_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_here_T, normaliser_T)
+        ctx.columns, ctx.chunk_size, ctx.main_grad_VH = columns, chunk_size, main_grad_of(weight_VH)
+        ctx.softcap = softcap
+        ctx.reduce_group = group if reduce_hidden_grad else None
+        return target_logit_T - normaliser_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TH, weight_VH, column_T, is_here_T, normaliser_T = ctx.saved_tensors
+        columns, dtype, wide = ctx.columns, hidden_TH.dtype, normaliser_T.dtype
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_grad_TH = torch.zeros_like(hidden_TH, dtype=wide) if wants_hidden else None
+        is_summed = wants_weight and ctx.main_grad_VH is not None
+        weight_grad_VH = ctx.main_grad_VH if is_summed else None
+        if wants_weight and not is_summed:
+            weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
+        grad_T1 = -grads[0].unsqueeze(1)
+        for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
+            _add_gradients(
+                _slopes(
+                    hidden_TH[chunk],
+                    weight_VH[:columns],
+                    column_T[chunk],
+                    is_here_T[chunk],
+                    normaliser_T[chunk],
+                    softcap=ctx.softcap,
+                ),
+                grad_T1[chunk],
+                hidden_TH[chunk],
+                weight_VH[:columns],
+                hidden_grad_cH=None if hidden_grad_TH is None else hidden_grad_TH[chunk],
+                weight_grad_vH=None if weight_grad_VH is None else weight_grad_VH[:columns],
+            )
+        if hidden_grad_TH is not None:
+            if ctx.reduce_group is not None:
+                dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
+            hidden_grad_TH = hidden_grad_TH.to(dtype)
+        if weight_grad_VH is not None:
+            weight_grad_VH = added_to_main_grad(weight_VH) if is_summed else weight_grad_VH.to(weight_VH.dtype)
+        return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
+    return [slice(start, start + chunk_size) for start in range(0, num_tokens, chunk_size)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits in fp32 at least, not rounded to a narrower type on the way."""
+    wide = _wide(hidden_cH.dtype)
+    if _multiplies_to_fp32(hidden_cH):
+        logits_cv = torch.mm(hidden_cH, weight_vH.t(), out_dtype=wide)
+    else:
+        logits_cv, hidden_cH = hidden_cH.new_empty((len(hidden_cH), len(weight_vH)), dtype=wide), hidden_cH.to(wide)
+        for rows in _weight_blocks(weight_vH):
+            torch.mm(hidden_cH, weight_vH[rows].to(wide).t(), out=logits_cv[:, rows])
+    return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
+
+
+def _slopes(
+    hidden_cH: torch.Tensor,
+    weight_vH: torch.Tensor,
+    column_c: torch.Tensor,
+    is_here_c: torch.Tensor,
+    normaliser_c: torch.Tensor,
+    *,
+    softcap: float | None,
+) -> torch.Tensor:
+    """d -log-prob / d logits = softmax - one-hot(target), [c, v]; before the soft cap where there is one."""
+    slope_cv = _logits(hidden_cH, weight_vH, softcap)
+    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
+    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
+    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_here_c.to(slope_cv.dtype).unsqueeze(1))
+    return slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)
+
+
+def _add_gradients(
+    slope_cv: torch.Tensor,
+    grad_c1: torch.Tensor,
+    hidden_cH: torch.Tensor,
+    weight_vH: torch.Tensor,
+    *,
+    hidden_grad_cH: torch.Tensor | None,
+    weight_grad_vH: torch.Tensor | None,
+) -> None:
+    """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 at least.
+
+    The slopes are overwritten, or freed if the caller holds no reference to them.
+    """
+    wide = slope_cv.dtype
+    if _multiplies_to_fp32(hidden_cH):
+        slope_2cv = _as_summands(slope_cv.mul_(grad_c1), hidden_cH.dtype).flatten(0, 1)
+        del slope_cv  # makes room for the products
+        if hidden_grad_cH is not None:
+            hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
+        if weight_grad_vH is not None:
+            _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
+        return
+    # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
+    if hidden_grad_cH is not None:
+        for rows in _weight_blocks(weight_vH):
+            hidden_grad_cH.addmm_(slope_cv[:, rows], weight_vH[rows].to(wide))
+        hidden_grad_cH.mul_(grad_c1)
+    if weight_grad_vH is not None:
+        weight_grad_vH.addmm_(slope_cv.t(), hidden_cH.to(wide) * grad_c1)
+
+
+def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Tensor) -> None:
+    """Add left @ right, of bf16 matrices, to a sum in fp32; a whole product [v, H] never exists beside the sum."""
+    if kernels.adds_wide_products():
+        torch.addmm(sum_vH, left_vc, right_cH, out_dtype=sum_vH.dtype, out=sum_vH)
+        return
+    for rows in _chunks(len(sum_vH), _PRODUCT_ROWS):
+        sum_vH[rows] += torch.mm(left_vc[rows], right_cH, out_dtype=sum_vH.dtype)
+
+
+def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[2, c, v]: two values of a narrower type whose sum is each value, to 16 bits for bf16. Overwrites the values."""
+    summands_2cv = values_cv.new_empty((2, *values_cv.shape), dtype=dtype)
+    summands_2cv[0] = values_cv
+    summands_2cv[1] = values_cv.sub_(summands_2cv[0])
+    return summands_2cv
+
+
+def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
+    """Whether a product of matrices narrower than fp32 can be had in fp32."""
+    return _MM_WIDENS and factor.is_cuda and factor.dtype != _wide(factor.dtype)
+
+
+def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:
+    """Blocks of rows that are converted one by one; a weight in fp32 needs no conversion and is one block."""
+    is_wide = weight_vH.dtype == _wide(weight_vH.dtype)
+    return _chunks(len(weight_vH), len(weight_vH) if is_wide else _BLOCK_ROWS)

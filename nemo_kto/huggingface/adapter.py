@@ -1,0 +1,144 @@
+"""Adapters in PEFT's format, in and out, at any layout.
+
+A folder with adapter_config.json and adapter_model.safetensors, which ``peft.PeftModel.from_pretrained`` puts on the model
+in Hugging Face format that the adapters were trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.lora_mappings import adapted_mappings, has_adaptable_experts, hf_module
+from nemo_kto.architecture.lora_settings import NEMO_TARGETS, LoRASettings
+from nemo_kto.artifacts.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    JOINED,
+    JOINED_PATTERN,
+    is_our_adapter,
+    read_adapter_settings,
+)
+from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, tensor_shapes
+from nemo_kto.checkpoint.model_state import adapters_of
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
+from nemo_kto.huggingface.stream import gather_weights, read_weights
+from nemo_kto.models.lora.adapters import magnitudes, take_magnitudes
+
+
+def export_adapter(
+    chunks: Sequence[nn.Module], architecture: Architecture, *, out: str | Path, base_model: str | Path
+) -> None:
+    """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.huggingface.export` writes the model.
+
+    Args:
+        base_model: folder or name of the model that the adapters belong to; stands in the configuration.
+
+    Raises:
+        UserError: something is in the way, or a weight is no finite number; says what, on every rank alike.
+        RuntimeError: rank 0 could not write; says why, on every rank alike.
+        ValueError: the model has no adapters.
+    """
+    settings, instead = _settings(chunks), magnitudes(chunks)
+
+    def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
+        # parts of a fused layer that are not adapted are zero, and nothing to PEFT
+        tensors = {name: tensor.contiguous() for name, tensor in stream if hf_module(name) in settings.modules}
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
+        text = json.dumps(_config(settings, architecture, base_model), indent=2) + "\n"
+        (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+
+    write_together(
+        "export of the adapters",
+        target=Path(out),
+        is_ours=is_our_adapter,
+        prepare=lambda: None,
+        stream=lambda: gather_weights(rank_adapters(chunks, architecture, settings, instead), architecture),
+        write=write,
+    )
+
+
+def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
+    """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
+
+    The weights that they belong to must be there: DoRA's magnitudes are kept as what they are more than the norms of rows.
+
+    Raises:
+        UserError: it is no adapter, or not for a model with these adapters; lists all differences, on every rank alike.
+    """
+    settings, saved = _settings(chunks), read_adapter_settings(folder)
+    shapes = tensor_shapes(Path(folder) / ADAPTER_WEIGHTS)
+    wanted = wanted_adapters(architecture, settings)
+    problems = differences(wanted, shapes)
+    if not math.isclose(settings.scale, saved.scale):
+        divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
+        problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
+    if problems:
+        told = (
+            f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
+            f"{', '.join(settings.modules)}), got {len(problems)} differences:"
+        )
+        raise UserError("\n  ".join([told, *problems]))
+    files = dict.fromkeys(wanted, Path(folder) / ADAPTER_WEIGHTS)
+    instead = magnitudes(chunks)
+    read_weights(rank_adapters(chunks, architecture, settings, instead), architecture, files)
+    take_magnitudes(chunks, instead)
+
+
+def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
+    settings = adapters_of(chunks)
+    if settings is None:
+        raise ValueError("the model must have adapters, got one without; call models.lora.add_adapters")
+    return settings
+
+
+def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
+    mixture = _of_mixture(settings, architecture) if has_adaptable_experts(architecture.family) else {}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": list(settings.modules),
+        "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
+        "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
+        "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,
+        **mixture,
+    }  # fmt: skip
+
+
+def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:
+    """What the configuration says of a mixture whose MLPs or experts are adapted.
+
+    transformers keeps all experts of a layer in one tensor, and gate and up projection together. peft puts their adapters
+    together too, with twice the rank, and names what it adapts there by parameters. The other MLPs are named in the same
+    way: by the names of modules it would take those of the experts.
+    """
+    names: list[str] = []
+    for mapping in (mapping for mapping in adapted_mappings(architecture, settings) if ".mlp." in mapping.mcore_name):
+        if not any(architecture.instances(mapping, range(architecture.num_layers))):
+            continue
+        if mapping.of_expert:
+            names.append("mlp.experts.down_proj" if len(mapping.hf_names) == 1 else f"mlp.experts.{JOINED}")
+        else:
+            adapted = [name for name in mapping.hf_names if hf_module(name) in settings.modules]
+            names += [name.removeprefix("model.layers.{layer}.") for name in adapted]
+    if not names:
+        return {}
+    if settings.layers is not None:
+        names = [f"layers.{number - 1}.{name}" for number in settings.layers for name in names]
+    return {
+        "target_modules": [module for module in settings.modules if module not in NEMO_TARGETS["mlp"]],
+        "target_parameters": names,
+        "rank_pattern": {JOINED_PATTERN: 2 * settings.rank},
+        "alpha_pattern": {JOINED_PATTERN: settings.alpha * (math.sqrt(2) if settings.rslora else 2)},
+        "lora_dropout": 0.0,  # peft refuses another value there
+    }

@@ -1,0 +1,39 @@
+"""Matrices of experts in MXFP4, as gpt-oss is published: they are read, and trained and written in the type of the model.
+
+32 values along the input of a matrix share a scale, which is a power of two, and each is one of 16 (OCP Microscaling Formats
+specification 1.0, sections 5.3 and 6.3). In the place of a tensor NAME, [experts, in, out], the file has
+
+    NAME_blocks  uint8 [experts, out, in / 32, 16]    two values in a byte, the first in its lower four bits
+    NAME_scales  uint8 [experts, out, in / 32]        the exponent plus 127; 255 is no number
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES, Shapes
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
+_BIAS, _NO_NUMBER = 127, 255
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_VALUES)[codes.long()]
+    exponents = scales.to(torch.int32)
+    factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def dequantized_shapes(shapes: Shapes) -> Shapes:
+    """Names and shapes with the tensors that blocks and scales stand for in their place; others stay."""
+    found = dict(shapes)
+    for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
+        match shapes[name + BLOCKS], shapes.get(name + SCALES):
+            case (experts, rows, groups, 16), (*of_scales,) if of_scales == [experts, rows, groups]:
+                del found[name + BLOCKS], found[name + SCALES]
+                found[name] = (experts, 32 * groups, rows)
+    return found

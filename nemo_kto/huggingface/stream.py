@@ -1,0 +1,193 @@
+"""Weights between files and ranks, one at a time, at any layout."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from torch import Tensor
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import ParamMapping
+from nemo_kto.architecture.segments import Piece, is_cut, pieces, place_in_file, segments, source_shapes, split_dimension
+from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.mapping import Weight
+from nemo_kto.huggingface.mxfp4 import dequantize
+
+# Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
+_Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
+
+
+def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
+
+    What is there in MXFP4 is dequantized.
+
+    Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
+    model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
+
+    Raises:
+        UserError: a value is no finite number.
+    """
+    wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
+    for weight in weights:
+        rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
+        for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
+            name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
+            if (found := name if name in files else name + BLOCKS) in files:
+                wanted[files[found]].append((name, weight, piece))
+    for file in sorted(wanted):
+        with safe_open(file, framework="pt") as handle, torch.no_grad():
+            for name, weight, piece in wanted[file]:
+                if name in files:
+                    values = handle.get_slice(name)[place_in_file(weight.mapping, weight.place, piece.where)]
+                    piece.place.copy_(values.T if weight.mapping.transposed else values)
+                else:
+                    piece.place.copy_(_dequantized(name, weight, piece, files))
+                if not math.isfinite(float(piece.place.sum())):
+                    raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
+
+
+def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
+    """A piece of a matrix that the files have in MXFP4, whose blocks and scales may lie in different ones."""
+    rows, *columns = piece.where
+    packed = []
+    for part in (name + BLOCKS, name + SCALES):
+        with safe_open(files[part], framework="pt") as handle:
+            packed.append(handle.get_slice(part)[weight.place["expert"], rows])
+    of_rows, where = dequantize(*packed), (slice(None), *columns)
+    return of_rows[where]
+
+
+def sends_weights() -> bool:
+    """Whether this rank takes part in :func:`gather_weights`: it is of the first copy of the layers or of the experts."""
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        or parallel_state.get_expert_data_parallel_rank() == 0
+    )
+
+
+def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
+
+    For the ranks where :func:`sends_weights`, all of which must use the iterator up. Where the file has the experts of a
+    layer in one tensor, rank 0 holds them until all have come.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stages = dist.get_process_group_ranks(pipeline)
+    leads = dist.get_rank() == dist.get_process_group_ranks(_stage_group())[0]
+    first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+    files = _FileWeights(architecture=architecture)
+    for weight in weights:
+        for place, whole in () if weight.copied else _whole_values(weight, architecture, leads=leads):
+            if first_stage:
+                yield from files.of(weight.mapping, place, whole)
+            else:
+                header: _Header = (weight.mapping, place, whole.shape, whole.dtype)
+                dist.send_object_list([header], dst=stages[0], group=pipeline)
+                dist.send(whole, dst=stages[0], group=pipeline)
+    if leads and not first_stage:
+        dist.send_object_list([None], dst=stages[0], group=pipeline)
+    for stage in stages[1:] if leads and first_stage else ():
+        while (received := _receive_header(stage, pipeline)) is not None:
+            mapping, place, shape, dtype = received
+            whole = torch.empty(shape, dtype=dtype, device=device.current_device())
+            dist.recv(whole, src=stage, group=pipeline)
+            yield from files.of(mapping, place, whole)
+
+
+def _stage_group() -> dist.ProcessGroup:
+    """The ranks of this pipeline stage, over which its experts are shared out; its first one leads."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
+def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) -> Iterator[tuple[Mapping[str, int], Tensor]]:
+    """Where the stage ``leads``: the weight, of an expert those of all ranks too; elsewhere nothing, while it is sent."""
+    if not weight.mapping.of_expert:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            whole = _gather_shards(weight)
+            if leads:
+                yield weight.place, whole
+        return
+    if parallel_state.get_expert_data_parallel_rank() > 0:
+        return
+    whole, stage = _gather_shards(weight), _stage_group()
+    holders = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    if leads:
+        yield weight.place, whole
+        on_each = architecture.sizes["experts"] // len(holders)
+        for number, holder in enumerate(holders[1:], start=1):
+            dist.recv(received := torch.empty_like(whole), src=holder, group=stage)
+            yield {**weight.place, "expert": weight.place["expert"] + number * on_each}, received
+    elif parallel_state.get_expert_tensor_parallel_rank() == 0:
+        dist.send(whole, dst=dist.get_process_group_ranks(stage)[0], group=stage)
+
+
+def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
+    box: list[_Header | None] = [None]
+    dist.recv_object_list(box, src=stage, group=pipeline)
+    return box[0]
+
+
+def _gather_shards(weight: Weight) -> Tensor:
+    """On the first of the ranks over which a weight is cut, their shards put together; on the others, their own shard."""
+    shard, dimension = weight.parameter.data, split_dimension(weight.mapping)
+    group = state.tensor_group(of_expert=weight.mapping.of_expert)
+    ranks = dist.get_process_group_ranks(group)
+    if dimension is None or not is_cut(weight.mapping) or len(ranks) == 1:
+        return shard.contiguous()
+    shards = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
+    dist.gather(shard.contiguous(), shards, dst=ranks[0], group=group)
+    return torch.cat(shards, dim=dimension) if shards else shard
+
+
+@dataclass(kw_only=True, eq=False)
+class _FileWeights:
+    """Takes the weights of the file out of our parameters, and puts experts together that the file has in one tensor."""
+
+    architecture: Architecture
+    _joined: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False)  # and how many experts are missing
+
+    def of(self, mapping: ParamMapping, place: Mapping[str, int], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is complete with this parameter, by its name in the file."""
+        for hf_name, values in zip(mapping.hf_names, self._parts(mapping, whole), strict=True):
+            name, values = hf_name.format(**place), values.T if mapping.transposed else values
+            if not mapping.joins_experts:
+                yield name, values
+                continue
+            experts = self.architecture.sizes["experts"]
+            if name not in self._joined:
+                self._joined[name] = values.new_empty(experts, *values.shape), experts
+            joined, missing = self._joined.pop(name)
+            joined[place["expert"]] = values
+            if missing > 1:
+                self._joined[name] = joined, missing - 1
+            else:
+                yield name, joined
+
+    def _parts(self, mapping: ParamMapping, whole: Tensor) -> Iterator[Tensor]:
+        """The weights that a parameter holds, in the order of the mapping."""
+        dimension = split_dimension(mapping)
+        parts = [] if dimension is None else segments(mapping, self.architecture)
+        for source, shape in enumerate(source_shapes(mapping, self.architecture)):
+            if dimension is None or len(parts) == 1:
+                yield whole.cpu()
+                continue
+            values = torch.empty(shape, dtype=whole.dtype)
+            position = 0
+            for part in parts:
+                if part.source == source:
+                    place = values[(slice(None),) * dimension + (part.where,)]
+                    place.copy_(whole.narrow(dimension, position, part.length))
+                position += part.length
+            yield values

@@ -1,0 +1,303 @@
+"""Log-probs of sequences under a GPT policy, over the ranks that share a model: forward, or forward and backward.
+
+Sequences are cut into micro-batches, sent through megatron-core's pipeline schedule, and come back as one log-prob each. The
+loss is a function that the caller gives; the engine knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from nemo_kto.device import device
+from nemo_kto.distributed.context import leads_context_parallel, sum_over_context_parallel
+from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.distributed.overlap import bucket_groups, finish_gathers
+from nemo_kto.distributed.reduce import from_last_stage, largest_over_data_parallel
+from nemo_kto.losses.sequence import IGNORED, sequence_sums
+from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
+from nemo_kto.models.flops import ModelFlops, Passes
+from nemo_kto.models.gpt import HiddenStateGPT
+from nemo_kto.models.layers.router import balance_sums, experts_span_copies, routers
+from nemo_kto.models.lora.adapters import constant_weights
+
+
+class MicroBatchLoss(NamedTuple):
+    """The loss of one micro-batch, in the form that megatron-core's schedule takes.
+
+    Attributes:
+        loss_sum: sum over the examples; differentiated.
+        num_examples: what it is the sum over; 0-d int.
+        sums: what the metrics are made of, without gradient; the same names in every micro-batch.
+    """
+
+    loss_sum: Tensor
+    num_examples: Tensor
+    sums: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Tensor]) -> MicroBatchLoss:
+        """From sums with ``loss_sum`` and ``rows`` (its number of examples) among them."""
+        return cls(sums["loss_sum"], sums["rows"].detach().int(), {name: value.detach() for name, value in sums.items()})
+
+
+SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
+"""(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
+
+Where sequences have a second log-prob, those follow: [2b].
+
+Both are on the device. To ask for one of their values, or to fetch what lies on the host, would wait for the device at each
+micro-batch.
+"""
+
+
+@dataclass(kw_only=True, eq=False)
+class LogProbEngine:
+    """Runs the model chunks of this rank through the schedule. All methods are collective.
+
+    Attributes:
+        chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
+        vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
+        limits: of one forward and backward pass.
+        forward_micro_batch_size: sequences of one pass without gradient; None for those of a pass with gradient, so that
+            the same weights give the same log-probs to the last bit.
+        average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
+        logprob_chunk_size: tokens whose logits exist at the same time.
+        flops: operations of one pass, to be counted.
+        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts, in the objective.
+        forward_clock: runs during the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
+            each other.
+    """
+
+    chunks: list[DistributedDataParallel]
+    vocab_size: int
+    limits: MicroBatchLimits
+    forward_micro_batch_size: int | None
+    average_log_probs: bool
+    logprob_chunk_size: int
+    flops: ModelFlops
+    moe_aux_loss_coeff: float = 0.0
+    forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
+
+    def __post_init__(self) -> None:
+        self._config = get_model_config(self.chunks[0])
+        self._config.finalize_model_grads_func = _finalize_gradients
+        self._local_norms: list[Tensor] = []
+        self._look_at_local_gradients()
+        self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
+
+    @torch.no_grad()
+    def logprobs(self, *parts: SequenceBatch) -> Tensor:
+        """Log-prob of each sequence's response under the present weights, part after part: [B], fp32, on the CPU.
+
+        On every pipeline stage. Evaluation mode, no gradient.
+        """
+        return from_last_stage(torch.cat([self._logprobs(sequences) for sequences in parts])).cpu()
+
+    def _logprobs(self, sequences: SequenceBatch) -> Tensor:
+        """As :meth:`logprobs`, on the device and of the last pipeline stage."""
+        logps_B = torch.zeros(len(sequences), device=device.current_device())
+        limits = self.limits
+        if self.forward_micro_batch_size is not None:
+            prompts = max(1, self.forward_micro_batch_size // sequences.answers)
+            limits = replace(limits, prompts=prompts, tokens=None)
+
+        def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
+            logps_B[sequence_index_b] = logps_b
+
+        if micro_batches := self._micro_batches(sequences, limits):
+            schedule = self._schedule(micro_batches, collect, forward_only=True)
+            with self._evaluation_mode(), constant_weights(self.chunks):
+                schedule(collect_non_loss_data=True)
+        return logps_B
+
+    def forward_backward(
+        self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
+    ) -> list[Mapping[str, Tensor]]:
+        """Send ``sequences`` through the pipeline and, unless ``forward_only``, their loss back.
+
+        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, whatever the
+        layout and the micro-batch size.
+
+        Returns:
+            The sums of each micro-batch on the last pipeline stage, nothing on the others.
+        """
+        for router in routers(self.chunks):  # the objective is a mean over examples, of which each has so many sequences
+            router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
+        micro_batches = self._micro_batches(sequences, self.limits)
+        if forward_only and not micro_batches:
+            return []
+        schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
+        if forward_only:
+            with torch.no_grad(), self._evaluation_mode(), constant_weights(self.chunks):
+                return schedule()
+        self._local_norms = []
+        for chunk in self.chunks:
+            chunk.train()
+        with constant_weights(self.chunks):
+            return schedule()
+
+    def balance_sums(self) -> dict[str, float]:
+        """How evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
+
+        Nothing for a dense model, and after passes that were forward only.
+        """
+        return balance_sums(self.chunks)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
+
+    def _look_at_local_gradients(self) -> None:
+        """Take the place of megatron-core's check, which looks at this rank's gradients just before they are summed."""
+        for chunk in self.chunks:
+            chunk.ddp_config.check_for_nan_in_grad = True
+            for group in bucket_groups(chunk):
+                group.check_grads = partial(self._note_gradients, group)
+
+    def _note_gradients(self, group: Any, **_: bool) -> None:
+        """Of a group of buckets, before they are summed over the ranks."""
+        self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
+
+    def local_gradients_are_finite(self) -> Tensor:
+        """Whether the gradients that this rank added to those of the last backward pass are finite: 0-d, on the device."""
+        return self._all_finite(self._local_norms)
+
+    def local_weights_are_finite(self) -> Tensor:
+        """Whether the weights that are trained on this rank are finite: 0-d, on the device; collective."""
+        finish_gathers(self.chunks)
+        trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
+        largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # needs no memory
+        return self._all_finite(largest)
+
+    @staticmethod
+    def _all_finite(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([torch.zeros((), device=device.current_device()), *values]).isfinite().all()
+
+    def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
+        """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, empty ones too) and ``flops`` of so
+        many passes; collective where ranks share out experts."""
+        padded = sequences.padded_tokens(self.limits, agree=self._agree())
+        return {
+            "tokens": sequences.lengths_B.sum(),
+            "padded_tokens": torch.tensor(padded),
+            "flops": self.flops.of_passes(passes).of(sequences),
+        }
+
+    def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
+        """The sequences within the limits."""
+        for labels_BS in sequences.label_sets:
+            check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
+        rank = parallel_state.get_context_parallel_rank()
+        return sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+
+    def _agree(self) -> Callable[[int], int]:
+        """From the number of micro-batches that this rank needs to how many it takes; collective.
+
+        Data-parallel ranks that share out experts send each other tokens in every pass, so that they need as many passes: a
+        rank with fewer micro-batches adds some without sequences.
+        """
+        return largest_over_data_parallel if experts_span_copies(self._config) else int
+
+    def _schedule(
+        self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
+    ) -> Callable[..., list[Mapping[str, Tensor]]]:
+        """megatron-core's schedule with its arguments bound: micro-batches, each given to ``loss``."""
+
+        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
+            micro_batch = next(left)
+            with self.forward_clock.running():
+                output = chunk(
+                    micro_batch.tokens_bs,
+                    micro_batch.positions_bs,
+                    micro_batch.mask_b1ss,
+                    packed_seq_params=micro_batch.packed,
+                    **self._owners(micro_batch, chunk),
+                )
+                if unwrap_model(chunk).post_process:
+                    output = self._sequence_logps(micro_batch, output)
+            return output, partial(loss, micro_batch.sequence_index_b)
+
+        return partial(
+            get_forward_backward_func(),
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            # the schedule exchanges the true shapes: variable_seq_lengths
+            seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
+            micro_batch_size=micro_batches[0].tokens_bs.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
+        """Whose tokens these are, for a load-balancing loss: True where token and sequence belong together, [b, s, n].
+
+        megatron-core hands the argument on to its routers; ours read it so. Under sequence parallelism it is this rank's
+        part of s.
+        """
+        if self._config.num_moe_experts is None or not unwrap_model(chunk).training:
+            return {}
+        owner_bs, sequences = micro_batch.owner_bs, max(1, len(micro_batch.sequence_index_b))
+        if self._config.sequence_parallel:
+            ranks, rank = self._config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+            owner_bs = owner_bs.chunk(ranks, dim=1)[rank]
+        return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
+
+    def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
+        """Hidden states of the last stage to a log-prob each: [b] or [2b], fp32. No other token meets the vocabulary."""
+        hidden_sbh = hidden_bsh.transpose(0, 1)
+        if self._config.sequence_parallel:
+            hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
+        logps_T = vocab_parallel_logprobs(
+            hidden_sbh.flatten(0, 1)[micro_batch.hidden_index_T],
+            self._last_gpt.output_weight(),
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_size=self.logprob_chunk_size,
+            softcap=self._last_gpt.logit_softcap,
+            reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
+        )
+        return sequence_sums(
+            logps_T,
+            micro_batch.logprob_T,
+            micro_batch.num_logprobs,
+            average=self.average_log_probs,
+            over_ranks=sum_over_context_parallel,
+        )
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        was_training = self.chunks[0].training
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train(was_training)
+
+
+def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:
+    """megatron-core's sum of gradients over data- and context-parallel ranks, divided by the number of examples.
+
+    It sums that number over the same ranks, and context-parallel ones have the same examples: one of them counts.
+    """
+    counted = num_examples if leads_context_parallel() else torch.zeros_like(num_examples)
+    finalize_model_grads(chunks, counted, **options)

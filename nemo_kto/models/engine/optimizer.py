@@ -1,0 +1,212 @@
+"""megatron-core's data-parallel wrapper, optimizer and schedule, from plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from nemo_kto.distributed import state
+from nemo_kto.distributed.main_grad import add_products_to_main_grads
+from nemo_kto.distributed.overlap import expect_whole_weights, schedule_reductions
+
+# Names of the schedules, as NeMo's configurations spell those it has, and what megatron-core calls them.
+SCHEDULES = {
+    "CosineAnnealing": "cosine",
+    "CosineWithRestarts": "cosine",
+    "LinearAnnealing": "linear",
+    "WSD": "WSD",
+    "constant": "constant",
+}
+
+
+def wrap_data_parallel(
+    chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool, overlap: bool = False
+) -> list[MegatronModule]:
+    """Wrap model chunks in megatron-core's DistributedDataParallel.
+
+    Gradients are summed in fp32 over the data-parallel group; dividing by the number of examples of the global batch is left
+    to ``finalize_model_grads``, which knows that number. Whether gradients are finite is looked at by the engine and by the
+    optimizer, which skips the step on all ranks; megatron-core's own check would stop the one rank that has them.
+
+    Args:
+        use_distributed_optimizer: the optimizer's state is sharded over the data-parallel group.
+        overlap: sum gradients during the backward pass, and gather sharded weights during the forward pass. The model must
+            be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and use_distributed_optimizer,
+    )
+    wrapped = [
+        DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        add_products_to_main_grads(chunk)
+    if overlap:
+        schedule_reductions(wrapped)
+        expect_whole_weights(wrapped)
+    return wrapped
+
+
+class SkippingOptimizer(ChainedOptimizer):
+    """megatron-core's optimizer, which skips a step whose gradient is not finite.
+
+    Weights, moments and step counters stay, and ``step`` answers False with the norm. The norm is the same on every rank, so
+    that all skip a step or none does. megatron-core itself only looks where losses are scaled, in fp16.
+    """
+
+    def get_grad_norm(self) -> float:
+        """L2 norm of the whole gradient, over all ranks."""
+        self._norm = float(super().get_grad_norm())
+        return self._norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Apply the gradient; False where it is not finite."""
+        return math.isfinite(self._norm) and bool(super().step_with_ready_grads())
+
+
+def build_optimizer(
+    *,
+    chunks: Sequence[MegatronModule],
+    lr: float,
+    min_lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    clip_grad: float,
+    params_dtype: torch.dtype,
+    use_distributed_optimizer: bool,
+    moments_dtype: torch.dtype = torch.float32,
+    offload_fraction: float = 0.0,
+) -> MegatronOptimizer:
+    """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
+
+    A step whose gradient is not finite is skipped, see :class:`SkippingOptimizer`.
+
+    Args:
+        chunks: wrapped by :func:`wrap_data_parallel`.
+        clip_grad: largest norm of the whole gradient; 0 switches clipping off (the norm is still measured).
+        use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
+        moments_dtype: fp32, or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
+            in fp32 all the same.
+        offload_fraction: the part of main weights and moments that lies on the host of a GPU and is updated there, with the
+            distributed optimizer, weights in bf16 and moments in fp32.
+    """
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=min_lr,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        clip_grad=clip_grad,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+        **_form_of_state(moments_dtype, offload_fraction),
+    )
+    # Experts have an optimizer of their own. Where nothing else is trained on any rank, the other one has nothing to do.
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
+    parts = optimizer.chained_optimizers
+    return SkippingOptimizer([part for part in parts if part.optimizer is not None])
+
+
+class CosineRestartsScheduler(OptimizerParamScheduler):
+    """A cosine that falls ``cycles`` times from the full rate, each time over the same number of steps.
+
+    SGDR with cycles of one length (Loshchilov and Hutter 2017, https://openreview.net/pdf?id=Skq89Scxx), which megatron-core
+    lacks. The step at the end of a cycle is the first of the next one; only the last cycle arrives at ``min_lr``.
+    """
+
+    def __init__(self, *, cycles: int, **settings: Any) -> None:
+        """Args: cycles: at least 1; settings: of the base class."""
+        self.cycles = cycles  # the base class asks for a rate at once
+        super().__init__(**settings)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate of a group at the present step."""
+        done, length = self.num_steps - self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
+        if not 0 < done < length:
+            return float(super().get_lr(param_group))
+        highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
+        fraction = self.cycles * done % length / length  # of the present cycle; exact, as these are integers
+        return lowest + 0.5 * (1.0 + math.cos(math.pi * fraction)) * (highest - lowest)
+
+
+def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[str, Any]:
+    """Of which type the optimizer's state is and where it lies, in the words of megatron-core's configuration."""
+    if offload_fraction:
+        return {
+            "use_precision_aware_optimizer": True,  # or the main weights would lie on the GPU as well
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    if moments_dtype != torch.float32:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments_dtype,
+            "exp_avg_sq_dtype": moments_dtype,
+            # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32:
+            # the gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
+            "fp8_recipe": "tensorwise",
+        }
+    return {}
+
+
+def build_scheduler(
+    *,
+    optimizer: MegatronOptimizer,
+    name: str,
+    lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    constant_steps: int,
+    max_steps: int,
+    weight_decay: float,
+    wsd_decay_steps: int | None = None,
+    wsd_decay_style: str | None = None,
+    cycles: int | None = None,
+) -> OptimizerParamScheduler:
+    """The learning rate of each of ``max_steps`` steps, the last ``constant_steps`` at ``min_lr``.
+
+    Args:
+        name: a key of :data:`SCHEDULES`.
+        wsd_decay_steps: steps in which WSD (warm-up, stable, decay) falls to ``min_lr``; only for it.
+        wsd_decay_style: linear, cosine, exponential or minus_sqrt; only for WSD.
+        cycles: of CosineWithRestarts; only for it.
+
+    The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps learns with
+    ``lr * k / w``: the first step is not lost, and the last step of the run arrives at ``min_lr``.
+    """
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "init_lr": 0.0,
+        "max_lr": lr,
+        "min_lr": min_lr,
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": max(max_steps - constant_steps, warmup_steps + 1),
+        "lr_decay_style": SCHEDULES[name],
+        "wsd_decay_steps": wsd_decay_steps,
+        "lr_wsd_decay_style": wsd_decay_style,
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": True,
+    }
+    return OptimizerParamScheduler(**settings) if cycles is None else CosineRestartsScheduler(cycles=cycles, **settings)

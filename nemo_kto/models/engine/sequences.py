@@ -1,0 +1,381 @@
+"""Sequences of token ids, and how they are cut into micro-batches.
+
+Shape suffixes: B sequences, S tokens; b, s of a micro-batch; T response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_kto.device import device
+from nemo_kto.device.precision import FP8_MULTIPLE
+from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
+from nemo_kto.models.layers.spans import packed_rows, row_places
+
+if TYPE_CHECKING:  # a plan needs no megatron-core
+    from nemo_kto.models.layers.packed_sequences import PackedSequences
+
+_GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
+
+
+def width_multiple(
+    *,
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    context_parallel: int = 1,
+    fp8: bool = False,
+    on_gpu: bool | None = None,
+) -> int:
+    """What the width of a micro-batch is rounded up to, here or ``on_gpu``.
+
+    Context-parallel ranks have two chunks of it each, and sequence parallelism shards these; a shard, which is quantised by
+    itself, has the size that ``fp8`` needs.
+    """
+    on_gpu = device.on_gpu() if on_gpu is None else on_gpu
+    shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
+    of_shard = FP8_MULTIPLE if fp8 else 2 if context_parallel > 1 else 1
+    return math.lcm(shards * of_shard, _GPU_WIDTHS if on_gpu else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchLimits:
+    """How much one micro-batch may hold; it has at least one prompt with its answers.
+
+    Attributes:
+        prompts: at most so many; None for no limit.
+        tokens: at most so many, padding included; None for no limit.
+        multiple: its width is a multiple of it.
+        packed: its sequences lie one after the other in one row, without padding between them.
+        context_parallel: so many ranks share each sequence, which is padded for it where it is packed.
+        group: the number of micro-batches is a multiple of it; the last ones may be empty.
+    """
+
+    prompts: int | None
+    tokens: int | None
+    multiple: int
+    packed: bool = False
+    context_parallel: int = 1
+    group: int = 1
+
+    def __str__(self) -> str:
+        """Such as "up to 8,192 tokens"."""
+        prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
+        tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
+        return ", ".join(prompts + tokens + ["packed"] * self.packed)
+
+    def width(self, longest: int) -> int:
+        """Of a micro-batch whose longest sequence has so many tokens."""
+        return -(-longest // self.multiple) * self.multiple
+
+    def in_row(self, lengths: Tensor) -> Tensor:
+        """Tokens that sequences of these lengths take of a packed row: ranks that share them have two equal chunks each."""
+        chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return -(-lengths // chunks) * chunks
+
+    def whole_groups(self, micro_batches: int) -> int:
+        """How many the schedule gets where so many are needed."""
+        return -(-micro_batches // self.group) * self.group
+
+    def fitting(self, longest: int, *, answers: int) -> int:
+        """Prompts of a micro-batch with so many answers to each, whose longest sequence has so many tokens."""
+        most = sys.maxsize if self.prompts is None else self.prompts
+        return most if self.tokens is None else max(1, min(most, self.tokens // (answers * self.width(longest))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatch:
+    """Prompts with an answer each, padded on the right.
+
+    Attributes:
+        tokens_BS: token ids.
+        labels_BS: the token itself where it belongs to the response, -100 elsewhere.
+        lengths_B: tokens before the padding.
+        positions_BS: position ids.
+        mask_B1SS: True where attention is forbidden; None for plain causal attention.
+        answers: sequences that belong together: k, k + B / answers, ... are answers to one prompt, and share a micro-batch.
+        prompt_labels_BS: labels of a second log-prob of each sequence, that of tokens outside of its response; None for
+            sequences with one log-prob.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    lengths_B: Tensor
+    positions_BS: Tensor
+    mask_B1SS: Tensor | None = None
+    answers: int = 1
+    prompt_labels_BS: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, tokens_BS: Tensor, labels_BS: Tensor, lengths_B: Tensor, positions_BS: Tensor | None, mask: Tensor | None
+    ) -> SequenceBatch:
+        """From the tensors of a collated batch; a mask [B, S] only says where the padding is."""
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        return cls(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            lengths_B=lengths_B,
+            positions_BS=positions_BS,
+            mask_B1SS=mask if mask is not None and mask.dim() == 4 else None,
+        )
+
+    @classmethod
+    def answers_to_one_prompt(cls, *parts: SequenceBatch) -> SequenceBatch:
+        """The sequences of all parts, one part after the other; all have the same shape, and prompts in the same order."""
+        masks = [part.mask_B1SS for part in parts if part.mask_B1SS is not None]
+        return cls(
+            tokens_BS=torch.cat([part.tokens_BS for part in parts]),
+            labels_BS=torch.cat([part.labels_BS for part in parts]),
+            lengths_B=torch.cat([part.lengths_B for part in parts]),
+            positions_BS=torch.cat([part.positions_BS for part in parts]),
+            mask_B1SS=torch.cat(masks) if masks else None,
+            answers=len(parts),
+        )
+
+    def __len__(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    def with_prompts(self, wanted_B: Tensor) -> SequenceBatch:
+        """The same, with a second log-prob: that of all tokens outside of the response where ``wanted_B``, else of none."""
+        is_prompt_BS = (self.labels_BS == IGNORED) & (torch.arange(self.tokens_BS.shape[1]) < self.lengths_B[:, None])
+        return replace(self, prompt_labels_BS=torch.where(is_prompt_BS & wanted_B[:, None], self.tokens_BS, IGNORED))
+
+    @property
+    def label_sets(self) -> list[Tensor]:
+        """The labels of each log-prob that a sequence has, [B, S] each: of its response first."""
+        return [self.labels_BS] if self.prompt_labels_BS is None else [self.labels_BS, self.prompt_labels_BS]
+
+    @cached_property
+    def prompt_counts_B(self) -> Tensor:
+        """[B] int64: tokens of the second log-prob; 0 without one."""
+        labels_BS = self.prompt_labels_BS
+        return torch.zeros_like(self.response_counts_B) if labels_BS is None else response_counts(labels_BS)
+
+    @cached_property
+    def valid_B(self) -> Tensor:
+        """[B] bool: sequences with at least one response token to learn from."""
+        return self.response_counts_B > 0
+
+    @cached_property
+    def response_counts_B(self) -> Tensor:
+        """[B] int64: response tokens of each sequence."""
+        return response_counts(self.labels_BS)
+
+    @cached_property
+    def counted_B(self) -> Tensor:
+        """[B] int64: tokens before the padding where all answers to the prompt are valid, else 0."""
+        valid_P = self.valid_B.view(self.answers, -1).all(dim=0)
+        return self.lengths_B * valid_P.repeat(self.answers)
+
+    def take(self, sequence_index_b: Tensor) -> SequenceBatch:
+        """The sequences of these numbers, each by itself."""
+        mask = self.mask_B1SS
+        return SequenceBatch(
+            tokens_BS=self.tokens_BS[sequence_index_b],
+            labels_BS=self.labels_BS[sequence_index_b],
+            lengths_B=self.lengths_B[sequence_index_b],
+            positions_BS=self.positions_BS[sequence_index_b],
+            mask_B1SS=None if mask is None else mask[sequence_index_b],
+        )
+
+    def micro_batches(
+        self, limits: MicroBatchLimits, *, context_rank: int = 0, agree: Callable[[int], int] = int
+    ) -> list[MicroBatch]:
+        """Cut into micro-batches: of prompts of like length, each no wider than its longest sequence needs, or packed.
+
+        A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
+        answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
+
+        Args:
+            limits: of each.
+            context_rank: of this rank in its context-parallel group.
+            agree: how many all ranks take, of how many this one needs; the last ones are then without sequences.
+        """
+        whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
+        whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
+        return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
+
+    def padded_tokens(self, limits: MicroBatchLimits, *, agree: Callable[[int], int] = int) -> int:
+        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
+        rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
+        empty = agree(limits.whole_groups(len(rows))) - len(rows)
+        return sum(count * width for count, width in rows) + limits.width(1) * empty
+
+    def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
+        """The sequences of each micro-batch."""
+        prompts = len(self) // self.answers
+        if limits.packed:
+            of_prompt = limits.in_row(self.lengths_B).view(self.answers, prompts).sum(dim=0)
+            rows = packed_rows(of_prompt.tolist(), tokens=limits.tokens, prompts=limits.prompts)
+            parts: Iterable[Tensor] = map(torch.tensor, rows)
+        else:
+            longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
+            parts = _by_length(longest_of_prompt, limits, answers=self.answers)
+        for part in parts:
+            yield torch.cat([part + prompts * k for k in range(self.answers)])
+
+    def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
+        lengths_b = self.lengths_B[sequence_index_b]
+        return limits.width(int(limits.in_row(lengths_b).sum() if limits.packed else lengths_b.max()))
+
+    def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        if limits.packed:
+            return self._packed_micro_batch(sequence_index_b, limits)
+        width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
+        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b, width)
+        return MicroBatch(
+            sequence_index_b=sequence_index_b,
+            tokens_bs=self.tokens_BS[sequence_index_b, :width],
+            positions_bs=self.positions_BS[sequence_index_b, :width],
+            mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width],
+            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), [width] * len(sequence_index_b)).view(-1, width),
+            hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
+            target_T=target_T,
+            logprob_T=logprob_T,
+            num_logprobs=len(self.label_sets) * len(sequence_index_b),
+        )
+
+    def _predictions(self, sequence_index_b: Tensor, width: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``response_positions`` of all label sets of some sequences, and the log-prob that each token is part of."""
+        found = [response_positions(labels_BS[sequence_index_b, :width]) for labels_BS in self.label_sets]
+        sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+        logprobs = [own_T + k * len(sequence_index_b) for k, (own_T, _, _) in enumerate(found)]
+        return sequence_T, position_T, target_T, torch.cat(logprobs)
+
+    def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
+        """One row; padding belongs to the sequence before it, which does not see it: at the end of the row to the last."""
+        lengths = limits.in_row(self.lengths_B[sequence_index_b]).tolist()
+        lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
+        starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
+        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b)
+
+        def row(values_BS: Tensor) -> Tensor:
+            own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
+            return torch.cat([F.pad(each, (0, of_row - len(each))) for each, of_row in zip(own, lengths, strict=True)])[None]
+
+        return MicroBatch(
+            sequence_index_b=sequence_index_b,
+            tokens_bs=row(self.tokens_BS),
+            positions_bs=row(self.positions_BS),
+            mask_b1ss=None,
+            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), lengths).view(1, -1),
+            hidden_index_T=starts_b[sequence_T] + position_T,
+            target_T=target_T,
+            logprob_T=logprob_T,
+            num_logprobs=len(self.label_sets) * len(sequence_index_b),
+            lengths=tuple(lengths),
+        )
+
+    def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
+        """One of no sequences, without loss and gradient: layers get some tokens, of which nothing is used."""
+        width, nothing = limits.width(1), torch.zeros(0, dtype=torch.long)
+        return MicroBatch(
+            sequence_index_b=nothing,
+            tokens_bs=torch.zeros(1, width, dtype=torch.long),
+            positions_bs=torch.arange(width)[None],
+            mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
+            owner_bs=torch.full((1, width), -1),
+            hidden_index_T=nothing,
+            target_T=nothing,
+            logprob_T=nothing,
+            num_logprobs=0,
+        )
+
+
+def _owners(counted: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The number of the sequence for its first ``counted`` tokens, then -1: for each of these lengths, [sum of lengths]."""
+    of_each = zip(counted, lengths, strict=True)
+    return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(of_each)])
+
+
+def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
+    """Prompts of like length together, the longest first."""
+    order = torch.argsort(longest_of_prompt, descending=True, stable=True)
+    while len(order):
+        count = limits.fitting(int(longest_of_prompt[order[0]]), answers=answers)
+        part, order = order[:count], order[count:]
+        yield part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one pass through the pipeline carries.
+
+    The last stage reads only the indices, so it is the same however sequences lie in ``tokens_bs``: a row each, several
+    packed into one, or a part of each on this rank.
+
+    Attributes:
+        sequence_index_b: which sequences of the batch these are.
+        tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
+        owner_bs: the sequence that each token counts for in what a model adds to the loss itself, as an index into
+            ``sequence_index_b``; -1 of padding, and of a sequence that is in no sum.
+        hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
+        target_T: that token.
+        logprob_T: the log-prob that it is part of: an index into ``sequence_index_b``, or b more than that for the second
+            log-prob of a sequence.
+        num_logprobs: b, or 2 b where sequences have a second log-prob.
+        lengths: of the whole sequences of a packed row, each with its padding; None where each has a row.
+        packed: the same for the attention, on the device.
+    """
+
+    sequence_index_b: Tensor
+    tokens_bs: Tensor
+    positions_bs: Tensor
+    mask_b1ss: Tensor | None
+    owner_bs: Tensor
+    hidden_index_T: Tensor
+    target_T: Tensor
+    logprob_T: Tensor
+    num_logprobs: int
+    lengths: tuple[int, ...] | None = None
+    packed: PackedSequences | None = None
+
+    def share(self, rank: int, size: int) -> MicroBatch:
+        """What a rank of a context-parallel group of this size has: tokens, and those that they predict.
+
+        Raises:
+            ValueError: the width cannot be shared out.
+        """
+        if size == 1:
+            return self
+        rows, width = self.tokens_bs.shape
+        place_s = row_places(self.lengths or (width,), rank=rank, size=size)
+        index_s = torch.full((width,), -1).index_copy(0, place_s, torch.arange(len(place_s)))  # -1: on another rank
+        index_T, row_T = index_s[self.hidden_index_T // rows], self.hidden_index_T % rows
+        is_here_T = index_T >= 0
+        return replace(
+            self,
+            tokens_bs=self.tokens_bs[:, place_s],
+            positions_bs=self.positions_bs[:, place_s],
+            owner_bs=self.owner_bs[:, place_s],
+            hidden_index_T=(index_T * rows + row_T)[is_here_T],
+            target_T=self.target_T[is_here_T],
+            logprob_T=self.logprob_T[is_here_T],
+        )
+
+    @classmethod
+    def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
+        from nemo_kto.models.layers.packed_sequences import PackedSequences
+
+        names = (
+            "sequence_index_b", "tokens_bs", "positions_bs", "mask_b1ss", "owner_bs",
+            "hidden_index_T", "target_T", "logprob_T",
+        )  # fmt: skip
+        there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
+        packed = iter(PackedSequences.of([each.lengths for each in micro_batches if each.lengths is not None]))
+        return [
+            replace(each, packed=None if each.lengths is None else next(packed), **{name: next(there) for name in names})
+            for each in micro_batches
+        ]

@@ -1,0 +1,66 @@
+"""The embedding of tokens, whose backward pass touches only the rows of the tokens that occur."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from nemo_kto.distributed.main_grad import added_to_main_grad, main_grad_of
+
+
+class RowEmbedding(VocabParallelEmbedding):
+    """megatron-core's embedding, without its gradient of the whole table for each micro-batch.
+
+    Attributes:
+        scale: factor on what is looked up.
+    """
+
+    scale = 1.0
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
+        hidden_bsh: Tensor = _Rows.apply(self.weight, *self.rows_here(input_))  # type: ignore[no-untyped-call]
+        return self.over_ranks(hidden_bsh * self.scale if self.scale != 1.0 else hidden_bsh)
+
+    def rows_here(self, tokens_bs: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each token on this rank, [b, s], and whether it is here; the first row for the others."""
+        rows_bs = tokens_bs - self.vocab_start_index
+        is_here_bs = (rows_bs >= 0) & (rows_bs < self.num_embeddings_per_partition)
+        return torch.where(is_here_bs, rows_bs, 0), is_here_bs
+
+    def over_ranks(self, hidden_bsh: Tensor) -> Tensor:
+        """What the ranks have looked up, [b, s, h] with zeros for what is on others, as :meth:`forward` gives it."""
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)
+
+
+def scale_of(hidden_size: int, dtype: torch.dtype) -> float:
+    """sqrt(hidden size), rounded to the dtype as in transformers: sqrt(3072) = 55.4256 is 55.5 in bf16."""
+    return float(torch.tensor(hidden_size**0.5, dtype=torch.float32, device="cpu").to(dtype))
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table; zeros where a row is not here. To pick those that are here would wait for the device."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, rows_bs: Tensor, is_here_bs: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_VH, rows_bs, is_here_bs)
+        ctx.main_grad_VH = main_grad_of(weight_VH)
+        return weight_VH[rows_bs].masked_fill_(~is_here_bs.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight_VH, rows_bs, is_here_bs = ctx.saved_tensors
+        rows_T, grad_TH = rows_bs.flatten(), grads[0].masked_fill(~is_here_bs.unsqueeze(-1), 0.0).flatten(0, 1)
+        if ctx.main_grad_VH is not None:
+            ctx.main_grad_VH.index_add_(0, rows_T, grad_TH.to(ctx.main_grad_VH.dtype))
+            return added_to_main_grad(weight_VH), None, None
+        return torch.zeros_like(weight_VH).index_add_(0, rows_T, grad_TH), None, None

@@ -1,0 +1,161 @@
+"""Norms on torch for megatron-core's layers where Transformer Engine's are not used, sequence parallelism included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_kto.device import device
+from nemo_kto.distributed.main_grad import added_to_main_grad, main_grad_of
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    returns_residual = False  # read by megatron-core >= 0.18 of every norm
+    zero_centered = False  # the factor is 1 + weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm over the last dimension. On the CPU torch has no kernel for it, and makes it of eight others."""
+        if not device.on_gpu() and x.dtype == torch.float32:
+            normed: Tensor = _FewPasses.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
+            return normed
+        if not self.zero_centered:
+            return super().forward(x)
+        # as transformers does: 1 + w is not rounded
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class _FewPasses(torch.autograd.Function):
+    """y = w x / rms(x), rms(x) = sqrt(mean(x^2) + eps): three passes over x forward, seven backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        inverse_rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, inverse_rms)
+        ctx.main_grad_H, ctx.zero_centered = main_grad_of(weight_H), zero_centered
+        return (x * inverse_rms).mul_(weight_H + 1 if zero_centered else weight_H)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight_H, inverse_rms = ctx.saved_tensors
+        factor_H = weight_H + 1 if ctx.zero_centered else weight_H
+        products_TH, inverse_rms_T = (grads[0] * x).reshape(-1, x.size(-1)), inverse_rms.flatten()
+        weight_grad_H = None
+        if ctx.needs_input_grad[1] and ctx.main_grad_H is None:
+            weight_grad_H = products_TH.t().mv(inverse_rms_T)
+        elif ctx.needs_input_grad[1]:
+            ctx.main_grad_H.addmv_(products_TH.t(), inverse_rms_T)
+            weight_grad_H = added_to_main_grad(weight_H)
+        # dx = (w dy - x mean(w dy x) / rms(x)^2) / rms(x)
+        pull_T = products_TH.mv(factor_H).mul_(inverse_rms_T.pow(3)).div_(x.size(-1))
+        x_grad = (grads[0] * factor_H).mul_(inverse_rms).addcmul_(x, pull_T.view_as(inverse_rms), value=-1)
+        return x_grad, weight_grad_H, None, None
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 and without a weight."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+class TorchNorm:
+    """Builds an RMS norm; called as megatron-core calls its own norm builder.
+
+    Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
+    of the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the
+    gradients it must add up over the group.
+    """
+
+    def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> torch.nn.Module:
+        """Build the norm.
+
+        Args:
+            config: gives the dtype of the parameters, sequence parallelism, and whether the norm scales by 1 + weight.
+            hidden_size: size of the last dimension, over which the norm is taken.
+            eps: added to the variance.
+
+        Raises:
+            ValueError: another norm is configured.
+        """
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
+        norm = _RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
+        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        norm.zero_centered = config.layernorm_zero_centered_gamma
+        return norm
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """An RMS norm over all heads of a token together, of which a tensor-parallel rank has only some.
+
+    Every rank holds the weight of all heads and uses the part that belongs to its own; megatron-core adds up the gradients
+    of what is called q_layernorm and k_layernorm over the tensor-parallel group. Heads that only pad are and stay zero.
+
+    Args:
+        config: gives the dtype of the weight, tensor and sequence parallelism.
+        hidden_size: size of a head.
+        eps: added to the variance.
+        heads: of the model.
+        padded_heads: those that the ranks share out; with fewer than ranks, several ranks have the same.
+    """
+
+    returns_residual = False  # read by megatron-core >= 0.18 of every norm
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, padded_heads: int, **_: object
+    ) -> None:
+        super().__init__()
+        self.eps, self.heads, self.padded_heads = eps, heads, padded_heads
+        self.tensor_parallel = config.tensor_model_parallel_size
+        here = device.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype, device=here))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_sbhd: Tensor) -> Tensor:
+        """The heads of this rank [sequence, batch, heads, head size], normed over the heads of all ranks."""
+        group = parallel_state.get_tensor_model_parallel_group() if self.tensor_parallel > 1 else None
+        rank = 0 if group is None else dist.get_rank(group)
+        here, size = x_sbhd.shape[-2:]
+        first = rank * self.padded_heads // self.tensor_parallel
+        padding = max(first + here - self.heads, 0)
+        weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + here]
+        copies = here * self.tensor_parallel // self.padded_heads  # of each head
+        width = self.heads * size * copies
+        normed: Tensor = _OverRanks.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _OverRanks(torch.autograd.Function):
+    """y = w x / rms(x) in fp32, where rms(x)^2 = sum of the squares of all ranks' x / width + eps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_sbhd: Tensor, weight_hd: Tensor, width: int, eps: float, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        squares_sb11 = torch.linalg.vector_norm(x_sbhd.float(), dim=(-2, -1), keepdim=True).square_()
+        inverse_rms = _summed(squares_sb11, group).div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_sbhd, weight_hd, inverse_rms)
+        ctx.width, ctx.group = width, group
+        return (x_sbhd.float() * inverse_rms).mul_(weight_hd).to(x_sbhd.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x_sbhd, weight_hd, inverse_rms = ctx.saved_tensors
+        grad, x = grads[0].float(), x_sbhd.float()
+        weight_grad_hd = (grad * x).mul_(inverse_rms).sum((0, 1)).to(weight_hd.dtype)
+        grad = grad * weight_hd
+        # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), where every rank's dy pulls at every rank's x
+        pull_sb11 = _summed((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
+        return grad.mul_(inverse_rms).addcmul_(x, pull_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values

@@ -1,0 +1,39 @@
+"""A row of sequences that lie one after the other, as megatron-core's layers are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from nemo_kto.device import device
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """megatron-core's description of a row of sequences, with their lengths on the host: no rank waits for its device.
+
+    Attributes:
+        lengths: tokens of each sequence, with the padding that belongs to it.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
+        """From the lengths of each row; what the device needs of them goes there in one transfer."""
+        begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in rows]
+        return [
+            cls(
+                qkv_format="thd",
+                cu_seqlens_q=begin_n,
+                cu_seqlens_kv=begin_n,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+                lengths=lengths,
+            )
+            for lengths, begin_n in zip(rows, device.upload(begins), strict=True)
+        ]

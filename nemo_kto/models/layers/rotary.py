@@ -1,0 +1,105 @@
+"""Rotary position embeddings, applied to queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_kto.architecture.rope import Rope
+from nemo_kto.device import device
+from nemo_kto.models.layers.spans import token_positions
+
+
+class RotaryTable:
+    """Cosines and sines of all positions so far; one for all layers of a model.
+
+    megatron-core computes them again in each layer, of queries and of keys.
+
+    Args:
+        rope: which rotation a position means.
+        interleaved: channels 0 and 1 of a head are a pair, 2 and 3, and so on, which turn in fp32; else channels c and
+            c + half of it.
+    """
+
+    def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
+        self._rope = rope
+        self._interleaved = interleaved
+        self._cos_and_sin: tuple[Tensor, Tensor] | None = None
+        self._of_row: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
+
+    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
+        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place.
+
+        Args:
+            heads_sbhd: what is rotated.
+            lengths: of the sequences that lie one after the other, each of which begins at 0; None for one.
+            rank, size: of the context-parallel group, whose ranks share the sequences; their lengths are needed then. The
+                same in every call.
+        """
+        dtype = heads_sbhd.dtype
+        if self._interleaved:
+            heads_sbhd = heads_sbhd.float()
+        if lengths is None:
+            cos_s11d, sin_s11c = self._from_zero(len(heads_sbhd), heads_sbhd)
+        else:
+            cos_s11d, sin_s11c = self._row(lengths, heads_sbhd, rank=rank, size=size)
+        first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
+        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c, self._interleaved)  # type: ignore[no-untyped-call]
+        return (torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated).to(dtype)
+
+    def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines [positions, 1, 1, rotated channels], sines [.., half of them]."""
+        kept = self._cos_and_sin
+        if kept is None or len(kept[0]) < positions or kept[0].dtype != like.dtype:
+            kept = self._cos_and_sin = self._tables_like(positions, like)
+        return kept[0][:positions], kept[1][:positions]
+
+    def _row(self, lengths: tuple[int, ...], like: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        """The same for a row of sequences; that of the last row is kept, for its other layers."""
+        if self._of_row is None or self._of_row[0] != lengths or self._of_row[1][0].dtype != like.dtype:
+            cos_s11d, sin_s11c = self._from_zero(max(lengths), like)
+            (position_t,) = device.upload([token_positions(lengths, rank=rank, size=size)])
+            self._of_row = lengths, (cos_s11d[position_t], sin_s11c[position_t])
+        return self._of_row[1]
+
+    def _tables_like(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of ``like``, computed in fp32."""
+        frequency_c = self._rope.inverse_frequencies().to(like.device)
+        position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
+        angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
+        factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
+        cos_s11c, sin_s11c = angle_s11c.cos() * factor, angle_s11c.sin() * factor
+        cos_s11d = cos_s11c.repeat_interleave(2, dim=-1) if self._interleaved else cos_s11c.repeat(1, 1, 1, 2)
+        return cos_s11d.to(like.dtype), sin_s11c.to(like.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """Each pair of channels turns. The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_s11d, sin_s11c)
+        ctx.interleaved = interleaved
+        return _rotated(heads_sbhd, cos_s11d, sin_s11c, interleaved=interleaved, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotated(grads[0], *ctx.saved_tensors, interleaved=ctx.interleaved, direction=-1), None, None, None
+
+
+def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, interleaved: bool, direction: int) -> Tensor:
+    rotated_sbhd = heads_sbhd * cos_s11d
+    (low, high), (rotated_low, rotated_high) = (_pairs(each, interleaved) for each in (heads_sbhd, rotated_sbhd))
+    rotated_low.addcmul_(high, sin_s11c, value=-direction)
+    rotated_high.addcmul_(low, sin_s11c, value=direction)
+    return rotated_sbhd
+
+
+def _pairs(heads_sbhd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second channel of each pair, [.., half of the channels]."""
+    if interleaved:
+        return heads_sbhd[..., 0::2], heads_sbhd[..., 1::2]
+    low, high = heads_sbhd.chunk(2, dim=-1)
+    return low, high

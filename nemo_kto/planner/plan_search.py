@@ -1,0 +1,165 @@
+"""Other layouts for a run: which fit, which are fast, and which single change would make one fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.lora_mappings import adapts_experts
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.config.choices import adapter_settings, pipeline_split
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.planner.hardware import GPUS_PER_MACHINE
+from nemo_kto.planner.plan_run import Plan, degrees, make_plan, with_model
+
+Values = dict[str, object]  # of model
+_FULL: Values = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}
+_NONE: Values = dict.fromkeys(_FULL)
+_RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
+_ROWS = (1, 2, 4)  # of a micro-batch
+_CHUNK = 2048  # tokens: with shorter chunks, context-parallel ranks wait for keys and values instead of computing
+_CHUNKS = (1, 2, 4)  # of a pipeline stage
+
+
+def layouts(plan: Plan) -> Iterator[Values]:
+    """Values of model that make a layout of the same ranks: all that the model and the batch allow.
+
+    Tensor-parallel ranks share a machine, and sequence parallelism goes with them: it costs nothing more. Ranks share
+    sequences where these are long.
+    """
+    ranks, model, architecture = plan.machines.ranks, plan.cfg.model, plan.training.architecture
+    answers = plan.step.rows // model.global_batch_size
+    contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
+    for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
+        data, rest = divmod(ranks, tensor * pipeline * context)
+        if rest or tensor > GPUS_PER_MACHINE or not _divides_mlps(architecture, tensor) or model.global_batch_size % data:
+            continue
+        degrees = {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "context_parallel_size": context,
+            "sequence_parallel": tensor > 1,
+        }
+        splits = _splits(pipeline_split(model), pipeline, architecture.num_layers)
+        shared = _expert_degrees(architecture, ranks // pipeline)
+        for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
+            tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
+            yield {**degrees, **split, **experts, **recompute, **tokens}
+
+
+def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
+    """How so many stages may share out the layers; embedding and loss each take the place of one where it comes out even."""
+    for chunks, counts_ends in product(_CHUNKS, (False, True)):
+        split = replace(given, stages=stages, chunks=chunks)
+        if counts_ends:
+            split = replace(split, counts_embedding=True, counts_loss=True)
+        if split.fits(layers) and (stages > 1 or not counts_ends):
+            yield {
+                "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+                "account_for_embedding_in_pipeline_split": split.counts_embedding,
+                "account_for_loss_in_pipeline_split": split.counts_loss,
+            }
+
+
+def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
+    """How whole experts may be shared out over the ranks of a stage; one way to share none, of a dense model."""
+    if architecture.experts is None:
+        return [{}]
+    possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
+
+
+def best_layouts(plan: Plan, count: int) -> list[Plan]:
+    """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
+    fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
+    best: dict[tuple[int, ...], Plan] = {}
+    for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
+        best.setdefault((*degrees(found.cfg.model), found.cfg.model.expert_model_parallel_size), found)
+    return list(best.values())[:count]
+
+
+def remedies(plan: Plan) -> list[str]:
+    """Overrides that each make a run fit on the same ranks: of each kind the mildest, of several together if no one does."""
+    model = plan.cfg.model
+    one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
+    tensor: list[Values] = [
+        {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
+    ]
+    pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
+    context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
+    of_stage = plan.machines.ranks // plan.training.split.stages
+    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
+    together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
+    lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
+    for kinds in (
+        [[one_row], [_FULL], tensor, pipeline, context, experts],
+        [together],
+        [[lora, {**lora, **_FULL, **one_row}]],
+    ):
+        if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
+            return [overrides(change) for change in found]
+    return []
+
+
+def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
+    for change in changes:
+        cfg = with_model(plan.cfg, **change)
+        if _is_possible(plan, cfg) and make_plan(cfg, plan.machines).fits:
+            return change
+    return None
+
+
+def values_of(plan: Plan) -> Values:
+    """The values of model that make the layout of a plan, but for those that are null anyway."""
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
+    shared = ("context",) if plan.training.context_parallel > 1 else ()
+    names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
+    if plan.training.split.counts_embedding or plan.training.split.counts_loss:
+        names = (*names, *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")))
+    if plan.training.architecture.experts is not None:
+        names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
+    values = {name: getattr(plan.cfg.model, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def overrides(values: Values) -> str:
+    """The same on a command line."""
+    words = {"None": "null", "True": "true", "False": "false"}
+    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name != "peft"}
+    if "peft" in values:
+        texts["model.peft.peft_scheme"] = "lora"
+    return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+
+
+def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
+    model, architecture = cfg.model, plan.training.architecture
+    tensor, pipeline, context = degrees(model)
+    data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
+    shards = model.expert_tensor_parallel_size or tensor
+    fits_model = _divides_mlps(architecture, tensor) and pipeline_split(model).fits(architecture.num_layers)
+    fits_model &= architecture.sizes["expert_ffn"] % shards == 0
+    fits_model &= shards == 1 or not adapts_experts(architecture, adapter_settings(model.peft))
+    fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
+    fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
+    is_new = context == plan.training.context_parallel or _are_long(plan, context)
+    return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE
+
+
+def _are_long(plan: Plan, context: int) -> bool:
+    """Whether so many ranks may share the sequences."""
+    return context == 1 or plan.training.micro_batch_width // (2 * context) >= _CHUNK
+
+
+def _divides_mlps(architecture: Architecture, tensor: int) -> bool:
+    """Whether tensor-parallel ranks can share out the MLPs, if the model has any."""
+    return all(architecture.sparse_layers) or architecture.ffn_hidden_size % tensor == 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

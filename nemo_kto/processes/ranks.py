@@ -1,0 +1,265 @@
+"""The ranks of a run: found under torchrun or srun, or started by ``launcher.py``; and how each ends.
+
+Torchrun is looked for before SLURM, since torchrun may itself run inside an srun step, and SLURM's variables are also set
+where nothing was started for each of them, such as in the batch script itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from nemo_kto.errors import UserError
+from nemo_kto.processes import signals
+
+USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
+SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
+INTERRUPTED = 128 + signal.SIGINT
+# The environment of the ranks that ``launcher.py`` starts.
+STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
+STARTED_AT = "NEMO_KTO_STARTED_AT"  # when the run began, in seconds since 1970
+ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # where a rank leaves the message that the launcher prints
+STORE_FILE = "NEMO_KTO_STORE_FILE"  # the store through which the ranks meet
+_TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_MAX_RANKS = 10**6
+_UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks this process is one of.
+
+    Attributes:
+        rank: of this process.
+        size: number of ranks.
+        local_rank: of this process among those of its machine.
+        local_size: ranks on this machine; None where not known.
+        sees_same: the ranks of a machine see the same GPUs, as torchrun's do; those of srun may see one each.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+    sees_same: bool = False
+
+
+def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
+    """The ranks that somebody started, None if this process is the only one.
+
+    In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
+
+    Raises:
+        UserError: a variable is no number, or out of range, or missing; names it.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        if not _in_srun_step(environ):
+            return None
+        try:
+            _from_slurm(environ)
+        except (ValueError, LookupError) as error:
+            raise UserError(
+                f"the variables of SLURM must be those of a step of srun, got others ({error}); {_UNSET}"
+            ) from error
+    size = _number(environ, "WORLD_SIZE", 1, _MAX_RANKS)
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, size) if environ.get("LOCAL_WORLD_SIZE") else None
+    world = World(
+        rank=_number(environ, "RANK", 0, size - 1),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", 0, (local_size or size) - 1) if "LOCAL_RANK" in environ else 0,
+        local_size=local_size,
+        sees_same="TORCHELASTIC_RUN_ID" in environ,
+    )
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
+        raise UserError(f"the environment has RANK and WORLD_SIZE, so {' and '.join(absent)} must be set too; {_UNSET}")
+    _number(environ, "MASTER_PORT", 0, 65535)
+    return world
+
+
+def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
+    """The value of a variable of a launcher."""
+    value = environ[name]
+    if not re.fullmatch(r"\d{1,9}", value) or not lowest <= int(value) <= highest:
+        text = f"the environment variable {name} must be an integer from {lowest} to {highest}, got {value!r}"
+        raise UserError(f"{text}; {_UNSET}")
+    return int(value)
+
+
+def _in_srun_step(environ: Mapping[str, str]) -> bool:
+    """True in each of several tasks of srun; a batch script or an interactive shell has no step or a step of one task."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    return "SLURM_PROCID" in environ and step is not None and tasks.isdecimal() and int(tasks) > 1
+
+
+def _from_slurm(environ: MutableMapping[str, str]) -> None:
+    from lightning_fabric.plugins.environments import SLURMEnvironment
+
+    # Lightning insists on --ntasks-per-node, for the sake of its own trainer; the ranks are there either way.
+    environ.setdefault("SLURM_NTASKS_PER_NODE", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))
+    slurm = SLURMEnvironment(auto_requeue=False)
+    environ["RANK"] = str(slurm.global_rank())
+    environ["WORLD_SIZE"] = str(slurm.world_size())
+    environ["LOCAL_RANK"] = str(slurm.local_rank())
+    environ.setdefault("MASTER_ADDR", str(slurm.main_address))
+    environ.setdefault("MASTER_PORT", str(slurm.main_port))
+
+
+def has_launcher() -> bool:
+    """Whether this rank was started by :func:`~nemo_kto.processes.launcher.spawn_ranks`, which prints for all its ranks."""
+    return os.environ.get(STARTED_BY) == str(os.getppid())
+
+
+_began: float | None = None
+
+
+def started_at() -> float:
+    """When the run began, in seconds since 1970: when its first process was started, or the last :func:`begin_now`."""
+    if _began is not None:
+        return _began
+    return float(os.environ[STARTED_AT]) if has_launcher() else created()
+
+
+def created() -> float:
+    """When this process was created, in seconds since 1970."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+def resume_sibling(process: int, *, created: float) -> None:
+    """Send SIGCONT to a stopped rank of this machine.
+
+    The id and the time come from another rank, and may be wrong: the process may be gone and its id used again, or be one of
+    another container. So only a process with the same parent as this one is signalled, and only if it was created then.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, ValueError):
+        found = psutil.Process(process)
+        if found.ppid() == os.getppid() and found.create_time() == created and found.status() == psutil.STATUS_STOPPED:
+            found.resume()
+
+
+def begin_now() -> None:
+    """Let the run begin now: the next job of a sweep runs in a process that was started long ago."""
+    global _began
+    _began = time.time()
+
+
+def end_with_launcher() -> None:
+    """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then.
+
+    Raises:
+        UserError: the environment is that of a rank, but this process is not one, as where a rank starts another program.
+    """
+    left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE) if name in os.environ]
+    if not left:
+        return
+    if not has_launcher():
+        left += [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        raise UserError(
+            f"{STARTED_BY} must be the id of the process that started this one, {os.getppid()}, got "
+            f"{os.environ.get(STARTED_BY)}: the environment is left from a rank of another run; unset {', '.join(left)}"
+        )
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not has_launcher():  # killed before the line above
+        os._exit(1)
+
+
+def fail(error: BaseException, *, world: World | None) -> NoReturn:
+    """End this process: of a UserError with its message and status 2, of any other error with its traceback and status 1.
+
+    A rank started by :func:`~nemo_kto.processes.launcher.spawn_ranks` leaves the message to the launcher, which
+    prints that of the rank that failed first and not those of the ranks that failed because of it. Elsewhere the ranks
+    after the first wait before they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
+    """
+    if isinstance(error, UserError):
+        _say(str(error), world=world)
+        exit_rank(USAGE_ERROR, world=world)
+    text = "".join(traceback.format_exception(error))
+    if has_launcher():
+        _record(text)
+    else:
+        if os.environ.get(_TORCHRUN_ERROR_FILE):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)  # type: ignore[arg-type]
+        print(f"rank {world.rank}: {text}" if world is not None else text, file=sys.stderr)
+    exit_rank(1, world=world)
+
+
+def end_early(message: str, *, world: World | None) -> NoReturn:
+    """End this process with status 85, because it was asked to stop; the message is empty where all has been said."""
+    if message:
+        _say(message, world=world)
+    exit_rank(signals.ENDED_EARLY, world=world)
+
+
+def _say(message: str, *, world: World | None) -> None:
+    if has_launcher():
+        _record(message)
+        return
+    if world is not None and world.rank > 0:
+        time.sleep(SECONDS_TO_SPEAK)
+    print(f"nemo-kto: {message}", file=sys.stderr)
+
+
+def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
+    """End this rank with a message and status 1, from a thread that is not the main thread, which may hold any lock.
+
+    Args:
+        message: names the rank that is to blame.
+        world: of this rank.
+        wait: another rank says the same; wait before speaking, as :func:`fail` does.
+    """
+    _record(message)  # torchrun prints it in its own report, which is long
+    if not has_launcher():
+        if wait:
+            time.sleep(SECONDS_TO_SPEAK)
+        with contextlib.suppress(OSError):  # the terminal is closed
+            os.write(2, f"nemo-kto: {message}\n".encode(errors="backslashreplace"))
+    ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
+    ending.start()
+    ending.join(2)  # longer only where output is blocked
+    os._exit(1)
+
+
+def _record(message: str) -> None:
+    """Leave a message for the process that started this rank; torch's own function would write a traceback."""
+    if has_launcher():
+        Path(os.environ[ERROR_FILE]).write_text(message, encoding="utf-8", errors="backslashreplace")
+    elif file := os.environ.get(_TORCHRUN_ERROR_FILE):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
+
+
+def exit_rank(status: int, *, world: World | None) -> NoReturn:
+    """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
+    if world is None:
+        sys.exit(status)
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def prctl(option: int, value: int) -> None:
+    """Ask the kernel for something about this process."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(option, value)

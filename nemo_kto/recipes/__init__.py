@@ -1,9 +1,0 @@
-"""The algorithms that can be trained: one record each."""
-
-from __future__ import annotations
-
-from nemo_kto.recipes.dpo import DPO
-from nemo_kto.recipes.kto import KTO
-from nemo_kto.recipes.recipe import Recipe
-
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (KTO, DPO)}

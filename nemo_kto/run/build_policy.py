@@ -1,0 +1,220 @@
+"""From a configuration to the policy: the model of this rank, its adapters, and its way out again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.lora_mappings import adapts_experts
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.artifacts.adapter_files import is_our_adapter
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.artifacts.safetensors_files import is_our_model
+from nemo_kto.artifacts.sources import ModelSource, find_source, named_base, refuse_other_shape
+from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.distributed import checkpoint_dtype, load_weights_only, saved_adapters
+from nemo_kto.config.choices import adapter_settings, pipeline_split, recompute_modules
+from nemo_kto.config.schema import GPTConfig, OptimConfig
+from nemo_kto.device import device
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.adapter import export_adapter, load_adapter
+from nemo_kto.huggingface.folders import check_target
+from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes, load_weights
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
+from nemo_kto.models.gpt import build_chunks, build_gpt
+from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
+from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The model of this rank and what belongs to it.
+
+    Attributes:
+        source: where the weights come from: a Hugging Face folder or one of our checkpoints.
+        chunks: model chunks, wrapped for data parallelism where they are trained.
+        split: how its layers are shared out over the pipeline.
+        adapters: what is adapted; None where all weights are trained.
+        adapter_folder: trained adapters to start from, in PEFT format; ``source`` may bring some as well.
+    """
+
+    source: Path
+    architecture: Architecture
+    chunks: Sequence[MegatronModule]
+    split: PipelineSplit = ONE_STAGE
+    adapters: LoRASettings | None
+    adapter_folder: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Hugging Face folder with the configuration and the tokenizer."""
+        return config_folder(self.source)
+
+    @property
+    def start(self) -> ModelSource:
+        """What the run starts from; adapters that are there before the run are the reference too."""
+        source = find_source(self.source)
+        return source if self.adapter_folder is None else replace(source, adapters=Path(self.adapter_folder))
+
+    @property
+    def base_model(self) -> Path:
+        """The model that adapters are put on: where the weights come from, or what those are themselves adapters of."""
+        return self.start.base.absolute()
+
+
+def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
+    """The model at ``source`` (a Hugging Face folder or one of our checkpoints), on this rank's share of the layout.
+
+    With adapters, these are all that is trained.
+    """
+    adapters = adapter_settings(cfg.peft)
+    architecture = read_architecture(
+        config_folder(source),
+        tensor_parallel=cfg.tensor_model_parallel_size,
+        expert_tensor_parallel=cfg.expert_tensor_parallel_size,
+    )
+    if not is_checkpoint(source):
+        check_weights(architecture, source)  # before memory is taken for what may be of another size
+    chunks = build_chunks(
+        architecture,
+        params_dtype=dtype,
+        split=pipeline_split(cfg),
+        context_parallel=cfg.context_parallel_size,
+        sequence_parallel=cfg.sequence_parallel,
+        recompute_granularity=cfg.activations_checkpoint_granularity,
+        recompute_method=cfg.activations_checkpoint_method,
+        recompute_num_layers=cfg.activations_checkpoint_num_layers,
+        recompute_modules=recompute_modules(cfg),
+        attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
+        fp8=cfg.fp8,
+        expert_parallel=cfg.expert_model_parallel_size,
+        grouped_experts=not adapts_experts(architecture, adapters),
+    )
+    if adapters is not None:
+        for chunk in chunks:
+            add_adapters(chunk, adapters, architecture=architecture, seed=cfg.seed)
+    policy = Policy(
+        source=source,
+        architecture=architecture,
+        chunks=wrap_data_parallel(
+            chunks, use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlaps(cfg.optim)
+        ),
+        split=pipeline_split(cfg),
+        adapters=adapters,
+        adapter_folder=cfg.peft.restore_from_path,
+    )
+    load_policy_weights(policy)
+    return policy
+
+
+def overlaps(optim: OptimConfig) -> bool:
+    """Whether the ranks that sum their gradients communicate while they compute."""
+    if optim.overlap is None:
+        return device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    return optim.overlap
+
+
+def load_policy_weights(policy: Policy) -> None:
+    """Fill the model with what the policy starts from; new adapters keep their values."""
+    load_base_weights(policy, policy.source)
+    if policy.adapter_folder is not None:
+        named = named_base(Path(policy.adapter_folder))
+        if named is not None and named.resolve() != policy.base_model.resolve() and state.is_rank_zero():
+            text = "the adapters %s, which name %s as their base model, are put on %s"
+            logger.warning(text, policy.adapter_folder, named, policy.base_model)
+        load_adapter(policy.chunks, policy.architecture, policy.adapter_folder)
+    elif policy.start.adapters is not None:
+        load_weights_only(policy.source, policy.chunks)
+
+
+def load_base_weights(policy: Policy, source: Path) -> None:
+    """Fill the model, but for its adapters, from a Hugging Face folder or one of our checkpoints of the same shape.
+
+    Of a checkpoint of adapters it is their base model.
+
+    Raises:
+        UserError: it is of another shape, or a base model is not there.
+    """
+    try:
+        base = find_source(source).base
+    except UserError as error:
+        raise UserError(f"the model {error}") from error
+    folder = config_folder(base)
+    ours = policy.architecture
+    found = read_architecture(
+        folder, tensor_parallel=ours.tensor_parallel, expert_tensor_parallel=ours.expert_tensor_parallel
+    )
+    values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
+    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if "head_dim" in differing:
+        differing.pop("rope", None)  # one frequency for two channels of a head: it says nothing more
+    try:
+        refuse_other_shape(policy.folder, folder, differing)
+    except UserError as error:
+        raise UserError(f"the reference {error}") from error
+    if folder == base:
+        with state.on_all_ranks(doing="loading the weights"):
+            load_weights(policy.chunks, policy.architecture, folder)
+    else:
+        load_weights_only(base, policy.chunks)
+
+
+def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
+    """Write the model in Hugging Face format, and its adapters, if it has any, in PEFT's; every rank takes part.
+
+    A folder that is None is left out. Adapters are merged into the weights that are written, and stay merged. No weight
+    file is larger than ``max_shard_size_gb`` * 10^9 bytes.
+    """
+    chunks, architecture = policy.chunks, policy.architecture
+    if policy.adapters is not None and adapter_out is not None:
+        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model)
+    if out is not None:
+        if policy.adapters is not None:
+            merge_adapters(chunks)
+        export(chunks, architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
+    """Write one of our own checkpoints, or the newest of a run folder, in Hugging Face format, on this one process.
+
+    With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
+
+    Raises:
+        UserError: there is no checkpoint, none that is as it was written, or none with adapters for ``adapter``; or ``out``
+            is in the way.
+    """
+    if not is_checkpoint(checkpoint):
+        newest = newest_checkpoint(checkpoint / CHECKPOINTS)
+        if newest is None:
+            told = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
+            raise UserError(f"{told}; correct the path")
+        checkpoint = newest.folder
+    check_checkpoint(checkpoint)
+    saved = saved_adapters(checkpoint)
+    if adapter and saved is None:
+        raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
+    architecture, dtype = read_architecture(config_folder(checkpoint), tensor_parallel=1), checkpoint_dtype(checkpoint)
+    need = 0 if adapter else export_bytes(architecture, dtype)
+    check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before anything is loaded
+    state.init_distributed(layout=state.Layout(), seed=0)
+    adapters = None if saved is None else saved.settings
+    gpt = build_gpt(architecture, params_dtype=dtype, grouped_experts=not adapts_experts(architecture, adapters))
+    if adapters is not None:
+        add_adapters(gpt, adapters, architecture=architecture, seed=0)
+    policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)
+    load_policy_weights(policy)
+    export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
+    state.destroy()
+    print(table(f"nemo-kto export: {checkpoint}", adapter_lines(out) if adapter else model_lines(out)), flush=True)

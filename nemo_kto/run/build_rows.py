@@ -1,0 +1,124 @@
+"""From a configuration to the arguments of what reads the rows and of what makes batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.artifacts.checkpoint_files import config_folder
+from nemo_kto.config.choices import adapter_settings, pipeline_split, reference_passes
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.batches.shares import SequenceCost, by_cost, every_nth
+from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.device import device
+from nemo_kto.errors import UserError
+from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
+from nemo_kto.models.flops import ModelFlops, Passes
+
+# Tokens of a micro-batch on a rank: with few, time goes into launches and the accumulation of gradients. A CPU launches
+# nothing, and with more, sequences of unlike length share a micro-batch: padding then costs what is won.
+_GPU_TOKENS, _CPU_TOKENS = 8192, 512
+
+
+def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
+    return load_tokenizer(config_folder(source), vocab_size=model_vocab_size(source))
+
+
+def model_vocab_size(source: Path) -> int | None:
+    """Rows of the embedding of the model there; None where there is none: to count tokens, a tokenizer is enough."""
+    try:
+        return read_architecture(config_folder(source), tensor_parallel=1).vocab_size
+    except UserError:
+        return None
+
+
+def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What ``data.dataset.build_splits`` takes, besides the kind of the examples."""
+    data = cfg.model.data
+    return {
+        "data_prefix": data.data_prefix,
+        "splits_string": data.splits_string,
+        "fields": data.fields,
+        "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
+        "tokenizer": tokenizer,
+        "vocab_size": model_vocab_size(Path(cfg.pretrained_checkpoint.restore_from_path)),
+        "seq_length": data.seq_length,
+        "truncation_mode": data.truncation_mode,
+        "cache_dir": Path(data.cache_dir),
+        "cache_shared": data.cache_shared,
+        "preprocess_workers": data.preprocess_workers,
+        "seed": cfg.model.seed,
+    }
+
+
+def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the collate functions of ``data.collate`` take by keyword."""
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "seq_length": cfg.model.data.seq_length,
+        "pad_to_multiple": micro_batch_limits(cfg).multiple,
+        "reset_attention_mask": cfg.model.data.reset_attention_mask,
+        "eod_mask_loss": cfg.model.data.eod_mask_loss,
+    }
+
+
+def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBatchLimits:
+    """What is asked for, or what suits the device: that of this rank, or what a plan is made for."""
+    model, on_gpu = cfg.model, device.on_gpu() if on_gpu is None else on_gpu
+    multiple = width_multiple(
+        tensor_parallel=model.tensor_model_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        context_parallel=model.context_parallel_size,
+        fp8=model.fp8 is not None,
+        on_gpu=on_gpu,
+    )
+    prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
+    if prompts is None and tokens is None:
+        tokens = (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
+    return MicroBatchLimits(
+        prompts=prompts,
+        tokens=tokens,
+        multiple=multiple,
+        packed=model.data.packing,
+        context_parallel=model.context_parallel_size,
+        group=pipeline_split(model).group,
+    )
+
+
+def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]]]:
+    """How the examples of a global batch are shared out over the data-parallel ranks."""
+    if not cfg.model.data.packing:
+        return every_nth
+    source = Path(cfg.pretrained_checkpoint.restore_from_path)
+    architecture = read_architecture(config_folder(source), tensor_parallel=1)
+    flops = ModelFlops.of_model(architecture, adapters=adapter_settings(cfg.model.peft))
+
+    def cost(passes: Passes) -> SequenceCost:
+        return flops.of_passes(passes).of_tokens
+
+    forward, disabled = reference_passes(cfg)
+    ahead = int(training and cfg.loss.record.looks_ahead)
+    costs = cfg.recipe.costs(
+        cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
+        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
+        seq_length=cfg.model.data.seq_length,
+    )
+    return partial(by_cost, costs=costs)
+
+
+def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
+    """Why ``rows`` training rows do not make a global batch, and what to set; None if they do."""
+    wanted = cfg.model.global_batch_size
+    if rows >= wanted:
+        return None
+    step = (cfg.model.micro_batch_size or 1) * data_parallel
+    largest = rows // step * step
+    fits = f"set model.global_batch_size={largest}, or train on more rows (model.data.data_prefix)"
+    remedy = fits if largest > cfg.loss.record.needs_z0 else "train on more rows (model.data.data_prefix)"
+    return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"

@@ -1,0 +1,183 @@
+"""Facts that a resumed run shares with its checkpoint: content of data and weights, and keys that must stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.artifacts.checkpoint_files import config_folder
+from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
+from nemo_kto.artifacts.sources import find_source
+from nemo_kto.checkpoint.model_state import adapters_in
+from nemo_kto.config.choices import adapter_settings
+from nemo_kto.config.resume_policy import rule_of
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.rows.prefix import UNNAMED
+from nemo_kto.run.build_data import RunData
+from nemo_kto.utils.field_errors import echo
+
+ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, its files) -> their hash
+Facts = dict[str, Any]  # what is compared -> a value, or {"sha256": of the content, "from": where it lies}; in JSON's types
+_TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
+_DATA_KEYS = ("seq_length", "truncation_mode", "reset_attention_mask", "eod_mask_loss")
+_DATA, _MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
+_SAME_CONTENT = {
+    _MODEL: f"{_MODEL} must hold the same weights and configuration",
+    _TOKENIZER: f"{_MODEL} must hold the same tokenizer and chat template",
+    "model.reference.restore_from_path": "model.reference.restore_from_path must hold the same weights and configuration",
+    "model.peft.restore_from_path": "model.peft.restore_from_path must hold the same adapters",
+    _DATA: f"{_DATA} and splits_string must give the same training rows in the same order",
+    _VALIDATION: f"{_DATA} and splits_string must give the same validation rows",
+    _ORDER: "model.seed must draw the rows in the same order",
+}
+# End of a key -> what it follows from: it is only named where those are the same.
+_OF_TOKENS = (_TOKENIZER, "model.data.seq_length", "model.data.truncation_mode", "model.seed")  # a blend is drawn
+_FOLLOWS = {
+    _DATA: _OF_TOKENS,
+    _VALIDATION: _OF_TOKENS,
+    _ORDER: (_DATA, "model.seed"),
+    "limit_train_batches": (_DATA, "model.global_batch_size"),
+}
+
+
+def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Facts:
+    """What must stay, of a configuration whose precision is known; reads all weights unless their hashes are known.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    name, model = cfg.recipe.name, cfg.model
+    hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
+    source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
+    train: Any = data.train  # torch's loader, of which the trainer needs less
+    tokenizer_folder = config_folder(source)
+    tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
+    facts: Facts = {
+        "algorithm": name,
+        _MODEL: _model_content(str(source), hashed),
+        _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
+        "model.reference.restore_from_path": _model_content(held.restore_from_path, hashed, default_base=source),
+        "model.reference.sync_interval": held.sync_interval,
+        "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
+        "model.peft.peft_scheme": model.peft.peft_scheme,
+        **_adapter_facts(adapter_settings(model.peft)),
+        "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, hashed),
+        **_loss_facts(cfg),
+        **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
+        _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
+        _VALIDATION: _validation_content(data.splits.validation),
+        _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
+        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
+        "trainer.precision": cfg.trainer.precision,
+        **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed", "moe_aux_loss_coeff")},
+        **{f"model.data.{key}": getattr(model.data, key) for key in _DATA_KEYS},
+        **{f"model.optim.{key}": getattr(model.optim, key) for key in ("name", "use_distributed_optimizer")},
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
+    """Hash of the examples of the validation sets; of several under their names, whatever their order."""
+    if not sets:
+        return None
+    if list(sets) == [UNNAMED]:
+        return {"sha256": sets[UNNAMED].fingerprint(), "from": f"{len(sets[UNNAMED])} rows"}
+    hashes = json.dumps({name: examples.fingerprint() for name, examples in sets.items()}, sort_keys=True)
+    rows = ", ".join(f"{len(examples)} rows in {name}" for name, examples in sorted(sets.items()))
+    return {"sha256": hashlib.sha256(hashes.encode()).hexdigest(), "from": rows}
+
+
+def _loss_facts(cfg: RunConfig) -> dict[str, object]:
+    """All of the section of the loss but what may change; options that were not given have the default of the loss."""
+    prefix, name = f"model.{cfg.recipe.name}", cfg.recipe.name
+    values: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
+    values |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
+    rules = {key: rule_of(f"{prefix}.{key}", name=name) for key in values}
+    return {f"{prefix}.{key}": values[key] for key, rule in rules.items() if rule is not None and rule[1]}
+
+
+def _adapter_facts(settings: LoRASettings | None) -> Facts:
+    if settings is None:
+        return {}
+    values = {
+        "adapter_dim": settings.rank,
+        "alpha": float(settings.alpha),
+        "target_modules": settings.modules,
+        "rslora": settings.rslora,
+        "dora": settings.dora,
+        "layer_selection": settings.layers,
+    }
+    return {f"model.peft.lora_tuning.{key}": value for key, value in values.items()}
+
+
+def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
+    """The content of a model; of adapters with that of their base model, which is ``default_base`` if they name none."""
+    if folder is None:
+        return None
+    source = find_source(Path(folder), default_base=default_base)
+    parts = [hashed(part, model_files(part)) for part in (source.adapters, source.base) if part is not None]
+    return {"sha256": " on ".join(parts), "from": folder}
+
+
+def _adapter_content(folder: str | None, hashed: ContentHash) -> dict[str, str] | None:
+    return None if folder is None else {"sha256": hashed(Path(folder), model_files(Path(folder))), "from": folder}
+
+
+def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
+    """What a checkpoint of an earlier version, whose trainer.json has no facts, says of its run.
+
+    ``now``: of the run that is to be resumed.
+    """
+    trainer, saved = info["trainer"], adapters_in(info)
+    known: Facts = {
+        "trainer.precision": {"bfloat16": "bf16", "float32": "32"}[info["dtype"]],
+        "model.optim.use_distributed_optimizer": info["distributed_optimizer"],
+        "model.peft.peft_scheme": "none" if saved is None else "lora",
+        **_adapter_facts(None if saved is None else saved.settings),
+        "model.global_batch_size": trainer["consumed_samples"] // max(trainer["step"], 1),
+    }
+    if "steps_per_epoch" in trainer:
+        key = next(key for key in now if key.endswith("limit_train_batches"))
+        known[key] = trainer["steps_per_epoch"]
+    interval = now["model.reference.sync_interval"]
+    known["model.reference.sync_interval"] = (interval or "above 0") if info.get("moving_reference") else 0
+    return dict(json.loads(json.dumps(known)))
+
+
+def differences(before: Facts, now: Facts) -> list[str]:
+    """Everything that is not what it was, a sentence each; what only one of them says is not compared."""
+    return list(_differences(before, now))
+
+
+def _differences(before: Facts, now: Facts) -> Iterator[str]:
+    changed = {key for key in now if key in before and not _same(before[key], now[key])}
+    for key in (key for key in now if key in changed):
+        if any(key.endswith(end) and changed.intersection(causes) for end, causes in _FOLLOWS.items()):
+            continue
+        old, new = before[key], now[key]
+        if key in _SAME_CONTENT:
+            yield f"{_SAME_CONTENT[key]} in a resumed run, got {_others(old, new)}"
+        elif key.endswith(".limit_train_batches"):
+            yield f"{key} must give epochs of {old} steps in a resumed run, got {new}"
+        else:
+            yield f"{key} must stay {echo(old)} in a resumed run, got {echo(new)}"
+
+
+def _same(before: object, now: object) -> bool:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return bool(before["sha256"] == now["sha256"])
+    return before == now
+
+
+def _others(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
+    places = [None if content is None else content["from"] for content in (before, now)]
+    old, new = ("none" if place is None else place for place in places)
+    return f"others ({new}; then {old})" if old != new else f"others ({new})"

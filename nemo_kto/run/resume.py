@@ -1,0 +1,128 @@
+"""May this run be resumed, and is anything left to do? Found out before the model is built and anything is written."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
+from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.run.build_data import RunData
+from nemo_kto.run.build_stopping import stopped_early
+from nemo_kto.run.facts import Facts, differences, facts_of_earlier, facts_of_run
+
+logger = logging.getLogger(__name__)
+
+_ANOTHER = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """What the run folder says of a run.
+
+    Attributes:
+        facts: what must stay when the run is resumed, for its checkpoints.
+        checkpoint: that it resumes from, the same on every rank; None for a new run.
+        finished: there is nothing left to do, in words; None otherwise.
+    """
+
+    facts: Facts
+    checkpoint: Checkpoint | None = None
+    finished: str | None = None
+
+    @property
+    def resumed_step(self) -> int | None:
+        """Steps that are done already; None for a new run."""
+        return None if self.checkpoint is None else self.checkpoint.step
+
+
+def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
+    """What is known of the run in the run folder, the same on every rank; collective. Nothing is written.
+
+    Here it is decided which checkpoint the run resumes from.
+
+    Raises:
+        UserError: there is another run, what must stay has changed (lists all of it), or all checkpoints are damaged.
+    """
+    doing = "comparing the run with its folder"
+    if not cfg.exp_manager.resume_if_exists:
+        state.from_rank_zero(lambda: _refuse_checkpoints(cfg), doing=doing)
+    newest = newest_checkpoint(_checkpoints(cfg))
+    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg, newest), doing=doing)
+
+
+def _checkpoints(cfg: RunConfig) -> Path:
+    return Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
+
+
+def _refuse_checkpoints(cfg: RunConfig) -> None:
+    if steps := list(named_checkpoints(_checkpoints(cfg)).values()):
+        raise UserError(
+            f"a new run must have a folder without checkpoints, but {_checkpoints(cfg)} has {len(steps)}, "
+            f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
+        )
+
+
+def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig, newest: Checkpoint | None) -> Resumption:
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    facts = facts_of_run(cfg, data, trainer_cfg)
+    if newest is None:
+        return Resumption(facts=facts)
+    with reading(newest.folder / INFO):
+        changed = differences(_facts_of(newest, facts), facts)
+    if changed:
+        count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
+        lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
+        raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))
+    finished = _finished(cfg, newest, trainer_cfg, len(data.train.batch_sampler))
+    return Resumption(facts=facts, checkpoint=newest, finished=finished)
+
+
+def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
+    kept = checkpoint.info.get("run")
+    if kept is None:
+        logger.warning(
+            "%s is of an earlier version, which did not note what its run is of: that weights, data, seed and loss are the "
+            "same cannot be checked",
+            checkpoint.folder,
+        )
+    return facts_of_earlier(checkpoint.info, now) if kept is None else kept
+
+
+def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
+    """That nothing is left to do; None if something is."""
+    step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
+    stopped = stopped_early(cfg, newest) if step < total else None
+    to_do = (step < total and stopped is None) or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest)
+    if to_do:
+        return None
+    why, settings = trainer_cfg.what_ends(batches)
+    folder = cfg.exp_manager.explicit_log_dir
+    longer = " and ".join(f"trainer.{cfg.recipe.name}.{setting}" for setting in settings)
+    remedy = f"raise {longer}"
+    if stopped is not None:
+        why, remedy = f"early stopping: {stopped}", "set exp_manager.create_early_stopping_callback=false"
+    text = f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; {remedy} to train longer"
+    return f"{text}, or {_ANOTHER}"
+
+
+def _lacks_export(cfg: RunConfig, newest: Checkpoint) -> bool:
+    """It was ended after its last step, and before it had exported all it should.
+
+    An export is whole or not there. One that is older than the newest checkpoint is of an earlier step.
+    """
+    if not cfg.export.enabled:
+        return False
+    adapters = [cfg.export.adapter_path] if cfg.model.peft.peft_scheme != "none" else []
+    written = (newest.folder / INFO).stat().st_mtime_ns
+    return not all(
+        Path(path).is_dir() and os.listdir(path) and os.stat(path).st_mtime_ns >= written
+        for path in (*adapters, cfg.export.path)
+    )

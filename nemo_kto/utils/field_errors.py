@@ -1,0 +1,158 @@
+"""The types and constraints of keys in words: for what is said of a wrong value, and for the page of keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_kto.errors import ConfigError, either
+from nemo_kto.utils.fields import Check, Remedy
+
+_WORDS: dict[object, str] = {
+    int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
+    dict: "a mapping",
+}  # fmt: skip
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+
+
+class Field(NamedTuple):
+    """One key of a section: its type, and the metadata of the type and of its parts."""
+
+    annotation: object
+    metadata: list[object]
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The section that the key is; None for a value."""
+        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
+
+    @property
+    def alternatives(self) -> list[str]:
+        """The types that a value may have, in words."""
+        if self.section is not None:
+            return [f"a section with the keys {', '.join(self.section.model_fields)}"]
+        return list(dict.fromkeys(_alternatives(self.annotation)))
+
+    @property
+    def checks(self) -> list[Check]:
+        """Its constraints that are functions."""
+        validators = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
+        return [check for check in validators if isinstance(check, Check)]
+
+    @property
+    def bounds(self) -> str | None:
+        """Its bounds in words."""
+        found = [item for item in self.metadata if isinstance(item, Ge | Gt | Le | Lt)]
+        limit = {name: getattr(item, name) for item in found for name in (type(item).__name__.lower(),)}
+        low = f"at least {limit['ge']}" if "ge" in limit else f"above {limit['gt']}" if "gt" in limit else ""
+        high = f"at most {limit['le']}" if "le" in limit else f"below {limit['lt']}" if "lt" in limit else ""
+        if "ge" in limit and high:
+            return f"from {limit['ge']} to {high.removeprefix('at most ')}"
+        return " and ".join(filter(None, (low, high))) or None
+
+    @property
+    def description(self) -> str:
+        """Type and constraints, for the page of keys."""
+        texts = [check.text.removeprefix("be ").replace("not be ", "not ") for check in self.checks]
+        types = [] if any(text.startswith("an ") for text in texts) else [either(self.alternatives)]
+        return ", ".join(filter(None, [*types, self.bounds, *texts]))
+
+    def remedy(self, key: str, own: str = "") -> str:
+        """What to do about a wrong value, as the end of a sentence."""
+        remedies = [own, *(item.text for item in self.metadata if isinstance(item, Remedy))]
+        return next((f"; {text.format(key=key)}" for text in remedies if text), "")
+
+
+def _alternatives(annotation: object) -> Iterator[str]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _alternatives(parts[0])
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _alternatives(part)
+    elif origin is Literal:
+        yield from map(str, parts)
+    elif origin is list and parts != (object,):
+        yield f"a list of {' or '.join(word.split(maxsplit=1)[1] + 's' for word in _alternatives(parts[0]))}"
+    else:
+        yield _WORDS.get(origin or annotation, str(annotation))
+
+
+def _metadata(annotation: object) -> list[object]:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return [*parts[1:], *_metadata(parts[0])]
+    return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
+
+
+def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
+    """Dotted name -> field of all keys, sections too."""
+    found: dict[str, Field] = {}
+    for name, info in section.model_fields.items():
+        found[prefix + name] = field = Field(info.annotation, [*info.metadata, *_metadata(info.annotation)])
+        if field.section is not None:
+            found |= names(field.section, f"{prefix}{name}.")
+    return found
+
+
+def echo(value: object, *, quoted: bool = False) -> str:
+    """A value as it is named in a message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value in ("", []):
+        return "none" if isinstance(value, list) else "nothing"
+    return repr(value) if quoted else str(value)
+
+
+def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
+    """What pydantic complains of in ``section``, the whole configuration, in our words; of an unknown key the text is empty.
+
+    ``values``: dotted name -> value of all keys.
+    """
+    known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
+    for detail in error.errors(include_url=False):
+        key, field = _locate(detail["loc"], known)
+        found.setdefault(key, (field, []))[1].append(detail)
+    for key, (field, details) in found.items():
+        for text in dict.fromkeys(_texts(key, field, details, values.get(key)) if field is not None else [""]):
+            yield ConfigError(key, text)
+
+
+def _locate(location: Sequence[int | str], known: Mapping[str, Field]) -> tuple[str, Field | None]:
+    """The key that an error is about, without what pydantic adds to it: the part of a union, the place in a list."""
+    path: list[str] = []
+    field = None
+    for part in location:
+        path.append(str(part))
+        field = known.get(".".join(path))
+        if field is None or field.section is None:
+            break
+    return ".".join(path), field
+
+
+def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: object) -> Iterator[str]:
+    if any(detail["type"] == "missing" for detail in details):
+        yield f"must be given, got nothing{field.remedy(key, *(check.remedy for check in field.checks[:1]))}"
+        return
+    broken = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
+    for detail in broken:
+        own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": _constraint(field, detail)}
+        yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
+    if not broken:
+        typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
+        remedy = "" if typed else field.remedy(key)
+        yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"
+
+
+def _constraint(field: Field, detail: ErrorDetails) -> str:
+    """What a value that is out of range, or no finite number, must be."""
+    if detail["type"] == "finite_number" and field.checks:
+        return field.checks[0].text
+    infinite = detail["type"] == "finite_number" and (detail["input"] in (math.inf, -math.inf) or not field.bounds)
+    return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"

@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, BartConfig, GptOssConfig, PretrainedConfig, T5Config
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.config_file import layers_with_experts
+from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
+from nemo_kto.errors import UserError
+from tests.messages import Message, raises
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 259,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+}
+MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4_text",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, **changes}))
+    return tmp_path
+
+
+def of(architecture: str) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+
+
+def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path), tensor_parallel=1)
+    assert read.family is FAMILIES["LlamaForCausalLM"]
+    assert (read.num_layers, read.hidden_size, read.num_attention_heads, read.num_query_groups) == (3, 64, 8, 8)
+    assert (read.head_dim, read.ffn_hidden_size, read.vocab_size, read.max_position_embeddings) == (8, 96, 259, 2048)
+    assert (read.norm_epsilon, read.rope.attention_factor, read.tied) == (1e-5, 1.0, False)
+    assert read.rope.frequencies == pytest.approx([5e5 ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == (False, False, False, False)
+    assert read.windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "flags"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("MistralForCausalLM", {}, (False, False, False, False)),
+        ("Olmo2ForCausalLM", {}, (False, False, False, True)),
+        ("Olmo2ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+        ("Qwen2ForCausalLM", {}, (True, False, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False, True)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    read = read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
+
+
+def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
+    found = {
+        name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
+        for name in (
+            *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
+            *("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
+        )
+    }
+    assert found == {
+        "Gemma2ForCausalLM": (Message("MLP", "attention"), Message("scores", "soft")),
+        "Gemma3ForCausalLM": (Message("MLP", "attention"), Message("layers", "window")),
+        "GptOssForCausalLM": (Message("softmax", "sinks"), Message("experts", "biases"), "a clamped activation"),
+        "LlamaForCausalLM": (),
+        "Olmo2ForCausalLM": (Message("MLP", "attention"), Message("all", "norms")),
+        "Qwen3ForCausalLM": (),
+    }
+
+
+def test_olmo3_scales_only_the_rope_of_layers_without_a_window(tmp_path: Path) -> None:
+    """The form of the published files."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.25}
+    given = {"num_hidden_layers": 4, "sliding_window": 12, "rope_scaling": scaling}
+    read = read_architecture(folder(tmp_path, **of("Olmo3ForCausalLM"), **given), tensor_parallel=1)
+    assert read.windows == (12, 12, 12, None)
+    assert read.local_rope is not None
+    assert read.local_rope.frequencies == pytest.approx([5e5 ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert (read.local_rope.attention_factor, read.rope.attention_factor, read.rope.factor_in_table) == (1.0, 1.25, True)
+    assert read.rope.frequencies != read.local_rope.frequencies
+
+
+def test_numbers_of_gemma2(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("Gemma2ForCausalLM"), num_hidden_layers=4), tensor_parallel=1)
+    assert (read.head_dim, read.query_pre_attn_scalar, read.softmax_scale) == (256, 256, None)
+    assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
+    assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
+    assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
+
+
+def test_numbers_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of the published files, and with a transformers whose configuration lacks two of them."""
+    scaling = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    given = {**of("GptOssForCausalLM"), "num_local_experts": 32, "head_dim": 8, "rope_scaling": scaling}
+    read = read_architecture(folder(tmp_path, **given, swiglu_limit=7.5), tensor_parallel=2)
+    assert (read.swiglu_alpha, read.swiglu_limit, read.sinks, read.expert_bias) == (1.702, 7.5, True, True)
+    assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.windows) == (True, True, False, (128, None, 128))
+    assert read.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8**0.5)
+    assert read.experts is not None
+    assert (read.experts.number, read.experts.per_token, read.experts.normalized) == (32, 4, True)
+
+    def older(*arguments: Any, **settings: Any) -> SimpleNamespace:
+        config = GptOssConfig.from_pretrained(*arguments, **settings).to_dict()
+        known = {name: value for name, value in config.items() if not name.startswith("swiglu")}
+        return SimpleNamespace(**known, to_dict=lambda: known)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", older)
+    read = read_architecture(tmp_path, tensor_parallel=2)
+    assert (read.swiglu_alpha, read.swiglu_limit) == (1.702, 7.0)
+
+
+def test_llama4_as_published(tmp_path: Path) -> None:
+    """Every fourth layer sees everything and has no rope; the others see chunks of 8192 tokens."""
+    given = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 192}
+    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
+    assert (read.head_dim, read.ffn_hidden_size, read.qkv_bias, read.qk_norm) == (128, 192, False, False)
+    assert (read.windows, read.chunked) == ((8192, 8192, 8192, None), True)
+    assert (read.rotates, read.interleaved_rotary, read.rotated_norm) == ((True, True, True, False), True, True)
+    assert read.temperature == Temperature(floor=8192, scale=0.1)
+    assert read.experts == Experts(
+        number=16,
+        per_token=1,
+        ffn_hidden_size=96,
+        normalized=False,
+        layers=(True,) * 4,
+        shared_ffn_hidden_size=96,
+        shared_gate=False,
+        weighs_input=True,
+    )
+    assert read.not_in_engine == (
+        Message("attention", "chunks"),
+        Message("neighbouring", "rotation"),
+        Message("rotation", "norms"),
+        Message("position", "queries"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({"interleave_moe_layer_step": 2}, (False, True, False)),
+        ({"interleave_moe_layer_step": 3}, (False, False, True)),
+        ({"moe_layers": [0, 2, 7], "interleave_moe_layer_step": 2}, (True, False, True)),
+        ({"moe_layers": None}, (True, True, True)),
+    ],
+)
+def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], sparse: tuple[bool, ...]) -> None:
+    given = {**BASE, **of("Llama4ForCausalLM"), **changes}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    assert read.sparse_layers == sparse
+    assert layers_with_experts(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as the launcher has it"
+
+
+def test_llama4_without_its_extras(tmp_path: Path) -> None:
+    """An attention factor is then a part of the scale, as with other families."""
+    changes = {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [1, 1, 1], "attention_bias": True}
+    given = {**changes, "layer_types": ["full_attention"] * 3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
+    assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
+    assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
+    assert read.not_in_engine == (Message("neighbouring", "rotation"),)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "factor", "local_theta"),
+    [
+        # as published: the old form, and what transformers 5 writes of it
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": LINEAR}, 1e6, 8.0, 3e4),
+        ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": None}, 1e6, 1.0, 3e4),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {**LINEAR, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                }
+            },
+            1e6,
+            8.0,
+            3e4,
+        ),
+        ({"rope_theta": 2e6}, 2e6, 1.0, 1e4),  # transformers' default
+    ],
+)
+def test_gemma3_has_two_ropes(
+    tmp_path: Path, changes: dict[str, Any], theta: float, factor: float, local_theta: float
+) -> None:
+    given = {**of("Gemma3ForCausalLM"), "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 32, **changes}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    assert read.rope.frequencies == pytest.approx([theta ** -(pair / 4) / factor for pair in range(4)], rel=1e-6)
+    assert read.local_rope is not None
+    assert read.local_rope.frequencies == pytest.approx([local_theta ** -(pair / 4) for pair in range(4)], rel=1e-6)
+    assert read.windows == (32, 32, 32, 32, 32, None, 32)
+    assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
+
+
+def test_head_size_of_its_own(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("Qwen3ForCausalLM"), head_dim=32), tensor_parallel=1)
+    assert read.head_dim == 32
+    assert read.sizes["query"] == 256
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
+        ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("Phi3ForCausalLM", {"sliding_window": 16}, (16, 16, 16)),
+        ("Phi3ForCausalLM", {}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
+        ("Llama4ForCausalLM", {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1]}, (16, None, 16)),
+        (
+            "Llama4ForCausalLM",
+            {"attention_chunk_size": 16, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
+            (None, None, 16),
+        ),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 0, "use_sliding_window": False}, (None, None, None)),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (9, None, None)),
+    ],
+)
+def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read_architecture(folder(tmp_path, **of(architecture), **changes), tensor_parallel=1).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotates"),
+    [
+        ({}, (True, True, True)),  # of twelve layers the fourth, eighth and last have no rope
+        ({"no_rope_layer_interval": 2}, (True, False, True)),
+        ({"no_rope_layers": [0, 1, 1]}, (False, True, True)),
+        ({"no_rope_layers": [0, 1, 1, 0, 0]}, (False, True, True)),
+    ],
+)
+def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any], rotates: tuple[bool, ...]) -> None:
+    smollm3 = folder(tmp_path, **of("SmolLM3ForCausalLM"), **changes)
+    assert read_architecture(smollm3, tensor_parallel=1).rotates == rotates
+
+
+@pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
+def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channels: int) -> None:
+    phi3 = folder(tmp_path, **of("Phi3ForCausalLM"), partial_rotary_factor=part, pad_token_id=0)
+    frequencies = [5e5 ** -(channel / channels) for channel in range(0, channels, 2)]
+    assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
+
+
+LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "in_table"),
+    [
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, False),
+        ("SmolLM3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 0, 1]}, True),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        # a norm after the rotation undoes the factor
+        ("Llama4ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "no_rope_layers": [1, 1, 1]}, True),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 4, "long_factor": [4.0] * 4}}, False),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 3}, "partial_rotary_factor": 0.75}, True),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
+    ],
+)
+def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], in_table: bool
+) -> None:
+    given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
+    read = read_architecture(folder(tmp_path, **given, **changes), tensor_parallel=1)
+    assert read.rope.factor_in_table == in_table
+    assert any("attention factor" in reason for reason in read.not_in_engine) == in_table
+    assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
+
+
+def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, no_rope_layers=[0, 0, 0]), tensor_parallel=1)
+    assert read.rotates == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tensor_parallel", "padded"),
+    [
+        (8, 8, 2, (8, 8)),
+        (8, 2, 2, (8, 2)),
+        (8, 2, 4, (8, 2)),  # two ranks share a key-value head
+        (9, 3, 1, (9, 3)),
+        (9, 3, 2, (12, 4)),
+        (9, 3, 4, (12, 4)),
+        (9, 9, 2, (10, 10)),
+        (6, 1, 4, (24, 4)),  # six query heads cannot be shared out over four ranks
+    ],
+)
+def test_heads_are_padded_only_where_ranks_cannot_share_them_out(
+    tmp_path: Path, heads: int, groups: int, tensor_parallel: int, padded: tuple[int, int]
+) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 8}
+    read = read_architecture(folder(tmp_path, **changes, hidden_size=8 * heads), tensor_parallel=tensor_parallel)
+    assert (read.padded_attention_heads, read.padded_query_groups) == padded
+
+
+@pytest.mark.parametrize(("tensor_parallel", "padded"), [(1, 259), (2, 260), (4, 260), (8, 264)])
+def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: int, padded: int) -> None:
+    assert read_architecture(folder(tmp_path), tensor_parallel=tensor_parallel).padded_vocab_size == padded
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            Message(
+                "Gemma2ForCausalLM",
+                "Gemma3ForCausalLM",
+                "GptOssForCausalLM",
+                "LlamaForCausalLM",
+                "Llama4ForCausalLM",
+                "MistralForCausalLM",
+                "MixtralForCausalLM",
+                "Olmo2ForCausalLM",
+                "Olmo3ForCausalLM",
+                "Phi3ForCausalLM",
+                "Qwen2ForCausalLM",
+                "Qwen2MoeForCausalLM",
+                "Qwen3ForCausalLM",
+                "Qwen3MoeForCausalLM",
+                "SmolLM3ForCausalLM",
+                "GPT2LMHeadModel",
+            ),
+        ),
+        ({"architectures": None}, Message("''")),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            Message("llama3", "proportional"),
+        ),
+        ({"rope_scaling": {"rope_type": "made-up", "factor": 4.0}}, Message("made-up")),
+        ({"quantization_config": {"quant_method": "gptq"}}, Message("quant_method", "gptq")),
+        ({"hidden_act": "gelu"}, Message("hidden_act", "silu", "gelu")),
+        ({"intermediate_size": 97}, Message("intermediate_size", "97", "2")),
+        ({"mlp_bias": True}, Message("mlp_bias=true", "attention_bias=false")),
+        (
+            {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            Message("layer_types", "full_attention", "chunked_attention", "sliding_attention", "choose"),
+        ),
+        (
+            {**of("Llama4ForCausalLM"), "attention_chunk_size": None},
+            Message("attention_chunk_size", "layer_types", "chunked_attention", "null", "add"),
+        ),
+        (
+            {**of("Llama4ForCausalLM"), "attn_temperature_tuning": 4},
+            Message("attn_temperature_tuning", "true", "false", "4", "download"),
+        ),
+        (
+            {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            Message("layer_types", "chunked_attention"),
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0]},
+            Message("no_rope_layers", "0", "1", "3", "2"),
+        ),
+        (
+            {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0, 2]},
+            Message("no_rope_layers", "list", "0", "[1, 0, 2]"),
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
+    with raises(ValueError, *message.parts) as error:
+        read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("config", [T5Config(), BartConfig()], ids=["t5", "bart"])
+def test_encoder_decoder_models_are_refused_with_the_reason(tmp_path: Path, config: PretrainedConfig) -> None:
+    """Of the files that transformers writes."""
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_architecture(tmp_path, tensor_parallel=1)
+    assert str(error.value) == Message(f"{tmp_path / 'config.json'}", f"{config.model_type}", "trained", "prompt", "choose")
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    with raises(UserError, "folder", "config.json"):
+        read_architecture(tmp_path, tensor_parallel=1)

@@ -1,0 +1,185 @@
+"""Which checkpoint is used, by the files alone: what is damage, what is not, and what is said of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from nemo_kto.artifacts import checkpoint_files
+from nemo_kto.artifacts.checkpoint_files import check_checkpoint, find_checkpoints, hash_file, info_text
+from nemo_kto.checkpoint.choose import newest_checkpoint, verify
+from nemo_kto.errors import UserError
+from tests.messages import Message, raises
+
+FILES = {
+    "state/__0_0.distcp": bytes(range(256)) * 40,
+    "state/.metadata": b"where the tensors are",
+    "rng/00000.pt": b"generators",
+    "hf/config.json": b"{}",
+    "hf/tokenizer.json": b'{"version": "1.0"}',
+}
+
+
+def make_checkpoint(folder: Path, step: int, *, metrics: dict[str, float] | None = None) -> Path:
+    checkpoint = folder / f"step_{step:06d}"
+    for name, content in FILES.items():
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(content)
+    info = {
+        "trainer": {"step": step},
+        "metrics": metrics or {},
+        "dtype": "float32",
+        "layout": {"world": 1, "tensor": 1, "pipeline": 1},
+        "files": {name: hash_file(checkpoint / name)._asdict() for name in FILES},
+    }
+    (checkpoint / "trainer.json").write_text(info_text(info))
+    return checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of three checkpoints."""
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def replace_by_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(checkpoint: Path) -> None:
+        info = json.loads((checkpoint / "trainer.json").read_text())
+        change(info)
+        (checkpoint / "trainer.json").write_text(json.dumps(info))
+
+    return apply
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    **{f"a bit of {name}": (lambda path, name=name: flip(path / name), [f"{name}"]) for name in FILES},
+    "a missing file": (lambda path: (path / "rng/00000.pt").unlink(), ["rng/00000.pt"]),
+    "a missing folder": (lambda path: shutil.rmtree(path / "hf"), ["hf/config.json"]),
+    "a file cut short": (
+        lambda path: (path / "state/.metadata").write_bytes(b"where"),
+        ["state/.metadata", "5", "21"],
+    ),
+    "a fifo": (lambda path: replace_by_fifo(path / "hf/config.json"), ["hf/config.json", "file"]),
+    "no trainer.json": (lambda path: (path / "trainer.json").unlink(), ["trainer.json"]),
+    "half a trainer.json": (lambda path: (path / "trainer.json").write_text('{"tra'), ["trainer.json", "JSON"]),
+    "another step": (edited(lambda info: info["trainer"].update(step=5)), ["trainer.json"]),
+    "no files": (
+        edited(lambda info: [info.pop(name) for name in ("files", "checksum")]),
+        ["trainer.json", "list", "files"],
+    ),
+    "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], ["trainer.json"]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    case: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damages, told = DAMAGES[case]
+    damages(folder / "step_000006")
+    newest = newest_checkpoint(folder)
+    assert newest is not None
+    assert newest.step == 4
+    assert [record.getMessage() for record in caplog.records] == [Message(f"{folder}/step_000006", "damaged", *told)]
+
+
+def test_a_whole_one_is_used_without_a_word(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = newest_checkpoint(folder)
+    assert newest is not None
+    assert (newest.step, newest.info["trainer"]) == (6, {"step": 6})
+    assert not caplog.records
+    assert newest_checkpoint(folder / "elsewhere") is None
+
+
+def test_when_all_are_damaged_no_run_starts_over(folder: Path) -> None:
+    for step, name in ((2, "state/.metadata"), (4, "rng/00000.pt"), (6, "hf/tokenizer.json")):
+        flip(folder / f"step_{step:06d}" / name)
+    with pytest.raises(UserError) as caught:
+        newest_checkpoint(folder)
+    damaged = ("step_000006: hf/tokenizer.json", "step_000004: rng/00000.pt", "step_000002: state/.metadata")
+    assert str(caught.value) == Message(f"{folder}", *damaged, "remove")
+
+
+def earlier(checkpoint: Path) -> None:
+    """Make it one of an earlier version, with sizes only and without hf."""
+    info = json.loads((checkpoint / "trainer.json").read_text())
+    del info["checksum"]
+    info["files"] = {name: kept["size"] for name, kept in info["files"].items() if not name.startswith("hf/")}
+    (checkpoint / "trainer.json").write_text(json.dumps(info))
+
+
+def test_of_an_earlier_version_the_sizes_are_compared(folder: Path) -> None:
+    earlier(folder / "step_000006")
+    flip(folder / "step_000006/state/__0_0.distcp")
+    newest = newest_checkpoint(folder)
+    assert newest is not None
+    assert newest.step == 6
+    (folder / "step_000006/state/__0_0.distcp").write_bytes(b"short")
+    assert [checkpoint.step for checkpoint in find_checkpoints(folder)] == [2, 4]
+
+
+@pytest.mark.parametrize(("code", "is_damage"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
+def test_a_missing_permission_is_no_damage(code: int, is_damage: bool, folder: Path) -> None:
+    """Root may read everything, so that the refusal is made up."""
+
+    def refused(file: Path) -> object:
+        if file == folder / "step_000006/state/__0_0.distcp":
+            raise OSError(code, os.strerror(code))
+        return hash_file(file)
+
+    with mock.patch.object(checkpoint_files, "hash_file", refused):
+        if is_damage:
+            newest = newest_checkpoint(folder)
+            assert newest is not None
+            assert newest.step == 4
+            return
+        with pytest.raises(UserError) as caught:
+            newest_checkpoint(folder)
+    assert str(caught.value) == (
+        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "wrong")
+    )
+
+
+def test_only_what_is_used_is_read(folder: Path) -> None:
+    checkpoint = folder / "step_000006"
+    flip(checkpoint / "rng/00000.pt")
+    verify(checkpoint, ("state", "hf"))
+    flip(checkpoint / "hf/tokenizer.json")
+    for refuses in (lambda: verify(checkpoint, ("state", "hf")), lambda: check_checkpoint(checkpoint)):
+        with pytest.raises(UserError) as caught:
+            refuses()
+        assert str(caught.value) == Message(f"{checkpoint}", "hf/tokenizer.json", "checkpoint")
+
+
+def test_the_base_model_of_adapters_may_be_corrected_by_hand(folder: Path) -> None:
+    adapters = {"settings": {"rank": 2, "alpha": 4.0}, "base_model": "/models/old"}
+    checkpoint = folder / "step_000006"
+    info = json.loads((checkpoint / "trainer.json").read_text()) | {"adapters": adapters}
+    (checkpoint / "trainer.json").write_text(info_text(info))
+    edited(lambda info: info["adapters"].update(base_model="/models/new"))(checkpoint)
+    assert check_checkpoint(checkpoint) == Path("/models/new")
+    edited(lambda info: info["adapters"]["settings"].update(rank=3))(checkpoint)
+    with raises(UserError, "trainer.json"):
+        check_checkpoint(checkpoint)

@@ -1,0 +1,110 @@
+"""What a checkpoint gets of the model's folder: read at the start, whatever else lies there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from nemo_kto.artifacts import companions
+from nemo_kto.artifacts.companions import read_companions
+from nemo_kto.errors import UserError
+from tests.messages import Message
+
+NEEDED = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer.model": bytes(range(256)),
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
+}
+OTHERS = ("model.safetensors", "README.md", "pytorch_model.bin", "training_args.json", "notes.txt")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for name, content in NEEDED.items():
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(content)
+    for name in OTHERS:
+        (tmp_path / "model" / name).write_bytes(b"large")
+    return tmp_path / "model"
+
+
+def test_configuration_tokenizer_and_templates_and_nothing_else(model: Path) -> None:
+    for file in model.rglob("*"):
+        file.chmod(0o500 if file.is_dir() else 0o400)
+    assert read_companions(model, into="the checkpoints") == NEEDED
+    model.joinpath("additional_chat_templates").chmod(0o700)
+
+
+def make_socket(path: Path) -> None:
+    before = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(before)
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "a fifo": (os.mkfifo, "FIFO"),
+    "a socket": (make_socket, "socket"),
+    "a link to nothing": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    "a folder": (lambda path: path.mkdir(), None),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer_2.json", "odd.json"])
+def test_what_cannot_be_copied_is_named_and_left_out(
+    kind: str, name: str, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, why = ODD[kind]
+    make(model / name)
+    assert read_companions(model, into="the checkpoints") == NEEDED
+    named = name == "merges.txt" and why is not None  # other names belong to a tokenizer only where they are files
+    expected = [Message(f"{model / name}", "checkpoints", f"{why}")] if named else []
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a user who is not root sees a file of mode 0000: for root all files open."""
+    opened = os.open
+
+    def refused(path: Path, flags: int) -> int:
+        if Path(path).name == "tokenizer.model":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags)
+
+    with mock.patch.object(os, "open", refused):
+        found = read_companions(model, into="the checkpoints")
+    assert found == {name: content for name, content in NEEDED.items() if name != "tokenizer.model"}
+    text = Message(f"{model}/tokenizer.model", "checkpoints")
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
+def test_what_is_too_large_is_named_and_left_out(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(companions, "_MAX_BYTES", 200)
+    assert "tokenizer.model" not in read_companions(model, into="the checkpoints")
+    size = len(NEEDED["tokenizer.model"])
+    text = Message(f"{model}/tokenizer.model", "checkpoints", "200 bytes", f"{size:,}")
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
+def test_a_link_within_the_folder_is_followed_and_one_that_leads_out_is_refused(model: Path, tmp_path: Path) -> None:
+    (model / "vocab.json").symlink_to("tokenizer.json")
+    assert read_companions(model, into="the checkpoints") == NEEDED | {"vocab.json": NEEDED["tokenizer.json"]}
+    (tmp_path / "secret").write_text("private")
+    (model / "special_tokens_map.json").symlink_to("../secret")
+    with pytest.raises(UserError) as caught:
+        read_companions(model, into="the checkpoints")
+    assert str(caught.value) == Message(
+        f"{model}/special_tokens_map.json", "file", "folder", "link", f"{tmp_path}/secret", "download"
+    )

@@ -1,0 +1,130 @@
+"""A model is known by what its files hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
+from nemo_kto.utils import hashes
+from tests.messages import Message
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        file = folder / name.replace("__", "/").replace("_dot_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(
+        tmp_path / "model",
+        config_dot_json="{}",
+        model_dot_safetensors="weights",
+        tokenizer_dot_json="words",
+        chat_template_dot_jinja="{{ }}",
+        additional_chat_templates__tools_dot_jinja="{{ }}",
+        README_dot_md="read me",
+        optimizer_dot_bin="moments",
+    )
+
+
+def hashed(folder: Path) -> str:
+    return content_hash(folder, model_files(folder), cache_dir=folder.parent / "cache")
+
+
+def test_what_belongs_to_a_model(model: Path) -> None:
+    assert [file.name for file in model_files(model)] == ["config.json", "model.safetensors"]
+    names = [str(file.relative_to(model)) for file in tokenizer_files(model)]
+    assert names == ["additional_chat_templates/tools.jinja", "chat_template.jinja", "tokenizer.json"]
+
+
+def test_the_shards_of_an_index_and_no_others(model: Path) -> None:
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write(model, **{"model-1_dot_safetensors": "1", "model-2_dot_safetensors": "2", "consolidated_dot_safetensors": "all"})
+    names = ["config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]
+    assert [file.name for file in model_files(model)] == names
+
+
+def test_a_checkpoint_of_ours_and_adapters(tmp_path: Path) -> None:
+    files = ("trainer_dot_json", "state__common_dot_pt", "state__0_dot_distcp", "hf__config_dot_json", "rng__0_dot_pt")
+    ours = write(tmp_path / "step_000002", **dict.fromkeys(files, "{}"))
+    names = [str(file.relative_to(ours)) for file in model_files(ours)]
+    assert names == ["hf/config.json", "state/0.distcp", "state/common.pt", "trainer.json"]
+    adapters = write(tmp_path / "adapter", adapter_config_dot_json="{}", adapter_model_dot_safetensors="a", README_dot_md="")
+    assert [file.name for file in model_files(adapters)] == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_folder_may_move_and_one_value_may_not_change(model: Path) -> None:
+    before = hashed(model)
+    assert hashed(Path(shutil.copytree(model, model.parent / "moved"))) == before
+    state = (model / "model.safetensors").stat()
+    (model / "model.safetensors").write_text("weighty")
+    os.utime(model / "model.safetensors", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert (model / "model.safetensors").stat().st_size == state.st_size
+    assert hashed(model) != before
+
+
+def test_the_names_of_files_count(model: Path) -> None:
+    before = hashed(model)
+    write(model, config_dot_json="weights", model_dot_safetensors="{}")
+    assert hashed(model) != before
+
+
+def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
+    before, kept = hashed(model), list((model.parent / "cache" / "hashes").iterdir())
+    assert len(kept) == 1, "config.json is small"
+    kept[0].write_text("0" * 64)
+    assert hashed(model) != before, "what is kept is used"
+    (model / "model.safetensors").write_text("weights")  # the same again, at another time
+    assert hashed(model) == before
+    assert len(list((model.parent / "cache" / "hashes").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("shared", "mode"), [(False, 0o600), (True, 0o644)])
+def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
+    shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 0)
+    before = os.umask(0o022)
+    try:
+        content_hash(model, model_files(model), cache_dir=tmp_path / "cache", shared=shared)
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "cache" / "hashes").iterdir()] == [mode, mode]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\0", b"0" * 63, b"[]"])
+def test_a_damaged_hash_is_computed_again(
+    damage: bytes, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
+    before = hashed(model)
+    (kept,) = (model.parent / "cache" / "hashes").iterdir()
+    text = kept.read_bytes()
+    kept.write_bytes(damage)
+    for warnings in ([Message(f"{kept}", "damaged")], []):
+        caplog.clear()
+        assert hashed(model) == before
+        assert caplog.messages == warnings
+    assert kept.read_bytes() == text
+
+
+def test_another_file_of_the_same_name_size_and_time_is_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
+    before, weights = hashed(model), model / "model.safetensors"
+    state = weights.stat()
+    other = write(model.parent / "elsewhere", model_dot_safetensors="weighty") / "model.safetensors"
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    other.replace(weights)
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    assert hashed(model) != before

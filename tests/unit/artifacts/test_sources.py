@@ -1,0 +1,84 @@
+"""What a folder that names a model holds, and where its base model is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.artifacts.sources import ModelSource, find_source, named_base
+from nemo_kto.errors import UserError
+from tests.messages import Message, raises
+
+
+def folder(path: Path, **files: object) -> Path:
+    """A folder with these JSON files, their names without suffix."""
+    path.mkdir()
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def peft(path: Path, base: str | None) -> Path:
+    return folder(path, adapter_config={"base_model_name_or_path": base})
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return folder(tmp_path / "base", config={})
+
+
+def test_whole_models(base: Path, tmp_path: Path) -> None:
+    assert find_source(base) == ModelSource(base=base)
+    checkpoint = folder(tmp_path / "step", trainer={"trainer": {}})
+    assert find_source(checkpoint) == ModelSource(base=checkpoint)
+    assert str(find_source(checkpoint)) == str(checkpoint)
+
+
+def test_a_checkpoint_of_adapters_brings_its_base_model(base: Path, tmp_path: Path) -> None:
+    checkpoint = folder(tmp_path / "step", trainer={"adapters": {"base_model": str(base), "settings": {}}})
+    assert find_source(checkpoint) == ModelSource(base=base, adapters=checkpoint)
+    assert str(find_source(checkpoint)) == f"the adapters {checkpoint} on {base}"
+
+
+@pytest.mark.parametrize("name", [None, "", "organisation/model"])
+def test_adapters_of_a_base_model_that_is_only_named(name: str | None, base: Path, tmp_path: Path) -> None:
+    adapters = peft(tmp_path / "adapters", name)
+    assert named_base(adapters) is None
+    assert find_source(adapters, default_base=base) == ModelSource(base=base, adapters=adapters)
+    with raises(UserError, "adapters"):
+        find_source(adapters)
+
+
+def test_adapters_of_another_base_model(base: Path, tmp_path: Path) -> None:
+    other = folder(tmp_path / "other", config={})
+    adapters = peft(tmp_path / "adapters", str(other))
+    assert named_base(adapters) == other
+    assert find_source(adapters, default_base=base) == ModelSource(base=other, adapters=adapters)
+
+
+@pytest.mark.parametrize("what", ["gone", "adapters"])
+def test_a_path_that_is_no_model_is_refused(what: str, base: Path, tmp_path: Path) -> None:
+    lost = tmp_path / what
+    adapters = peft(tmp_path / "on_nothing", str(lost))
+    if what == "adapters":
+        folder(lost, trainer={"adapters": {"base_model": str(base), "settings": {}}})
+    with pytest.raises(UserError) as error:
+        find_source(adapters, default_base=base)
+    assert str(error.value) == Message("adapters", "adapter_config.json", f"{adapters}", f"{lost}", "correct")
+
+
+def test_a_folder_with_two_models_is_refused(tmp_path: Path) -> None:
+    both = folder(tmp_path / "both", config={}, adapter_config={})
+    (both / "model.safetensors").touch()
+    with pytest.raises(UserError) as error:
+        find_source(both, default_base=tmp_path)
+    assert str(error.value) == Message("adapters", f"{both}", "adapter_config.json", "folder")
+
+
+@pytest.mark.parametrize(("content", "reason"), [("{", "line 1 column 2"), ("[]", "list")])
+def test_files_that_cannot_be_read_are_named(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text(content)
+    with raises(UserError, f"{tmp_path}/trainer.json", "JSON", reason):
+        find_source(tmp_path)

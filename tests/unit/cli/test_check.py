@@ -1,0 +1,203 @@
+"""`nemo-kto data check`: the exact report, and what is said of rows and command lines that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.cli import check
+from nemo_kto.data.tokens import parts
+from nemo_kto.errors import UserError
+from tests.messages import Message
+from tests.tiny import make_rows, write_rows
+
+HELLO = [{"role": "user", "content": "hello"}]
+ROWS = [
+    {"prompt": "p", "response": "yes", "preference": "chosen"},
+    {"prompt": "p", "response": "yes", "preference": "rejected", "id": 3},
+    {"prompt": "q", "response": "yes", "preference": "chosen"},
+    {"prompt": "p", "response": "yes", "preference": "chosen"},
+    {"prompt": HELLO, "completion": "you there", "label": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def in_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    check.main(argv)
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(*argv: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        check.main(argv)
+    return str(error.value).splitlines()
+
+
+REPORT = [
+    "rows.jsonl: 5 rows",
+    Message("used", "1"),
+    "",
+    "examples        5: 4 desirable, 1 undesirable",
+    Message(
+        "balance",
+        "desirable_loss_weight",
+        "desirable",
+        "undesirable_loss_weight",
+        "undesirable",
+        "1",
+        "4/3",
+        "4",
+        "model.kto.desirable_loss_weight=1",
+        "model.kto.undesirable_loss_weight=3",
+        "model.kto.auto_balance=true",
+    ),
+    "prompts         3 different, 1 of several examples, at most 3 (that at rows.jsonl:1)",
+    Message("duplicates", "1", "prompt", "answer", "label", "first", "rows.jsonl:4", "rows.jsonl:1"),
+    Message("contradictions", "3", "answer", "label", "first", "rows.jsonl:1", "rows.jsonl:2"),
+    "characters                  least     half     90 %     99 %     most",
+    "  prompt                        1        1        5        5        5",
+    "  desirable answer              3        3        9        9        9",
+    "  undesirable answer            3        3        3        3        3",
+]
+TOKENS = [  # one a byte; <|im_start|>, user, a line's end, hello, <|im_end|> and so on
+    "tokens                      least     half     90 %     99 %     most",
+    "  prompt                        1        1       24       24       24",
+    "  desirable answer              4        4       10       10       10",
+    "  undesirable answer            4        4        4        4        4",
+    Message("prompt", "answer", "5", "34"),
+]
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), ROWS)
+    assert shown(capsys, "rows.jsonl") == REPORT
+
+
+def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
+    assert shown(capsys, "rows.jsonl")[3:5] == [
+        "examples        3: 1 desirable, 2 undesirable",
+        Message(
+            "balance",
+            "desirable_loss_weight",
+            "desirable",
+            "undesirable_loss_weight",
+            "undesirable",
+            "1",
+            "4/3",
+            "3.5",
+            "0.2857",
+            "model.kto.desirable_loss_weight=3.5",
+            "model.kto.undesirable_loss_weight=1",
+            "model.kto.auto_balance=true",
+        ),
+    ]
+
+
+def test_with_a_model_it_counts_tokens_and_what_is_truncated(
+    tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("rows.jsonl"), ROWS)
+    model = ("--model", str(tokenizer_folder))
+    assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
+    for length, told in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
+        lines = shown(capsys, "rows.jsonl", *model, "--seq-length", str(length))
+        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{told}", f"model.data.seq_length={length}", "5")]
+
+
+def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data").mkdir()
+    pair = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+    write_rows(Path("data/a.jsonl"), [pair, {**pair, "prompt": "q"}])
+    write_rows(Path("data/b.jsonl"), [pair, {**pair, "chosen": "bad", "rejected": "good"}])
+    lines = shown(
+        capsys, "data", "data/a.jsonl", "--algorithm", "dpo", "--model", str(tokenizer_folder), "--seq-length", "5"
+    )
+    assert lines == [
+        "data/a.jsonl: 2 rows",
+        "data/b.jsonl: 2 rows",
+        "",
+        "pairs           4",
+        "prompts         2 different, 1 of several pairs, at most 3 (that at data/a.jsonl:1)",
+        Message("duplicates", "1", "prompt", "answer", "label", "first", "data/b.jsonl:1", "data/a.jsonl:1"),
+        Message("contradictions", "3", "answers", "first", "data/a.jsonl:1", "data/b.jsonl:2"),
+        "characters                  least     half     90 %     99 %     most",
+        "  prompt                        1        1        1        1        1",
+        "  chosen answer                 3        4        4        4        4",
+        "  rejected answer               3        3        4        4        4",
+        "tokens                      least     half     90 %     99 %     most",
+        "  prompt                        1        1        1        1        1",
+        "  chosen answer                 4        5        5        5        5",
+        "  rejected answer               4        4        5        5        5",
+        Message("prompt", "answer", "6"),
+        Message("truncated", "0", "prompts", "4", "answers", "model.data.seq_length=5"),
+    ]
+    # for KTO the same pairs are two examples each
+    assert shown(capsys, "data")[3:5] == [
+        "examples        8: 4 desirable, 4 undesirable",
+        Message("balance", "desirable", "undesirable", "1", "1.333"),
+    ]
+
+
+def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(
+        Path("rows.jsonl"), [{"prompt": "p", "response": "r", "label": "x"}] * 12 + ROWS + [{"prompt": "", **ROWS[0]}]
+    )
+    write_rows(Path("more.jsonl"), [{"prompt": "", "response": "r", "label": True}])
+    fault = Message("rows.jsonl:1", "label", "true", "false", "x", "remove", "11", "line 12")
+    assert refused("rows.jsonl") == ["12 broken rows:", fault]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rows.jsonl: 18 rows"
+    assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
+    said = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
+    assert said[0] == "13 broken rows:"
+    assert said[2] == Message("more.jsonl:1", "prompt", "token")
+
+
+def test_a_file_of_one_kind_and_one_of_broken_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), ROWS[2:3])
+    lines = shown(capsys, "rows.jsonl")
+    assert lines[3:5] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
+    assert lines[5:7] == [
+        Message("duplicates", "0", "prompt", "answer", "label"),
+        Message("contradictions", "0", "answer", "label"),
+    ]
+    Path("rows.jsonl").write_text("[]\n")
+    assert refused("rows.jsonl")[0] == "1 broken row:"
+    assert capsys.readouterr().out == "rows.jsonl: 0 rows\n"
+
+
+def test_parts_and_renamed_columns_change_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_rows(300)
+    write_rows(Path("rows.jsonl"), rows)
+    whole = shown(capsys, "rows.jsonl")
+    monkeypatch.setattr(parts, "MIN_BYTES", 1500)
+    assert parts.number_of_parts(Path("rows.jsonl")) > 10
+    assert shown(capsys, "rows.jsonl", "--workers", "2") == whole
+    ours = {"prompt": "question", "response": "answer", "preference": "preference"}
+    write_rows(Path("rows.jsonl"), [{column: row[name] for name, column in ours.items()} for row in rows])
+    assert shown(capsys, "rows.jsonl", "--workers", "1", "--fields", "prompt:question,response:answer") == whole
+
+
+def test_mistakes() -> None:
+    Path("empty").mkdir()
+    assert refused("none.jsonl", "empty") == [
+        Message("FILE", "file", "folder", "files"),
+        Message("none.jsonl"),
+        Message("empty", "file"),
+    ]
+    write_rows(Path("rows.jsonl"), ROWS)
+    assert refused("rows.jsonl", "--seq-length", "8") == [Message("--seq-length", "--model", "tokenizer", "FOLDER")]
+    assert refused("rows.jsonl", "--fields", "prompt=question") == [Message("--fields", "OURS:COLUMN", "prompt=question")]
+    assert refused("rows.jsonl", "--fields", "promt:question") == [Message("promt", "prompt?")]
+    for option in ("--seq-length=1", "--workers=0"):
+        with pytest.raises(SystemExit) as ended:
+            check.main(["rows.jsonl", option])
+        assert ended.value.code == 2

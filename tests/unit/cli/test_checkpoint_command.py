@@ -1,0 +1,118 @@
+"""`nemo-kto checkpoint`: what it shows of a run's checkpoints, its exit statuses, and that it loads nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.artifacts.checkpoint_files import info_text
+from nemo_kto.cli.entry import look_at_checkpoints
+from tests.messages import Message
+from tests.unit.artifacts.test_checkpoint_files import earlier, flip, make_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of two checkpoints."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    folder = tmp_path / "run" / "checkpoints"
+    metrics = {"val_loss": 0.46284, "val_acc": 0.75, "val_rewards_margin": 0.29, "train_loss": 0.4}
+    for step, of_step in ((2, {"train_loss": 0.5}), (4, metrics)):
+        file = make_checkpoint(folder, step, metrics=of_step) / "trainer.json"
+        os.utime(file, (1_700_000_000 + step * 60,) * 2)
+    return tmp_path / "run"
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        look_at_checkpoints([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/.writing-step_000006").mkdir()
+    (make_checkpoint(run / "checkpoints", 5) / "rng/00000.pt").unlink()
+    assert command("ls", run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    validated = "val_loss 0.4628, val_acc 0.7500, val_rewards_margin 0.2900"
+    assert [re.split("  +", line) for line in lines[:3]] == [
+        ["step", "written", "size", Message("data", "tensor", "pipeline"), "metrics", "state"],
+        ["2", "2023-11-14 22:15", "0.01 MB", "1 x 1 x 1", "train_loss 0.5000", "complete"],
+        ["4", "2023-11-14 22:17", "0.01 MB", "1 x 1 x 1", validated, "complete"],
+    ]
+    assert re.split("  +", lines[3]) == ["5", Message("damaged", "rng/00000.pt")]
+    assert lines[4:] == [Message(".writing-step_000006", "written")]
+    assert (
+        len({line.index(word) for line, word in zip(lines, ("state", "complete", "complete", "damaged"), strict=False)}) == 1
+    )
+
+
+def test_ls_of_several_validation_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"train_loss": 0.4}
+    for name, loss in (("a", 0.5), ("a_invalid", 0.25)):
+        metrics |= {f"val_{name}_loss": loss, f"val_{name}_preference_loss": 0.75, f"val_{name}_rows": 3}
+        metrics |= {f"val_{name}_rewards_margin": 0.125}
+    make_checkpoint(tmp_path / "checkpoints", 2, metrics=metrics)
+    assert command("ls", tmp_path) == 0
+    told = "val_a_loss 0.5000, val_a_rewards_margin 0.1250, val_a_invalid_loss 0.2500, val_a_invalid_rewards_margin 0.1250"
+    assert f"  {told}  complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({"world": 8, "tensor": 2, "pipeline": 1, "context": 2}, "2 x 2 x 1, 2 context"),
+        ({"world": 8, "tensor": 2, "pipeline": 1}, "4 x 2 x 1"),  # of a version without context parallelism
+    ],
+)
+def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], told: str) -> None:
+    file = run / "checkpoints/step_000002/trainer.json"
+    file.write_text(info_text({**json.loads(file.read_text()), "layout": layout}))
+    command("ls", run)
+    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == told
+
+
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (run / "checkpoints" / f"step_{step:06d}" for step in (2, 4))
+    assert command("verify", run) == 0
+    assert capsys.readouterr().out.splitlines() == [Message(f"{step}", "5", "0.01 MB") for step in (first, last)]
+    for name in ("rng/00000.pt", "hf/tokenizer.json"):
+        flip(last / name)
+    damaged = Message(f"{last}", "damaged", "rng/00000.pt", "hf/tokenizer.json")
+    assert command("verify", run) == 1
+    assert capsys.readouterr().out.partition("\n")[2] == damaged
+    assert command("verify", last) == 1
+    assert capsys.readouterr().out == damaged
+    earlier(first)
+    assert command("verify", first) == 0
+    told = Message(f"{first}", "3", "files", "0.01", "MB", "earlier")
+    assert capsys.readouterr().out == told
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("ls", tmp_path) == 2
+    assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/checkpoints")
+    assert command("verify", tmp_path / "gone") == 2
+    assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/gone", "path")
+    assert command() == 2
+    assert "the following arguments are required: ls|verify" in capsys.readouterr().err
+
+
+def test_torch_is_not_loaded(run: Path) -> None:
+    code = (
+        "import sys; from nemo_kto.cli.entry import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'hydra', 'numpy', 'megatron'} & {*sys.modules}))\n"
+    )
+    words = [sys.executable, "-c", code, "checkpoint", "verify", str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,56 @@
+"""Commands that need no model: they import neither torch nor, where nothing is composed, Hydra."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import forked
+from tests.conftest import REPOSITORY
+
+# One interpreter for all, since its start costs more than most of them. The last one is the one that composes.
+COMMANDS = [
+    ["--version"],
+    ["--help"],
+    ["trian"],
+    ["data", "check", "rows.jsonl"],
+    ["kto", "model.optim.lr=fast", "trainer.kto.max_stepps=3"],
+]
+PROGRAM = """
+import contextlib, io, json, sys
+from nemo_kto.cli.entry import main
+
+HEAVY = {"torch", "megatron", "transformers", "lightning_fabric", "pytorch_lightning", "datasets", "pyarrow", "scipy"}
+report = []
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["nemo-kto", *command]
+    said, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+    loaded = {name.split(".")[0] for name in sys.modules}
+    report.append([status, said.getvalue(), sorted(loaded & HEAVY), "hydra" in loaded, len(sys.modules)])
+print(json.dumps(report))
+"""
+MAX_MODULES = 800  # 388 before anything is composed and 620 after it; with torch there are 1,800
+
+
+def test_commands_without_a_model_import_no_torch(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{number}", "response": "r", "preference": "chosen"} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}
+    run = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    report = json.loads(done.stdout)
+    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2]
+    said = [text for _, text, *_ in report]
+    expected = ["nemo-kto 0.", "nemo-kto export", "got trian", "3 desirable", "max_stepps"]
+    assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(COMMANDS), said
+    assert [heavy for _, _, heavy, *_ in report] == [[]] * len(COMMANDS)
+    assert [hydra for *_, hydra, _ in report] == [False, False, False, False, True]
+    assert max(count for *_, count in report) < MAX_MODULES

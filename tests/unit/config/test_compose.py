@@ -1,0 +1,367 @@
+"""Overrides to a typed configuration, and what is said of overrides that are wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.cli.job import Job
+from nemo_kto.config import compose
+from nemo_kto.errors import UserError
+from tests.messages import Message
+from tests.unit.conftest import Load, composed, mistakes, of, source_of
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            "model.seed=7",
+            "model.data.data_prefix={train: [a], validation: [0.5, b], test: []}",
+            "model.optim.betas=[0,0.5]",
+            "trainer.precision=32",
+            "model.optim.lr=nan",
+            "model.reference.restore_from_path=null",
+            "exp_manager.explicit_log_dir=''",
+            "model.peft.lora_tuning.layer_selection=[1,30]",
+            "trainer.devices=all",
+        ],
+    ],
+    ids=["none", "many"],
+)
+def test_the_short_way_of_the_tables_gives_what_composing_gives(recipe: Recipe, overrides: list[str]) -> None:
+    slow, fast = compose.load(overrides, source=source_of(recipe)), composed(overrides, recipe)
+    assert compose.recipe_of(fast) is compose.recipe_of(slow) is recipe
+    assert OmegaConf.to_yaml(fast) == OmegaConf.to_yaml(slow)  # nan is not equal to itself
+    assert str(compose.to_config(fast)) == str(compose.to_config(slow))
+
+
+def test_the_short_way_knows_the_keys() -> None:
+    with pytest.raises(OmegaConfBaseException, match="Key 'seeds' is not in struct"):
+        composed(["model.seeds=3"], KTO)
+    assert composed([], KTO).model.seed == 1234
+
+
+# An override of any algorithm and what is said of it.
+WRONG = [
+    (
+        "model.micro_batchsize=2",
+        Message("model.micro_batchsize", "model.micro_batchsize=2", "model.micro_batch_size"),
+    ),
+    (
+        "trainer.max_epochs=3",
+        Message("trainer.max_epochs", "trainer.ALGORITHM.max_epochs", "1", "3", "set"),
+    ),
+    (
+        "optim.name=sgd",
+        Message("optim.name", "optim.name=sgd", "model.optim.name"),
+    ),
+    ("nothing=3", Message("nothing", "nothing=3", "ALGORITHM", "--help", "all")),
+    (
+        "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads
+        Message("model.seeds", "+model.seeds=3", "model.seed"),
+    ),
+    (
+        "++model.optim.sched.warmup=3",
+        Message("model.optim.sched.warmup", "model.optim.sched.warmup_steps", "++model.optim.sched.warmup=3"),
+    ),
+    ("model.micro_batch_size=two", Message("model.micro_batch_size", "integer", "null", "two")),
+    ("model.micro_batch_size='2x'", Message("model.micro_batch_size", "integer", "null", "2x")),
+    ("model.micro_batch_size=2.5", Message("model.micro_batch_size", "integer", "null", "2.5")),
+    ("model.micro_batch_size=true", Message("model.micro_batch_size", "integer", "null", "true")),
+    ("model.seed=null", Message("model.seed", "integer", "null")),
+    ("model.optim.lr=fast", Message("model.optim.lr", "fast")),
+    ("model.optim.betas=[0.9,x]", Message("model.optim.betas", "list", "0.9", "x")),
+    ("model.sequence_parallel=maybe", Message("model.sequence_parallel", "true", "false", "maybe")),
+    (
+        "trainer.ALGORITHM.val_check_interval=often",
+        Message("trainer.ALGORITHM.val_check_interval", "integer", "often"),
+    ),
+    ("model.ALGORITHM.sft_loss_weight=some", Message("model.ALGORITHM.sft_loss_weight", "some")),
+    ("model.reference.sync_interval=1.5", Message("model.reference.sync_interval", "integer", "1.5")),
+    ("model.reference.restore_from_path=[a]", Message("model.reference.restore_from_path", "string", "null", "['a']")),
+    ("model.peft.peft_scheme=null", Message("model.peft.peft_scheme", "none", "lora", "null")),
+    (
+        "model.peft.lora_tuning.target_modules=q_proj",
+        Message("model.peft.lora_tuning.target_modules", "list", "strings", "q_proj"),
+    ),
+    (
+        "model.peft.lora_tuning.layer_selection=[1,x]",
+        Message("model.peft.lora_tuning.layer_selection", "list", "null", "1", "x"),
+    ),
+    ("trainer.devices=[1]", Message("trainer.devices", "integer", "auto", "[1]")),
+    (
+        "model.optim.sched=cosine",
+        Message(
+            "model.optim.sched",
+            "warmup_steps",
+            "warmup_ratio",
+            "constant_steps",
+            "min_lr",
+            "wsd_decay_steps",
+            "wsd_decay_style",
+            "num_cycles",
+            "cosine",
+        ),
+    ),
+    ("hardware=tpu", Message("cpu", "gpu_node", "tpu")),
+    ("~model.seed", Message("model.seed", "~model.seed", "set")),
+    ("model.seed", Message("model.seed", "KEY=VALUE")),
+    (
+        "model.seed=1,2",
+        Message("model.seed", "model.seed=1,2", "[a,b]", "list", "--multirun"),
+    ),
+    (
+        "model.data.data_prefix=a b=c",
+        Message("model.data.data_prefix", "model.data.data_prefix=a", "b=c", "quotes", 'model.data.data_prefix="..."'),
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("override", "text"), WRONG)
+def test_a_wrong_override(recipe: Recipe, override: str, text: Message) -> None:
+    assert mistakes([*of(recipe, [override]), "model.optim.weight_decay=0.5"], recipe) == of(recipe, [text])
+
+
+def test_all_wrong_overrides_at_once() -> None:
+    """Each for itself, as above, takes four times as long."""
+    batches: list[dict[str, tuple[str, Message]]] = []  # a key counts once on a command line
+    for override, text in WRONG:
+        key = override.lstrip("+~").split("=")[0]
+        batch = next((batch for batch in batches if key not in batch), {})
+        batch[key] = (override, text)
+        batches += [] if batch in batches else [batch]
+    for batch in batches:
+        overrides = of(KTO, [override for override, _ in batch.values()])
+        assert mistakes([*overrides, "model.optim.weight_decay=0.5"]) == of(KTO, [text for _, text in batch.values()])
+
+
+def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Recipe) -> None:
+    """Those of the table that bear its name, in the override or in the text."""
+    named = [entry for entry in WRONG if "ALGORITHM" in f"{entry}"]
+    assert len(named) >= 4
+    overrides = of(other, [override for override, _ in named])
+    found = mistakes([*overrides, "model.optim.weight_decay=0.5"], other)
+    assert found == of(other, [text for _, text in named])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "text"),
+    [
+        (
+            KTO,
+            "model.dpo.preference_loss=ipo",
+            Message("model.dpo.preference_loss", "model.dpo.preference_loss=ipo", "model.kto.preference_loss"),
+        ),
+        (
+            KTO,
+            "model.data.default_chosen_reward=2",
+            Message("model.data.default_chosen_reward", "model.data.default_chosen_reward=2", "kto", "--help", "all"),
+        ),
+        (
+            DPO,
+            "trainer.kto.max_steps=3",
+            Message("trainer.kto.max_steps", "trainer.kto.max_steps=3", "trainer.dpo.max_steps"),
+        ),
+        (
+            DPO,
+            "model.kto.auto_balance=true",
+            Message("model.kto.auto_balance", "model.kto.auto_balance=true", "dpo", "--help", "all"),
+        ),
+        (DPO, "model.dpo.label_smoothing=x", Message("model.dpo.label_smoothing", "null", "x")),
+        (DPO, "model.data.default_chosen_reward=x", Message("model.data.default_chosen_reward", "null", "x")),
+    ],
+)
+def test_a_key_of_the_other_algorithm_and_those_of_one_alone(recipe: Recipe, override: str, text: str) -> None:
+    assert mistakes([override], recipe) == [text]
+
+
+def test_mistakes_are_listed_in_the_order_of_the_command_line_and_then_the_rest(recipe: Recipe) -> None:
+    overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
+    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    found = job.mistakes(overrides, sweep=False)
+    keys = ["model.seed", "foo", "hardware", "model.global_batch_size"]  # which 4 does not divide
+    assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
+
+
+def test_what_is_wrong_takes_its_default_and_hides_what_is_made_of_it(recipe: Recipe) -> None:
+    loss, dim = f"model.{recipe.name}.preference_loss", "model.peft.lora_tuning.adapter_dim"
+    config = composed(["model.micro_batch_size=two", f"{dim}=four", "model.seed=7", f"{loss}=none"], recipe)
+    cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4", f"{dim}=8"], recipe))
+    wrong = {mistake.key for mistake in found if "must be given" not in mistake.text}
+    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, which is made of adapter_dim, is not listed"
+    assert cfg is not None
+    assert (cfg.model.micro_batch_size, cfg.model.peft.lora_tuning.alpha, cfg.model.seed) == (4, 8, 7)
+    assert cfg.loss.preference_loss == recipe.name
+
+
+def test_each_value_of_a_sweep_is_looked_at() -> None:
+    sweep = ["model.optim.lr=1e-6,fast", "model.optim.sched.min_lr=0", "model.seed=5,six"]
+    assert mistakes(sweep, sweep=True) == [
+        Message("model.optim.lr", "fast"),
+        Message("model.seed", "integer", "six"),
+    ]
+
+
+def test_types_are_kept_where_integers_and_fractions_differ(load: Load) -> None:
+    loop = load("trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5").loop
+    assert (type(loop.limit_val_batches), loop.limit_val_batches) == (int, 1)
+    assert (type(loop.limit_train_batches), loop.limit_train_batches) == (float, 1.0)
+    assert loop.val_check_interval == 0.5
+
+
+def test_a_float_may_be_given_as_an_integer_and_a_name_as_a_number(load: Load) -> None:
+    cfg = load("trainer.precision=32", "exp_manager.name=7", "model.optim.weight_decay=1")
+    assert (cfg.trainer.precision, cfg.exp_manager.name, cfg.exp_manager.explicit_log_dir) == ("32", "7", "results/7")
+    assert (type(cfg.model.optim.weight_decay), cfg.model.optim.weight_decay) == (float, 1.0)
+
+
+@pytest.mark.parametrize("value", ["true", "2.0", "'3'"])
+def test_an_integer_must_be_one(value: str) -> None:
+    assert mistakes([f"model.seed={value}"]) == [Message("model.seed", "integer", f"{value}")]
+
+
+def test_a_configuration_cannot_be_changed(load: Load) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().trainer.num_nodes = 2
+
+
+def test_callbacks_are_paths_or_mappings(load: Load) -> None:
+    assert load().trainer.callbacks == []
+    given = load("trainer.callbacks=[mine.Callback,{_target_: mine.Other, patience: 3}]").trainer.callbacks
+    assert given == ["mine.Callback", {"_target_": "mine.Other", "patience": 3}]
+    assert mistakes(["trainer.callbacks=mine.Callback"]) == [
+        Message("trainer.callbacks", "list", "strings", "mine.Callback")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.data.data_prefix=rows.jsonl", "rows.jsonl"),
+        ("model.data.data_prefix=[0.3,'~/a',0.7,b]", [0.3, f"{os.path.expanduser('~')}/a", 0.7, "b"]),
+        (
+            "model.data.data_prefix={train: [a], validation: [b], test: []}",
+            {"train": ["a"], "validation": ["b"], "test": []},
+        ),
+    ],
+)
+def test_the_forms_of_data_prefix(override: str, expected: object) -> None:
+    typed, problems = compose.to_config(compose.load([override, "pretrained_checkpoint.restore_from_path=a"]))
+    assert problems == []
+    assert typed is not None
+    assert typed.model.data.data_prefix == expected
+    assert typed.model.data.cache_dir == os.path.expanduser("~/.cache/nemo_kto")
+
+
+def test_what_must_be_given(recipe: Recipe) -> None:
+    cfg, found = compose.to_config(compose.load(source=source_of(recipe)))
+    assert cfg is None
+    assert [str(mistake) for mistake in found] == [
+        Message("pretrained_checkpoint.restore_from_path", "nothing", "folder"),
+        Message("model.data.data_prefix", "nothing", "file", "folder", "list"),
+    ]
+
+
+def test_what_follows_from_the_name_of_a_run(load: Load, recipe: Recipe) -> None:
+    cfg = load(recipe=recipe)
+    assert cfg.export.path == f"results/gpt_{recipe.name}/hf"
+    assert cfg.export.adapter_path == f"results/gpt_{recipe.name}/adapter"
+
+
+def test_a_configuration_knows_its_recipe_and_the_sections_that_bear_its_name(load: Load, recipe: Recipe) -> None:
+    cfg = load(f"trainer.{recipe.name}.max_steps=3", f"model.{recipe.name}.ref_policy_kl_penalty=0.5", recipe=recipe)
+    assert cfg.recipe is recipe
+    assert cfg.algorithm == recipe.name
+    assert isinstance(cfg.loss, recipe.loss_section)
+    assert cfg.loss.record is recipe.losses[recipe.name]
+    assert (cfg.loop.max_steps, cfg.loss.ref_policy_kl_penalty) == (3, 0.5)
+
+
+def test_kto_is_what_is_loaded_unless_another_is_named() -> None:
+    assert compose.recipe_of(compose.load()) is KTO
+
+
+def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
+    config = compose.load(source=compose.Source(config_name="mine", config_dir=str(tmp_path)))
+    with pytest.raises(UserError) as raised:
+        compose.recipe_of(config)
+    assert str(raised.value) == Message("gpt_kto", "gpt_dpo")
+
+
+@pytest.mark.parametrize("averaged", ["true", "false"])
+def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(recipe: Recipe, averaged: str) -> None:
+    def loss(*overrides: str) -> DictConfig:
+        return composed(overrides, recipe).model[recipe.name]
+
+    section = f"model.{recipe.name}"
+    given = f"{section}.preference_average_log_probs={averaged}"
+    assert loss(given).sft_average_log_probs is (averaged == "true")
+    own = loss(given, f"{section}.sft_average_log_probs={averaged != 'true'}".lower())
+    assert (own.preference_average_log_probs, own.sft_average_log_probs) == (averaged == "true", averaged != "true")
+
+
+def test_adapters_are_scaled_by_one_unless_told() -> None:
+    tuning = composed(["model.peft.lora_tuning.adapter_dim=8"], KTO).model.peft.lora_tuning
+    assert (tuning.adapter_dim, tuning.alpha) == (8, 8.0)
+    both = ["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]
+    tuning = composed(both, KTO).model.peft.lora_tuning
+    assert (tuning.adapter_dim, tuning.alpha) == (8, 16.0)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null(load: Load) -> None:
+    paths = {
+        "pretrained_checkpoint.restore_from_path": "model",
+        "exp_manager.explicit_log_dir": "run",
+        "model.reference.restore_from_path": "reference",
+        "model.peft.restore_from_path": "adapter",
+        "export.adapter_path": "out",
+    }
+    cfg = load(*(f"{key}='~/{name}'" for key, name in paths.items()))
+    config = OmegaConf.create(cfg.model_dump())
+    home = os.path.expanduser("~")
+    assert {key: OmegaConf.select(config, key) for key in paths} == {key: f"{home}/{name}" for key, name in paths.items()}
+    assert cfg.export.path == f"{home}/run/hf"
+    cfg = load()
+    assert (cfg.model.reference.restore_from_path, cfg.model.peft.restore_from_path) == (None, None)
+
+
+def test_an_interpolation_that_leads_nowhere() -> None:
+    assert mistakes(["model.optim.eps='${nowhere}'", "model.optim.lr='${model.optim.name}'"]) == [
+        Message("model.optim.eps", "resolve", "nowhere"),
+        Message("model.optim.lr", "adam"),
+    ]
+
+
+def test_resolvers() -> None:
+    config = OmegaConf.create({"product": "${multiply:2,3,4}", "quotient": "${int_div:17,5}"})
+    assert (config.product, config.quotient) == (24, 3)
+
+
+def test_a_configuration_of_ones_own(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{recipe.name}\n  - _self_\nmodel:\n  seed: 7\n")
+    source = compose.Source(config_name="mine", config_dir=str(tmp_path))
+    config = compose.load(["model.micro_batch_size=2"], source=source)
+    assert config.model.seed == 7
+    assert compose.recipe_of(config) is recipe
+    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x", "hardware=tpu"], sweep=False)
+    assert [str(mistake) for mistake in found][:2] == [
+        Message("trainer.max_steps", f"trainer.{recipe.name}.max_steps", "-1", "x"),
+        Message("cpu", "gpu_node", "tpu"),
+    ]
+
+
+def test_the_configuration_is_found_without_an_installation_and_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose.importlib.util, "find_spec", lambda name: None)
+    assert (Path(compose.config_path()) / "gpt_kto.yaml").is_file()
+    monkeypatch.setattr(compose.importlib.util, "find_spec", lambda name: object())
+    assert compose.config_path() == "pkg://nemo_kto.conf"

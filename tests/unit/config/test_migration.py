@@ -1,0 +1,270 @@
+"""NeMo-Aligner's files compose and are right; names of other trainers lead to our keys; the page says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES, Recipe
+from nemo_kto.cli.job import Job
+from nemo_kto.config import compose, migration
+from nemo_kto.config.migration_tables import ALIASES, ALIGNER
+from nemo_kto.config.schema import RunConfig, config_type
+from nemo_kto.utils.field_errors import names
+from tests.messages import Message
+from tests.unit.conftest import Said, composed, mistakes
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FILES = REPOSITORY / "tests/data/nemo_aligner"  # names and values of the files of NeMo-Aligner
+LAPTOP = ["trainer.num_nodes=1", "trainer.devices=1"]
+
+
+ALWAYS = [
+    Message("exp_manager.checkpoint_callback_params.filename"),
+    Message("model.overwrite_base_config.data.data_prefix"),
+    Message("model.peft.lora_tuning.column_init_method", "PEFT"),
+]
+
+
+def of_aligner(recipe: Recipe) -> compose.Source:
+    return compose.Source(f"gpt_{recipe.name}", config_dir=str(FILES))
+
+
+def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str], list[str]]:
+    """The typed configuration, what is said at the start, and the mistakes."""
+    config = compose.load([*LAPTOP, *overrides], source=of_aligner(recipe))
+    cfg, wrong = compose.to_config(config, recipe=recipe)
+    return cfg, compose.notes(config), [str(mistake) for mistake in wrong]
+
+
+def test_the_files_of_aligner_run_unchanged(recipe: Recipe, good: list[str]) -> None:
+    job = Job(recipe=recipe, source=of_aligner(recipe), world=None)
+    assert job.mistakes([*good, *LAPTOP], sweep=False) == []
+    cfg, notes, wrong = aligner(recipe, *good)
+    assert wrong == []
+    assert cfg is not None
+    assert sorted(notes) == ALWAYS
+    optim, data, loop = cfg.model.optim, cfg.model.data, cfg.loop
+    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == ("adam", 9e-6, [0.9, 0.98], 0.1)
+    assert (optim.sched.warmup_steps, optim.sched.constant_steps, optim.sched.min_lr) == (10, 1000, 9e-7)
+    assert (data.splits_string, data.seq_length) == (None, composed([], recipe).model.data.seq_length)
+    assert (loop.max_epochs, loop.max_steps, loop.val_check_interval, loop.gradient_clip_val) == (1, -1, 0.1, 1.0)
+    assert cfg.exp_manager.explicit_log_dir == "/results"
+    assert cfg.exp_manager.exp_dir == "results", "null stands for our default"
+    assert cfg.exp_manager.wandb_logger_kwargs.project == f"nemo_aligner_{recipe.name}"
+    assert cfg.loss.ref_policy_kl_penalty == 0.2
+    assert cfg.loss.log_prob_forward_micro_batch_size == (2 if recipe is KTO else 1)
+
+
+def test_what_is_set_on_top_of_such_a_file(good: list[str]) -> None:
+    given = ["+model.tensor_model_parallel_size=2", "++model.seed=7", "model.encoder_seq_length=512", "hardware=cpu"]
+    cfg, notes, wrong = aligner(
+        KTO, *good[:2], *given, "model.megatron_amp_O2=false", "+model.optim.overlap_param_sync=true"
+    )
+    assert wrong == []
+    assert cfg is not None
+    assert (cfg.model.tensor_model_parallel_size, cfg.model.seed, cfg.model.data.seq_length) == (2, 7, 512)
+    assert (cfg.trainer.accelerator, cfg.trainer.precision) == ("cpu", "32"), "hardware= comes after the file"
+    assert sorted(line for line in notes if line not in ALWAYS) == [
+        Message("exp_manager.checkpoint_callback_params.model_parallel_size"),
+        Message("model.megatron_amp_O2", "bf16", "fp32"),
+        Message("model.optim.overlap_param_sync", "model.optim.overlap"),
+    ]
+
+
+def test_what_must_be_given_to_such_a_file(recipe: Recipe) -> None:
+    assert aligner(recipe)[2] == [
+        Message("pretrained_checkpoint.restore_from_path", "nothing", "folder"),
+        Message("model.data.data_prefix", "nothing", "file", "folder", "list"),
+    ]
+
+
+def test_values_that_ask_for_what_is_not_there_are_refused_with_the_reason(good: list[str]) -> None:
+    asked = {
+        "model.mcore_gpt=false": Message("model.mcore_gpt", "true", "false", "megatron-core"),
+        "trainer.max_steps=5": Message("trainer.max_steps", "trainer.kto.max_steps", "-1", "5", "set"),
+        "model.data.data_impl=packed_jsonl": Message("model.data.data_impl", "packed_jsonl", "files"),
+        "exp_manager.create_checkpoint_callback=false": Message(
+            "exp_manager.create_checkpoint_callback", "true", "false", "last", "trainer.kto.save_interval=0"
+        ),
+        "precision=16": Message("trainer.precision", "bf16", "16", "set"),
+    }
+    job = Job(recipe=KTO, source=of_aligner(KTO), world=None)
+    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP, *asked], sweep=False)] == [*asked.values()]
+
+
+def test_keys_of_aligner_on_a_command_line_of_ours(load: Any, good: list[str]) -> None:
+    job = Job(recipe=KTO, source=compose.Source("gpt_kto"), world=None)
+    right = ["model.mcore_gpt=True", "+model.megatron_amp_O2=True", "model.optim.name=mcore_distributed_optim"]
+    assert job.mistakes([*good, *right, "+trainer.kto.max_steps=3"], sweep=False) == []
+    config = compose.load([*good, *right, "++model.max_position_embeddings=64"])
+    assert compose.notes(config) == [Message("model.max_position_embeddings", "config.json")]
+
+
+def test_a_file_of_aligner_that_the_user_has_changed(tmp_path: Path, good: list[str]) -> None:
+    text = (FILES / "gpt_kto.yaml").read_text().replace("lr: 9e-6", "learning_rate: 9e-6").replace("True", "maybe", 1)
+    file = tmp_path / "gpt_kto.yaml"
+    file.write_text(text)
+    lines = {line.strip(): number for number, line in enumerate(text.splitlines(), start=1)}
+    job = Job(recipe=KTO, source=compose.Source("gpt_kto", config_dir=str(tmp_path)), world=None)
+    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP], sweep=False)] == [
+        Message("exp_manager.resume_if_exists", f"{file}:{lines['resume_if_exists: maybe']}", "true", "false", "maybe"),
+        Message("model.optim.learning_rate", f"{file}:{lines['learning_rate: 9e-6']}", "model.optim.lr", "9e-06"),
+    ]
+
+
+def test_the_wrong_keys_of_a_file_are_listed_all_at_once_with_their_lines(tmp_path: Path, good: list[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    wrong = "model:\n  optim:\n    lrr: 3\n  foo: {a: 1}\n  seed: x\ntrainer:\n  stps: 3\n  beta: 1\nbar: 1\n"
+    file.write_text(f"defaults:\n  - gpt_kto\n  - _self_\n{wrong}")
+    job = Job(recipe=KTO, source=compose.Source("mine", config_dir=str(tmp_path)), world=None)
+    assert [str(mistake) for mistake in job.mistakes([*good, "model.sed=1"], sweep=False)] == [
+        Message("model.sed", "model.sed=1", "model.seed"),
+        Message("trainer.stps", f"{file}:10", "3", "kto", "--help", "all"),
+        Message("trainer.beta", f"{file}:11", "model.kto.ref_policy_kl_penalty", "1"),
+        Message("model.seed", f"{file}:8", "integer", "x"),
+        Message("model.optim.lrr", f"{file}:6", "3", "model.optim.lr"),
+        Message("model.foo", f"{file}:7", "model.foo.a=1", "kto", "--help", "all"),
+        Message(f"{file}:12", "1", "kto", "--help", "all"),
+    ]
+
+
+# As the users of other trainers write them, with KTO's command.
+NAMES = {
+    "beta": ["model.kto.ref_policy_kl_penalty"],
+    "model.beta": ["model.kto.ref_policy_kl_penalty"],
+    "model.kto.beta": ["model.kto.ref_policy_kl_penalty"],
+    "loss_type": ["model.kto.preference_loss"],
+    "desirable_weight": ["model.kto.desirable_loss_weight"],
+    "undesirable_weight": ["model.kto.undesirable_loss_weight"],
+    "max_length": ["model.data.seq_length"],
+    "max_prompt_length": ["model.data.seq_length", "prompt", "answer", "model.data.truncation_mode"],
+    "learning_rate": ["model.optim.lr"],
+    "per_device_train_batch_size": ["model.micro_batch_size", "model.global_batch_size", "all"],
+    "gradient_accumulation_steps": ["model.global_batch_size", "step"],
+    "num_train_epochs": ["trainer.kto.max_epochs"],
+    "trainer.num_train_epochs": ["trainer.kto.max_epochs"],
+    "warmup_ratio": ["model.optim.sched.warmup_ratio", "model.optim.sched.warmup_steps=0"],
+    "lr_scheduler_type": ["model.optim.sched.name", "CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD"],
+    "bf16": ["trainer.precision", "bf16"],
+    "fp16": ["trainer.precision", "bf16", "32"],
+    "torch_dtype": ["trainer.precision", "bf16", "32"],
+    "gradient_checkpointing": ["model.activations_checkpoint_granularity"],
+    "precompute_ref_log_probs": ["model.reference.mode"],
+    "sync_ref_model": ["model.reference.sync_interval", "0"],
+    "ref_model_sync_steps": ["model.reference.sync_interval"],
+    "ref_model_mixup_alpha": ["model.reference.sync_alpha"],
+    "rpo_alpha": ["model.kto.sft_loss_weight", "sft_average_log_probs=true", "sft_token_mean=true"],
+    "logging_dir": ["exp_manager.explicit_log_dir"],
+    "output_dir": ["exp_manager.explicit_log_dir"],
+    "run_name": ["exp_manager.name"],
+    "save_steps": ["trainer.kto.save_interval"],
+    "eval_strategy": ["trainer.kto.val_check_interval"],
+    "optim": ["model.optim.name"],
+    "eval_steps": ["trainer.kto.val_check_interval"],
+    "save_total_limit": ["exp_manager.checkpoint_callback_params.save_top_k"],
+    "metric_for_best_model": ["exp_manager.checkpoint_callback_params.monitor"],
+    "max_grad_norm": ["trainer.kto.gradient_clip_val"],
+    "adam_beta1": ["model.optim.betas", "list"],
+    "adam_epsilon": ["model.optim.eps"],
+    "model_name_or_path": ["pretrained_checkpoint.restore_from_path"],
+    "dataset_name": ["model.data.data_prefix"],
+    "eval_dataset": ["model.data.data_prefix", "mapping", "validation", "files"],
+    "lora_r": ["model.peft.lora_tuning.adapter_dim"],
+    "lora_alpha": ["model.peft.lora_tuning.alpha"],
+    "lora_dropout": ["model.peft.lora_tuning.adapter_dropout"],
+    "lora_target_modules": ["model.peft.lora_tuning.target_modules"],
+    "use_peft": ["model.peft.peft_scheme", "lora"],
+    "model.kto.average_log_probs": ["model.kto.preference_average_log_probs"],
+    "model.kto.preference_avg_log_probs": ["model.kto.preference_average_log_probs"],
+    "tp": ["model.tensor_model_parallel_size"],
+    "model.tensor_parallel_size": ["model.tensor_model_parallel_size"],
+    "pipeline-parallel-size": ["model.pipeline_model_parallel_size"],
+    "train-iters": ["trainer.kto.max_steps"],
+    "eval_interval": ["trainer.kto.val_check_interval"],
+    "lr-warmup-iters": ["model.optim.sched.warmup_steps"],
+    "logging_steps": ["trainer.kto.log_every_n_steps"],
+    "clip-grad": ["trainer.kto.gradient_clip_val"],
+    "recompute-granularity": ["model.activations_checkpoint_granularity"],
+    "dpo.reference_policy_kl_penalty": ["model.kto.ref_policy_kl_penalty"],
+    "dpo.max_num_steps": ["trainer.kto.max_steps"],
+    "dpo.val_period": ["trainer.kto.val_check_interval"],
+    "policy.train_global_batch_size": ["model.global_batch_size"],
+    "policy.train_micro_batch_size": ["model.micro_batch_size"],
+    "policy.model_name": ["pretrained_checkpoint.restore_from_path"],
+    "policy.max_total_sequence_length": ["model.data.seq_length"],
+    "checkpointing.keep_top_k": ["exp_manager.checkpoint_callback_params.save_top_k"],
+    "checkpointing.checkpoint_dir": ["exp_manager.explicit_log_dir"],
+    "cluster.gpus_per_node": ["trainer.devices"],
+}
+# Those that have our last name, and slips of the pen.
+MEANT = {
+    "seed": ["model.seed"],
+    "max_steps": ["trainer.kto.max_steps"],
+    "micro-batch-size": ["model.micro_batch_size"],
+    "tensor-model-parallel-size": ["model.tensor_model_parallel_size"],
+    "pipeline_model_parallel_size": ["model.pipeline_model_parallel_size"],
+    "policy.megatron_cfg.sequence_parallel": ["model.sequence_parallel"],
+    "weight_decay": ["model.optim.weight_decay"],
+    "save-interval": ["trainer.kto.save_interval"],
+    "warmup_steps": ["model.optim.sched.warmup_steps"],
+    "lr": ["model.optim.lr"],
+    "cluster.num_nodes": ["trainer.num_nodes"],
+    "model.data.splits_strings": ["model.data.splits_string"],
+    "model.optim.weight_decy": ["model.optim.weight_decay"],
+}
+
+
+def test_names_of_other_trainers_lead_to_our_keys() -> None:
+    said = [Message(name, f"{name}=1", *ours) for name, ours in (NAMES | MEANT).items()]
+    said += [Message("ld_alpha", "ld_alpha=1")]
+    said += [Message("learning_rat", "learning_rate", "model.optim.lr", "learning_rat=1")]
+    assert len(said) >= 60
+    assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "ld_alpha", "learning_rat")]) == said
+
+
+def test_the_same_with_the_keys_of_the_other_algorithm() -> None:
+    ours = {"beta": "model.dpo.ref_policy_kl_penalty"}
+    ours |= {"epochs": "trainer.dpo.max_epochs", "loss_type": "model.dpo.preference_loss"}
+    assert mistakes([f"{name}=1" for name in ours], DPO) == [
+        f"{name} is {key} here, got {name}=1" for name, key in ours.items()
+    ]
+    assert mistakes(["label_smoothing=1"], DPO) == [
+        Message("label_smoothing", "label_smoothing=1", "model.dpo.label_smoothing")
+    ]
+    assert mistakes(["label_smoothing=1"]) == [Message("label_smoothing", "label_smoothing=1", "kto", "--help", "all")]
+
+
+def test_every_key_that_a_table_names_exists() -> None:
+    known = {recipe.name: set(names(config_type(recipe))) for recipe in RECIPES.values()}
+    for name, keys in known.items():
+        aliases = {**ALIASES, **RECIPES[name].aliases}
+        assert not {target.format(algorithm=name).split()[0] for target in aliases.values()} - keys
+        entries = [entry.of(name) for entry in ALIGNER]
+        assert not [entry.same_as for entry in entries if entry.same_as is not None and entry.same_as not in keys]
+        assert not [entry.key for entry in entries if entry.key in keys], "ours needs no entry"
+
+
+def test_the_table_has_every_key_of_the_files(recipe: Recipe) -> None:
+    theirs = OmegaConf.load(FILES / f"gpt_{recipe.name}.yaml")
+    del theirs["defaults"]
+    ours = names(config_type(recipe))
+    known = [key for key in compose.known_keys(theirs) if key in ours or migration.aligner_key(key, recipe.name)]
+    assert known == compose.known_keys(theirs)
+
+
+def test_a_default_of_another_loss_may_be_given(said: Said) -> None:
+    given = ["model.dpo.gt_reward_scale=1", "model.data.default_chosen_reward=1", "model.data.default_rejected_reward=0"]
+    assert said(*given, recipe=DPO) == []
+
+
+def test_a_constant_learning_rate_has_no_last_steps(said: Said) -> None:
+    assert said("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
+        Message("model.optim.sched.constant_steps", "0", "min_lr", "5")
+    ]
+
+
+def test_the_page_is_written_from_the_tables() -> None:
+    assert (REPOSITORY / "docs/migration.md").read_text(encoding="utf-8") == migration.as_markdown()

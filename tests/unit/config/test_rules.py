@@ -1,0 +1,474 @@
+"""Each rule beyond the types: the exact text where it is broken, and silence where it is not.
+
+Those of the machine, the run folder, the files, the layout and the data; ALGORITHM stands for the name of each algorithm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.cli import job
+from nemo_kto.config.rules import training
+from nemo_kto.losses.kto import kto_metrics
+from nemo_kto.losses.preference import preference_metrics
+from tests.messages import Message
+from tests.unit.conftest import Said, of
+
+# Overrides, number of ranks, what is said.
+STOPPING = "exp_manager.create_early_stopping_callback"
+BROKEN = [
+    (["trainer.num_nodes=0"], 1, [Message("trainer.num_nodes", "1", "0")]),
+    (["trainer.devices=0"], 1, [Message("trainer.devices", "1", "0", "auto", "GPU")]),
+    (["trainer.devices=all"], 1, [Message("trainer.devices", "integer", "auto", "all")]),
+    (
+        ["trainer.devices=2", "trainer.num_nodes=2"],
+        3,
+        [
+            Message("trainer.devices", "trainer.num_nodes", "2", "4", "3", "set"),
+            Message("model.global_batch_size", "number", "3", "64", "63", "66"),
+        ],
+    ),
+    (
+        ["trainer.devices=1"],
+        2,
+        [Message("trainer.devices", "trainer.num_nodes", "1", "2", "set")],
+    ),
+    (["trainer.accelerator=tpu"], 1, [Message("trainer.accelerator", "auto", "cpu", "gpu", "tpu")]),
+    *(
+        (
+            [f"trainer.precision={precision}"],
+            1,
+            [
+                Message(
+                    "trainer.precision",
+                    "auto",
+                    "bf16",
+                    "32",
+                    "bf16-mixed",
+                    "bf16-true",
+                    "32-true",
+                    "fp32",
+                    f"{precision}",
+                    "fp16",
+                    "fp64",
+                )
+            ],
+        )
+        for precision in ("fp16", "16-mixed")
+    ),
+    (["trainer.timeout_minutes=0"], 1, [Message("trainer.timeout_minutes", "1", "0")]),
+    (
+        ["trainer.max_time=03:45:00"],
+        1,
+        [Message("trainer.max_time", "DD:HH:MM:SS", "03:45:00", "trainer.max_time=00:03:45:00")],
+    ),
+    (["trainer.ALGORITHM.max_epochs=0"], 1, [Message("trainer.ALGORITHM.max_epochs", "1", "0")]),
+    (["trainer.ALGORITHM.max_steps=0"], 1, [Message("trainer.ALGORITHM.max_steps", "1", "0", "-1")]),
+    (
+        ["trainer.ALGORITHM.gradient_clip_val=-1"],
+        1,
+        [Message("trainer.ALGORITHM.gradient_clip_val", "0", "-1", "switches")],
+    ),
+    (
+        ["trainer.ALGORITHM.val_check_interval=-1"],
+        1,
+        [Message("trainer.ALGORITHM.val_check_interval", "integer", "0", "0.0", "1.0", "-1")],
+    ),
+    (
+        ["trainer.ALGORITHM.save_interval=1.5"],
+        1,
+        [Message("trainer.ALGORITHM.save_interval", "integer", "0", "0.0", "1.0", "1.5")],
+    ),
+    (
+        ["trainer.ALGORITHM.limit_val_batches=nan"],
+        1,
+        [Message("trainer.ALGORITHM.limit_val_batches", "integer", "0", "0.0", "1.0", "nan")],
+    ),
+    (
+        ["trainer.ALGORITHM.limit_train_batches=0.0"],
+        1,
+        [Message("trainer.ALGORITHM.limit_train_batches", "0", "0.0", "1.0", "all")],
+    ),
+    (
+        ["exp_manager.checkpoint_callback_params.mode=best"],
+        1,
+        [Message("exp_manager.checkpoint_callback_params.mode", "min", "max", "best")],
+    ),
+    (
+        ["exp_manager.checkpoint_callback_params.save_top_k=-2"],
+        1,
+        [Message("exp_manager.checkpoint_callback_params.save_top_k", "-1", "-2", "all", "0", "last")],
+    ),
+    (["exp_manager.explicit_log_dir=''"], 1, [Message("exp_manager.explicit_log_dir", "empty", "nothing")]),
+    (
+        ["pretrained_checkpoint.restore_from_path=/nowhere/model"],
+        1,
+        [
+            Message(
+                "pretrained_checkpoint.restore_from_path",
+                "folder",
+                "config.json",
+                "trainer.json",
+                "/nowhere/model",
+                "download",
+            )
+        ],
+    ),
+    (
+        ["pretrained_checkpoint.restore_from_path=''"],
+        1,
+        [
+            Message("pretrained_checkpoint.restore_from_path", "nothing", "folder"),
+        ],
+    ),
+    (
+        ["model.data.data_prefix={train: [/nowhere/a, /nowhere/b], validation: [0.5, /nowhere/c]}"],
+        1,
+        [
+            Message("model.data.data_prefix", "files", "/nowhere/a", "path"),
+            Message("model.data.data_prefix", "files", "/nowhere/b", "path"),
+            Message("model.data.data_prefix", "files", "/nowhere/c", "path"),
+        ],
+    ),
+    (
+        ["model.data.data_prefix=null"],
+        1,
+        [Message("model.data.data_prefix", "string", "list", "mapping", "null")],
+    ),
+    (
+        ["model.data.data_prefix=''"],
+        1,
+        [Message("model.data.data_prefix", "nothing", "file", "folder", "list")],
+    ),
+    (
+        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"],
+        6,
+        [
+            Message(
+                "model.tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "2",
+                "4",
+                "number",
+                "6",
+                "trainer.devices",
+            )
+        ],
+    ),
+    (
+        ["model.tensor_model_parallel_size=0", "model.pipeline_model_parallel_size=-1"],
+        1,
+        [
+            Message("model.tensor_model_parallel_size", "1", "0"),
+            Message("model.pipeline_model_parallel_size", "1", "-1"),
+        ],
+    ),
+    (
+        ["model.data.packing=true", "model.data.reset_attention_mask=true"],
+        1,
+        [Message("model.data.reset_attention_mask", "false", "model.data.packing=true", "true", "other")],
+    ),
+    (
+        ["model.global_batch_size=10", "model.micro_batch_size=2", "model.tensor_model_parallel_size=2"],
+        8,
+        [Message("model.global_batch_size", "micro_batch_size", "2", "4", "8", "10", "16")],
+    ),
+    (
+        ["model.global_batch_size=3", "model.micro_batch_size=4"],
+        1,
+        [
+            Message("model.global_batch_size", "micro_batch_size", "4", "1", "3", "use"),
+        ],
+    ),
+    (
+        ["model.sequence_parallel=true"],
+        1,
+        [Message("model.sequence_parallel", "model.tensor_model_parallel_size", "1", "model.sequence_parallel=false")],
+    ),
+    (
+        ["model.data.splits_string='98,x'"],
+        1,
+        [Message("model.data.splits_string", "auto", "first", "0", "98,2", "98,x")],
+    ),
+    (
+        ["model.data.fields={prompt:question,promt:x}"],
+        1,
+        [
+            Message(
+                "model.data.fields",
+                "prompt",
+                "label",
+                "chosen",
+                "rejected",
+                "chosen_response",
+                "rejected_response",
+                "chosen_reward",
+                "rejected_reward",
+                "chat_template_kwargs",
+                "promt",
+                "mean",
+            )
+        ],
+    ),
+    (["model.data.seq_length=1"], 1, [Message("model.data.seq_length", "2", "1", "prompt", "answer")]),
+    (["model.data.truncation_mode=middle"], 1, [Message("model.data.truncation_mode", "keep_end", "keep_start", "middle")]),
+    (["model.data.num_workers=-1"], 1, [Message("model.data.num_workers", "0", "-1")]),
+    (["export.max_shard_size_gb=0"], 1, [Message("export.max_shard_size_gb", "0", "5.0")]),
+    (["export.path=''"], 1, [Message("export.path", "folder", "nothing", "export.enabled=false")]),
+    (
+        ["export.path=results/out", "export.adapter_path=results/./out", "model.peft.peft_scheme=lora"],
+        1,
+        [Message("export.adapter_path", "folder", "export.path", "results/./out", "weights")],
+    ),
+    (["export.adapter_path=''"], 1, [Message("export.adapter_path", "folder", "nothing", "export.enabled=false")]),
+    (["export.which=newest"], 1, [Message("export.which", "last", "best", "newest")]),
+    (
+        [
+            "export.which=best",
+            "exp_manager.checkpoint_callback_params={monitor: train_loss, save_top_k: 0}",
+            "trainer.ALGORITHM.save_interval=0",
+            "trainer.ALGORITHM.limit_val_batches=0",
+            "model.data.splits_string=null",
+        ],
+        1,
+        [
+            Message("exp_manager.checkpoint_callback_params.save_top_k", "0", "export.which=best", "export.which=last"),
+            Message(
+                "exp_manager.checkpoint_callback_params.monitor",
+                "val_",
+                "export.which=best",
+                "train_loss",
+                "export.which=last",
+            ),
+            Message("trainer.ALGORITHM.save_interval", "0", "export.which=best", "export.which=last"),
+            Message("trainer.ALGORITHM.limit_val_batches", "0", "export.which=best", "export.which=last"),
+            Message("model.data.splits_string", "validation", "export.which=best", "null", "90,10", "export.which=last"),
+        ],
+    ),
+    (
+        ["export.which=best", "model.data.splits_string='98,0,2'"],
+        1,
+        [Message("model.data.splits_string", "validation", "export.which=best", "98,0,2", "90,10", "export.which=last")],
+    ),
+    (
+        [
+            f"{STOPPING}=true",
+            "exp_manager.checkpoint_callback_params.monitor=train_loss",
+            "trainer.ALGORITHM.val_check_interval=0",
+            "trainer.ALGORITHM.limit_val_batches=0",
+            "model.data.splits_string=null",
+        ],
+        1,
+        [
+            Message(
+                "exp_manager.early_stopping_callback_params.monitor",
+                "val_",
+                f"{STOPPING}=true",
+                "train_loss",
+                f"{STOPPING}=false",
+            ),
+            Message("trainer.ALGORITHM.val_check_interval", "0", f"{STOPPING}=true", f"{STOPPING}=false"),
+            Message("trainer.ALGORITHM.limit_val_batches", "0", f"{STOPPING}=true", f"{STOPPING}=false"),
+            Message("model.data.splits_string", "validation", f"{STOPPING}=true", "null", "90,10", f"{STOPPING}=false"),
+        ],
+    ),
+    (
+        ["exp_manager.early_stopping_callback_params={patience: 0, min_delta: -1, mode: best}"],
+        1,
+        [
+            Message("exp_manager.early_stopping_callback_params.mode", "min", "max", "best"),
+            Message("exp_manager.early_stopping_callback_params.min_delta", "0", "-1", "improvement"),
+            Message("exp_manager.early_stopping_callback_params.patience", "1", "0"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "texts"), BROKEN, ids=lambda value: str(value)[:50])
+def test_a_rule_that_is_broken(said: Said, overrides: list[str], world_size: int, texts: list[Message]) -> None:
+    assert said(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
+
+
+def test_the_other_algorithms_have_the_same_rules(said: Said, other: Recipe) -> None:
+    for overrides, world_size, _ in BROKEN:
+        assert said(*of(other, overrides), recipe=other, ranks=world_size) == [
+            text.replace(".kto.", f".{other.name}.") for text in said(*of(KTO, overrides), ranks=world_size)
+        ]
+
+
+# Overrides and number of ranks, of which nothing is said.
+RIGHT = [
+    ([], 1),
+    (["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], 4),
+    (["trainer.devices=2", "trainer.num_nodes=2", "model.pipeline_model_parallel_size=4"], 4),
+    (
+        [
+            "trainer.max_time=00:03:45:00",
+            "trainer.ALGORITHM.val_check_interval=0",
+            "trainer.ALGORITHM.save_interval=0.25",
+        ],
+        1,
+    ),
+    (["exp_manager.checkpoint_callback_params.monitor=train_rewards_chosen_mean", "model.data.splits_string=null"], 1),
+    (["export.path=''", "export.adapter_path=''", "export.enabled=false"], 1),
+    (["export.path=out", "export.adapter_path=out"], 1),  # no adapters, none written
+    (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
+    (["export.which=best", "trainer.ALGORITHM.save_interval=0.25"], 1),
+    (["export.which=best", "export.enabled=false", "model.data.splits_string=null"], 1),
+    ([f"{STOPPING}=true", "exp_manager.early_stopping_callback_params.monitor=val_rewards_margin"], 1),
+    (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:50])
+def test_what_is_right_passes(said: Said, overrides: list[str], world_size: int) -> None:
+    assert said(*of(KTO, overrides), ranks=world_size) == []
+
+
+def test_what_is_right_passes_with_the_other_algorithms(said: Said, other: Recipe) -> None:
+    wrong = {
+        str(overrides): given
+        for overrides, world_size in RIGHT
+        if (given := said(*of(other, overrides), recipe=other, ranks=world_size))
+    }
+    assert wrong == {}
+
+
+def test_everything_is_found_at_once(said: Said, recipe: Recipe) -> None:
+    wrong = [
+        "trainer.precision=8",
+        "exp_manager.checkpoint_callback_params.mode=best",
+        "pretrained_checkpoint.restore_from_path=/nowhere",
+        "model.fp8=hybrid",
+        "model.activations_checkpoint_num_layers=1",
+        "model.optim.lr=-1",
+        "model.ALGORITHM.ref_policy_kl_penalty=-1",
+        "model.reference.mode=lora",
+        "model.peft.peft_scheme=dora",
+        "model.data.seq_length=0",
+        "export.max_shard_size_gb=0",
+        "trainer.ALGORITHM.max_epochs=0",
+        "model.tensor_model_parallel_size=0",
+    ]
+    keys = [override.split("=")[0] for override in of(recipe, wrong)]
+    assert sorted(line.split()[0] for line in said(*of(recipe, wrong), recipe=recipe)) == sorted(keys)
+
+
+def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "installed", lambda package: package == "tensorboard")
+    assert said("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
+        Message(f"exp_manager.create_{package}_logger", "true", f"{package}", f"exp_manager.create_{package}_logger=false")
+        for package in ("wandb", "mlflow")
+    ]
+
+
+def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.device, "device_count", lambda: 0)
+    assert said("trainer.accelerator=gpu") == [
+        Message("trainer.accelerator", "cpu", "auto", "GPUs", "torch", "gpu"),
+    ]
+    monkeypatch.setattr(job.device, "device_count", lambda: 2)
+    assert said("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
+        Message("trainer.devices", "2", "GPUs", "4", "trainer.accelerator=cpu"),
+    ]
+    assert said("trainer.accelerator=gpu", "trainer.devices=2", ranks=2) == []
+    assert said("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
+
+
+def test_ranks_that_see_one_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.device, "device_count", lambda: 1)
+    two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
+    assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
+    started_here = said("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
+    assert started_here == [Message("trainer.devices", "GPU", "8", "trainer.accelerator=cpu")]
+
+
+@pytest.mark.parametrize("devices", ["trainer.devices=2", "trainer.devices=auto"])
+@pytest.mark.parametrize("accelerator", ["gpu", "auto"])
+def test_ranks_of_torchrun_on_one_gpu(devices: str, accelerator: str, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.device, "device_count", lambda: 1)
+    given = (devices, f"trainer.accelerator={accelerator}", "model.global_batch_size=8")
+    assert said(*given, ranks=2, torchrun=True) == [Message("trainer.devices", "GPU", "2", "trainer.accelerator=cpu")]
+    monkeypatch.setattr(job.device, "device_count", lambda: 2)
+    assert said(*given, ranks=2, torchrun=True) == []
+
+
+def test_the_form_of_a_blend(said: Said, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert said(f"model.data.data_prefix=[0.3,{file},0.7]") == [
+        Message("model.data.data_prefix", "read", "file", "3", "entries", "0.3", f"{file}", "0.7")
+    ]
+
+
+MONITOR = "exp_manager.checkpoint_callback_params.monitor"
+OFFERED = {
+    "kto": "loss, preference_loss, sft_loss, rewards_margin, rewards_chosen_mean, rewards_rejected_mean, rewards_all_mean, "
+    "rewards_all_std, logps_chosen_mean, logps_rejected_mean, kl",
+    "dpo": "loss, preference_loss, sft_loss, rewards_margin, rewards_chosen_mean, rewards_rejected_mean, rewards_all_mean, "
+    "rewards_all_std, logps_chosen_mean, logps_rejected_mean, acc, rewards_margin_std",
+}
+
+
+@pytest.mark.parametrize("metric", ["val_los", "loss", "test_loss", "val"])
+def test_a_metric_that_is_none_is_met_with_those_there_are(said: Said, recipe: Recipe, metric: str) -> None:
+    assert said(f"{MONITOR}={metric}", recipe=recipe) == [
+        Message(MONITOR, "val_", "train_", f"{OFFERED[recipe.name]}", f"{metric}", "val_loss")
+    ]
+
+
+def test_each_metric_that_is_offered_can_be_monitored(said: Said, recipe: Recipe) -> None:
+    offered = OFFERED[recipe.name].split(", ")
+    assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
+    for metric in offered:
+        assert said(f"{MONITOR}=val_{metric}", recipe=recipe) == []
+
+
+@pytest.mark.parametrize(("recipe", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
+def test_a_metric_of_the_other_algorithm(said: Said, recipe: Recipe, metric: str) -> None:
+    (text,) = said(f"{MONITOR}={metric}", recipe=recipe)
+    assert text.endswith(f", got {metric}; e.g. val_loss")
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "anchor"),
+    [("apo_zero_unpaired", "kl", ""), ("bco", "kl", ", delta"), ("kto", "delta", ", kl")],
+)
+def test_a_metric_of_another_loss(said: Said, loss: str, metric: str, anchor: str) -> None:
+    offered = OFFERED["kto"].removesuffix(", kl") + anchor
+    assert said(f"{MONITOR}=val_{metric}", f"model.kto.preference_loss={loss}") == [
+        Message(MONITOR, "val_", "train_", f"{offered}", f"val_{metric}", "val_loss")
+    ]
+    if anchor:
+        assert said(f"{MONITOR}=train_{anchor[2:]}", f"model.kto.preference_loss={loss}") == []
+
+
+def test_the_metrics_are_those_that_the_losses_report() -> None:
+    shared = ["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "rewards_chosen_sum"]
+    shared += [
+        "weighted_preference_loss_sum",
+        "weighted_sft_loss_sum",
+        "rewards_rejected_sum",
+        "rewards_square_sum",
+        "logps_chosen_sum",
+        "logps_rejected_sum",
+    ]
+    of_rows = dict.fromkeys(
+        [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows"], 2.0
+    )
+    of_pairs = dict.fromkeys([*shared, "sft_count", "correct", "margin_square_sum"], 2.0)
+    counts = {"rows", "invalid_rows", "kl_unclamped"}
+    assert {*KTO.metrics, *KTO.anchors.values()} == set(kto_metrics(of_rows)) - counts
+    assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts
+
+
+def test_the_best_checkpoint_needs_rows_for_validation(said: Said, tmp_path: Path) -> None:
+    rows = f"{tmp_path}/rows.jsonl"
+    named = [f"model.data.data_prefix={{train: {rows}, test: {rows}}}", "export.which=best"]
+    assert said(*named) == [
+        Message("model.data.data_prefix", "validation", "export.which=best", "those", "train", "test", "export.which=last")
+    ]
+    assert said(*named[:1]) == []
+    assert said(f"model.data.data_prefix={{train: {rows}, validation: {rows}}}", "export.which=best") == []

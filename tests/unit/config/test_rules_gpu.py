@@ -1,0 +1,182 @@
+"""What only some GPUs can do: what is said where it is asked for and cannot be done."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nemo_kto.cli import plan
+from nemo_kto.config.rules.gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows
+from nemo_kto.config.rules.packages import transformer_engine_version
+from nemo_kto.device import device
+from nemo_kto.errors import UserError
+from tests.messages import Message, raises
+from tests.tiny import make_checkpoint
+from tests.unit.conftest import Load, Said
+from tests.unit.device.test_kernels import RICH, gpu
+
+CPU = Computes(on_gpu=False, engine=None)
+GPU = Computes(on_gpu=True, engine=(2, 9))
+BARE = Computes(on_gpu=True, engine=None)
+OLD = Computes(on_gpu=True, engine=(2, 1))
+INSTALL = ("transformer-engine[pytorch]", "docs/gpu/README.md")
+SHARDED = "model.optim.use_distributed_optimizer"
+
+
+class Asked(NamedTuple):
+    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
+
+    override: str
+    key: str
+    off: str
+    got: str
+    sharded: bool = True
+
+    def refused(self, *names: str) -> Message:
+        return Message(self.key, self.off, self.got, *names)
+
+
+ASKED = [
+    Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
+    Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+    Asked("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
+]
+
+
+@pytest.fixture(params=ASKED, ids=lambda each: each.key)
+def asked(request: pytest.FixtureRequest) -> Asked:
+    found: Asked = request.param
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "computes", "names"),
+    [
+        ([], GPU, None),
+        ([], None, None),
+        (["trainer.precision=bf16"], GPU, None),
+        ([], CPU, ["CPU", "GPU", "leave"]),
+        (["trainer.precision=32"], CPU, ["CPU", "GPU", "leave"]),
+        (["trainer.precision=fp32"], GPU, ["trainer.precision=32", "trainer.precision=bf16", "GPU"]),
+        (["trainer.precision=32"], None, ["trainer.precision=32", "trainer.precision=bf16", "GPU"]),
+        ([f"{SHARDED}=false"], GPU, [f"{SHARDED}=false", f"{SHARDED}=true"]),
+        ([], BARE, ["2.3", "none", *INSTALL]),
+        ([], OLD, ["2.3", "2.1", *INSTALL]),
+    ],
+)
+def test_one_line_each(
+    asked: Asked, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
+) -> None:
+    found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
+    nothing = names is None or (f"{SHARDED}=false" in overrides and not asked.sharded)
+    assert found == ([] if nothing else [asked.refused(*names)])
+
+
+def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
+    cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
+    told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
+    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
+def test_gpus_that_have_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
+    computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
+    told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
+    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
+    assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
+
+
+def test_sizes_that_can_be_multiplied_in_fp8(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight heads of eight in four groups, MLPs 96 wide: two ranks have 48 of them, and four have 24."""
+    model = make_checkpoint(tmp_path / "small", "llama", intermediate_size=96)
+    base = ("model.fp8=hybrid", f"pretrained_checkpoint.restore_from_path={model}")
+    tensor = "model.tensor_model_parallel_size={}"
+    assert list(fp8_model(load(*base, tensor.format(2)))) == []
+    weight = "decoder.layers.0.mlp.linear_fc2.weight"
+    told = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
+    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [told]
+    with pytest.raises(UserError) as error:
+        plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
+    assert str(error.value) == told
+    assert plan.main(["kto", *base, tensor.format(2), "--gpus", "2"]) == 0
+    assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
+    with raises(UserError, "GPU", "8.0"):
+        plan.main(["kto", *base, tensor.format(2), "--gpus", "2", "--gpu", "a100"])
+    gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    check_gpu(load(*base, tensor.format(2)))
+    with pytest.raises(UserError) as error:
+        check_gpu(load(*base, tensor.format(4)))
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "computes", "window", "is_refused"),
+    [
+        ((), GPU, 16, True),
+        ((), GPU, None, False),
+        (("trainer.precision=32",), GPU, 16, False),
+        (("model.data.packing=false",), GPU, 16, False),
+        (("model.context_parallel_size=1",), GPU, 16, False),
+        ((), BARE, 16, False),
+        ((), CPU, 16, False),
+    ],
+)
+def test_packed_rows_with_windows_on_several_ranks(
+    overrides: tuple[str, ...], computes: Computes, window: int | None, is_refused: bool, load: Load, tmp_path: Path
+) -> None:
+    """Torch's attention can do all of it, Transformer Engine cannot."""
+    model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
+    base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
+    told = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
+    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
+
+
+def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) -> None:
+    cfg = load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'olmo2')}")
+    assert [str(mistake) for mistake in fp8_model(cfg)] == [
+        Message("model.fp8", "null", "MLP", "all", "olmo2", "e4m3", "leave")
+    ]
+
+
+def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
+    with pytest.raises(UserError) as error:
+        check_gpu(load(asked.override))
+    line = asked.refused("2.3", "none", *INSTALL)
+    assert str(error.value) == line
+
+
+def test_nothing_is_said_of_defaults(load: Load) -> None:
+    assert list(gpu_rules(load("trainer.precision=32", f"{SHARDED}=false"), CPU)) == []
+
+
+def test_a_command_line_a_rank_and_a_plan_are_refused(
+    asked: Asked, said: Said, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = asked.refused("CPU", "GPU", "leave")
+    assert said(asked.override) == [line]
+    with pytest.raises(UserError) as of_rank:
+        check_gpu(load(asked.override))
+    assert str(of_rank.value) == line
+    with pytest.raises(UserError) as of_plan:
+        plan.main(["kto", *good, asked.override])
+    assert str(of_plan.value) == line
+    monkeypatch.setattr(device, "device_count", lambda: 1)
+    without = asked.refused("2.3", "none", *INSTALL)
+    assert said("trainer.accelerator=gpu", asked.override) == [without]
+
+
+@pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])
+def test_the_version_of_transformer_engine(
+    text: str, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert transformer_engine_version() is None, "it is not installed where these tests run"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"transformer-engine": text}[name])
+    assert transformer_engine_version() == version

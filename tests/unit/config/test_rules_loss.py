@@ -1,0 +1,241 @@
+"""The rules of model.kto and model.dpo that the other has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.losses import kto as kto_losses
+from nemo_kto.losses.loss import Loss
+from nemo_kto.losses.preference import LOSSES
+from tests.messages import Message
+from tests.unit.conftest import Load, Said
+
+SORTING = LOSSES["aot"]
+
+# Algorithm, overrides, what is said.
+BROKEN = [
+    (
+        KTO,
+        ["model.kto.preference_loss=dpo"],
+        [Message("model.kto.preference_loss", "kto", "apo_zero_unpaired", "bco", "dpo")],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=kto"],
+        [
+            Message(
+                "model.dpo.preference_loss",
+                "dpo",
+                "ipo",
+                "hinge",
+                "robust",
+                "exo_pair",
+                "nca_pair",
+                "bco_pair",
+                "sppo_hard",
+                "apo_zero",
+                "apo_down",
+                "discopop",
+                "aot",
+                "aot_unpaired",
+                "rpo_sq",
+                "rpo_bwd_kl",
+                "rpo_fwd_kl",
+                "simpo",
+                "orpo",
+                "kto",
+            ),
+        ],
+    ),
+    (
+        KTO,
+        ["model.global_batch_size=1"],
+        [Message("model.global_batch_size", "2", "answer", "1", "use")],
+    ),
+    (
+        DPO,
+        ["model.global_batch_size=1", "model.micro_batch_size=2"],
+        [
+            Message("model.global_batch_size", "micro_batch_size", "2", "1", "use"),
+        ],
+    ),
+    (KTO, ["model.kto.desirable_loss_weight=-1"], [Message("model.kto.desirable_loss_weight", "0", "-1")]),
+    (
+        KTO,
+        ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
+        [Message("model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight", "0", "0.0", "nothing")],
+    ),
+    (
+        DPO,
+        ["model.dpo.label_smoothing=0.5"],
+        [Message("model.dpo.label_smoothing", "0", "0.5")],
+    ),
+    (
+        DPO,
+        ["model.dpo.label_smoothing=-0.1"],
+        [Message("model.dpo.label_smoothing", "0", "0.5", "-0.1")],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
+        [
+            Message("model.dpo.label_smoothing", "0.1", "dpo", "aot_unpaired"),
+        ],
+    ),
+    (
+        DPO,
+        ["model.dpo.gt_reward_scale=2"],
+        [Message("model.dpo.gt_reward_scale", "dpo", "2.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=rpo_sq", "model.dpo.gt_reward_scale=0"],
+        [Message("model.dpo.gt_reward_scale", "0")],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=orpo", "model.dpo.simpo_gamma=1"],
+        [Message("model.dpo.simpo_gamma", "1.0")],
+    ),
+    (
+        DPO,
+        ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=-1"],
+        [Message("model.dpo.simpo_gamma", "0", "-1")],
+    ),
+    (
+        DPO,
+        ["model.data.default_chosen_reward=5", "model.data.default_rejected_reward=1"],
+        [
+            Message("model.data.default_chosen_reward", "dpo", "5.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
+            Message("model.data.default_rejected_reward", "dpo", "1.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
+        ],
+    ),
+    (
+        DPO,
+        [
+            "model.dpo.preference_loss=rpo_sq",
+            "model.data.default_chosen_reward=nan",
+            "model.data.default_rejected_reward=-inf",
+        ],
+        [
+            Message("model.data.default_chosen_reward", "nan"),
+            Message("model.data.default_rejected_reward", "-inf"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "texts"), BROKEN, ids=lambda value: getattr(value, "name", str(value)[:50]))
+def test_a_rule_that_is_broken(said: Said, recipe: Recipe, overrides: list[str], texts: list[str]) -> None:
+    assert said(*overrides, recipe=recipe) == texts
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.needs_reference])
+def test_a_loss_without_a_reference_holds_none(said: Said, tmp_path: object, name: str) -> None:
+    overrides = [
+        f"model.dpo.preference_loss={name}",
+        "model.reference.mode=swap",
+        f"model.reference.restore_from_path={tmp_path}/model",
+        "model.reference.sync_interval=3",
+    ]
+    assert said(*overrides, recipe=DPO) == [
+        Message("model.reference.mode", name, "reference", "swap"),
+        Message("model.reference.restore_from_path", name, "reference", f"{tmp_path}/model"),
+        Message("model.reference.sync_interval", name, "reference", "3"),
+    ]
+
+
+def test_the_losses_without_a_reference_are_these() -> None:
+    assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_pairs_passes_with_the_options_it_takes_and_with_no_other(said: Said, name: str) -> None:
+    values = {
+        "label_smoothing": 0.1,
+        "exo_label_smoothing": 0.1,
+        "discopop_tau": 0.1,
+        "gt_reward_scale": 2.0,
+        "simpo_gamma": 1.0,
+        "orpo_sft_weight": 0.5,
+    }
+    assert said(f"model.dpo.preference_loss={name}", recipe=DPO) == []
+    for option, value in values.items():
+        wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]
+        given = said(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", recipe=DPO)
+        assert [line.split()[0] for line in given] == wrong
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_means_and_sums_both_pass_where_a_loss_always_takes_the_mean(said: Said, name: str) -> None:
+    for average in ("true", "false"):
+        overrides = [f"model.dpo.preference_loss={name}", f"model.dpo.preference_average_log_probs={average}"]
+        assert said(*overrides, recipe=DPO) == []
+
+
+def test_options_that_are_not_given_are_left_to_the_function_of_the_loss(load: Load) -> None:
+    cfg = load(recipe=DPO)
+    assert (cfg.loss.record, cfg.loss.loss_options()) == (LOSSES["dpo"], {})
+    assert cfg.data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": 0.0}
+    given = ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=2"]
+    assert load(*given, recipe=DPO).loss.loss_options() == {"simpo_gamma": 2.0}
+    given = ["model.dpo.preference_loss=rpo_sq", "model.data.default_rejected_reward=-1"]
+    assert load(*given, recipe=DPO).data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": -1.0}
+
+
+def test_a_sweep_may_give_what_another_of_its_losses_takes(said: Said) -> None:
+    given = ["model.dpo.simpo_gamma=1.0", "model.data.default_chosen_reward=5"]
+    assert said(*given, recipe=DPO, sweep=True) == []
+    assert len(said(*given, recipe=DPO)) == 2
+
+
+def test_options_of_one_name_are_the_same_in_all_losses(recipe: Recipe) -> None:
+    found: dict[str, set[str]] = {}
+    for loss in recipe.losses.values():
+        for name, option in loss.options.items():
+            found.setdefault(name, set()).add(str(option))
+    assert [name for name, options in found.items() if len(options) > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (KTO, ["model.global_batch_size=1", "model.kto.preference_loss=apo_zero_unpaired"]),
+        (KTO, ["model.global_batch_size=2"]),
+        (KTO, ["model.kto.auto_balance=true", "model.kto.desirable_loss_weight=1.3"]),
+        (KTO, ["model.kto.desirable_loss_weight=0"]),
+        (DPO, ["model.global_batch_size=1"]),  # a pair has nothing to do with another pair
+        (
+            DPO,
+            [
+                "model.dpo.preference_loss=rpo_sq",
+                "model.data.default_chosen_reward=-1",
+                "model.data.default_rejected_reward=-2",
+            ],
+        ),
+    ],
+)
+def test_what_is_right_passes(said: Said, recipe: Recipe, overrides: list[str]) -> None:
+    assert said(*overrides, recipe=recipe) == []
+
+
+def test_losses_that_sort(said: Said) -> None:
+    """A record of pairs by its path: single answers are in no two lists that could be compared."""
+    path = "tests.unit.config.test_rules_loss.SORTING"
+    assert said(f"model.dpo.preference_loss={path}", recipe=DPO) == []
+    assert said(f"model.kto.preference_loss={path}") == [Message("model.kto.preference_loss", "kto", f"{path}")]
+
+
+def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BCO's own function by its path: for pairs there is no delta, and who does not say so is not given any."""
+    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses, needs_delta=True), raising=False)
+    monkeypatch.setattr(kto_losses, "SILENT", Loss(function=kto_losses.bco_losses), raising=False)
+    own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
+    assert said(f"model.kto.preference_loss={own}") == []
+    assert said(f"model.dpo.preference_loss={own}", recipe=DPO) == [
+        Message("model.dpo.preference_loss", "needs_delta", "dpo", f"{own}")
+    ]
+    assert said(f"model.kto.preference_loss={silent}") == [
+        Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", f"{silent}")
+    ]

@@ -1,0 +1,475 @@
+"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+
+ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from nemo_kto.algorithms.recipes import KTO, Recipe
+from nemo_kto.architecture.lora_settings import TARGET_MODULES
+from nemo_kto.config.schema import ScheduleConfig
+from nemo_kto.losses import kto as kto_losses
+from nemo_kto.losses import preference as pair_losses
+from nemo_kto.models.engine.optimizer import SCHEDULES
+from tests.messages import Message
+from tests.tiny import write_stub_model
+from tests.unit.conftest import Said, Text, of
+
+TUNING = "model.peft.lora_tuning"
+SCHEDULE = "model.optim.sched"
+LORA = "model.peft.peft_scheme=lora"
+MODULES = (
+    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
+    "up_proj, down_proj or embed_tokens"
+)
+
+# Overrides and what is said, of every algorithm.
+BROKEN = [
+    (["model.micro_batch_size=0"], [Message("model.micro_batch_size", "1", "0")]),
+    (["model.global_batch_size=-1", "model.micro_batch_size=2"], [Message("model.global_batch_size", "1", "-1")]),
+    (["model.logprob_chunk_size=0"], [Message("model.logprob_chunk_size", "1", "0")]),
+    (
+        ["model.context_parallel_size=2"],
+        [
+            Message(
+                "model.tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "1",
+                "2",
+                "number",
+                "trainer.devices",
+            ),
+        ],
+    ),
+    (
+        ["model.context_parallel_size=2", "trainer.devices=2", "model.data.reset_attention_mask=true"],
+        [
+            Message("model.data.reset_attention_mask", "false", "model.context_parallel_size", "1", "true", "other"),
+        ],
+    ),
+    (
+        ["model.context_parallel_size=2", "trainer.devices=4", "model.global_batch_size=9"],
+        [
+            Message("model.global_batch_size", "number", "2", "9", "8", "10"),
+        ],
+    ),
+    (
+        ["model.fp8=true"],
+        [Message("model.fp8", "hybrid", "e4m3", "null", "true")],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=some"],
+        [Message("model.activations_checkpoint_granularity", "selective", "full", "null", "some")],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=uniform"],
+        [
+            Message(
+                "model.activations_checkpoint_num_layers",
+                "model.activations_checkpoint_granularity=full",
+                "null",
+                "model.activations_checkpoint_num_layers=1",
+            )
+        ],
+    ),
+    (
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=each",
+            "model.activations_checkpoint_num_layers=0",
+        ],
+        [
+            Message("model.activations_checkpoint_method", "uniform", "block", "null", "each"),
+            Message("model.activations_checkpoint_num_layers", "1", "0"),
+        ],
+    ),
+    (
+        ["model.recompute_modules=[mlp,core_attn]"],
+        [
+            Message(
+                "model.recompute_modules",
+                "null",
+                "model.activations_checkpoint_granularity=selective",
+                "mlp",
+                "core_attn",
+                "set",
+            )
+        ],
+    ),
+    (
+        ["model.activations_checkpoint_granularity=selective", "model.recompute_modules=[attention]"],
+        [Message("model.recompute_modules", "mlp", "core_attn", "attention")],
+    ),
+    (
+        ["model.activations_checkpoint_method=block"],
+        [
+            Message(
+                "model.activations_checkpoint_method",
+                "null",
+                "model.activations_checkpoint_granularity=full",
+                "block",
+                "set",
+            )
+        ],
+    ),
+    (
+        ["model.optim.name=sgd"],
+        [
+            Message(
+                "model.optim.name", "adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "sgd"
+            ),
+        ],
+    ),
+    (["model.optim.lr=0"], [Message("model.optim.lr", "0", "model.optim.lr=1e-5")]),
+    (["model.optim.lr=-1"], [Message("model.optim.lr", "0", "-1", "model.optim.lr=1e-5")]),
+    (["model.optim.eps=0"], [Message("model.optim.eps", "0", "model.optim.eps=1e-8")]),
+    (["model.optim.weight_decay=-0.1"], [Message("model.optim.weight_decay", "0", "-0.1")]),
+    (
+        ["model.optim.moments_dtype=fp16", "model.optim.offload_fraction=1.5"],
+        [
+            Message("model.optim.moments_dtype", "fp32", "bf16", "fp16"),
+            Message("model.optim.offload_fraction", "0", "1", "1.5", "0.0", "nothing"),
+        ],
+    ),
+    (
+        ["model.optim.betas=[0.9,1.0]"],
+        [Message("model.optim.betas", "0", "1", "0.9", "1.0", "model.optim.betas=[0.9,0.98]")],
+    ),
+    (
+        ["model.optim.betas=[0.9]"],
+        [Message("model.optim.betas", "0", "1", "[0.9]", "model.optim.betas=[0.9,0.98]")],
+    ),
+    (
+        ["model.optim.sched.name=cosine"],
+        [Message("model.optim.sched.name", "CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "cosine")],
+    ),
+    (
+        ["model.optim.sched.warmup_ratio=0.1"],
+        [Message("model.optim.sched.warmup_steps", "0", "model.optim.sched.warmup_ratio=0.1", "10", "set")],
+    ),
+    (
+        ["model.optim.sched.warmup_ratio=1"],
+        [Message("model.optim.sched.warmup_ratio", "0", "1", "0.1")],
+    ),
+    (
+        ["model.optim.sched.name=WSD"],
+        [
+            Message(
+                "model.optim.sched.wsd_decay_steps",
+                "model.optim.sched.name=WSD",
+                "null",
+                "model.optim.sched.wsd_decay_steps=100",
+            ),
+            Message(
+                "model.optim.sched.wsd_decay_style",
+                "model.optim.sched.name=WSD",
+                "null",
+                "model.optim.sched.wsd_decay_style=cosine",
+            ),
+        ],
+    ),
+    (
+        ["model.optim.sched.name=CosineWithRestarts", "model.optim.sched.wsd_decay_steps=4"],
+        [
+            Message("model.optim.sched.wsd_decay_steps", "null", "model.optim.sched.name=WSD", "4", "set"),
+            Message(
+                "model.optim.sched.num_cycles",
+                "model.optim.sched.name=CosineWithRestarts",
+                "null",
+                "model.optim.sched.num_cycles=2",
+            ),
+        ],
+    ),
+    (
+        ["model.optim.sched.num_cycles=2"],
+        [Message("model.optim.sched.num_cycles", "null", "model.optim.sched.name=CosineWithRestarts", "2", "set")],
+    ),
+    (["model.optim.sched.wsd_decay_steps=0"], [Message("model.optim.sched.wsd_decay_steps", "1", "0")]),
+    (["model.optim.sched.warmup_steps=-1"], [Message("model.optim.sched.warmup_steps", "0", "-1")]),
+    (
+        ["model.optim.lr=1e-7"],
+        [Message("model.optim.sched.min_lr", "0", "model.optim.lr", "1e-07", "9e-07", "model.optim.sched.min_lr=0")],
+    ),
+    (
+        ["model.ALGORITHM.ref_policy_kl_penalty=0"],
+        [Message("model.ALGORITHM.ref_policy_kl_penalty", "0", "model.ALGORITHM.ref_policy_kl_penalty=0.1")],
+    ),
+    (
+        ["model.ALGORITHM.ref_policy_kl_penalty=nan"],
+        [Message("model.ALGORITHM.ref_policy_kl_penalty", "0", "nan", "model.ALGORITHM.ref_policy_kl_penalty=0.1")],
+    ),
+    (
+        ["model.ALGORITHM.preference_loss_weight=-1", "model.ALGORITHM.sft_loss_weight=nan"],
+        [
+            Message("model.ALGORITHM.preference_loss_weight", "0", "-1"),
+            Message("model.ALGORITHM.sft_loss_weight", "0", "nan"),
+        ],
+    ),
+    (
+        ["model.ALGORITHM.preference_loss_weight=0"],
+        [Message("model.ALGORITHM.preference_loss_weight", "model.ALGORITHM.sft_loss_weight", "0", "0.0", "nothing")],
+    ),
+    (
+        ["model.ALGORITHM.log_prob_forward_micro_batch_size=0"],
+        [Message("model.ALGORITHM.log_prob_forward_micro_batch_size", "1", "0")],
+    ),
+    (["model.reference.mode=disk"], [Message("model.reference.mode", "auto", "swap", "adapter", "cached", "disk")]),
+    (
+        ["model.reference.restore_from_path=/nowhere"],
+        [
+            Message(
+                "model.reference.restore_from_path",
+                "folder",
+                "config.json",
+                "trainer.json",
+                "adapters",
+                "PEFT",
+                "adapter_config.json",
+                "/nowhere",
+                "download",
+            )
+        ],
+    ),
+    (
+        ["model.reference.sync_interval=-1"],
+        [Message("model.reference.sync_interval", "0", "-1", "stays")],
+    ),
+    (
+        ["model.reference.sync_alpha=0"],
+        [Message("model.reference.sync_alpha", "0", "1", "0.6")],
+    ),
+    (
+        ["model.reference.sync_alpha=1.5"],
+        [Message("model.reference.sync_alpha", "0", "1", "1.5", "0.6")],
+    ),
+    (
+        ["model.reference.mode=adapter"],
+        [Message("model.reference.mode", "auto", "adapters", "adapter", "model.peft.peft_scheme=lora")],
+    ),
+    (
+        ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA],
+        [Message("model.reference.sync_interval", "0", "adapters", "5", "model.reference.mode=swap")],
+    ),
+    (
+        ["model.reference.mode=adapter", "model.reference.restore_from_path=MODEL", LORA],
+        [Message("model.reference.restore_from_path", "null", "MODEL", "model.reference.mode=cached")],
+    ),
+    (
+        ["model.reference.mode=cached", "model.reference.sync_interval=1"],
+        [Message("model.reference.sync_interval", "0", "1", "model.reference.mode=swap")],
+    ),
+    (
+        ["pretrained_checkpoint.restore_from_path=ADAPTER"],
+        [Message("pretrained_checkpoint.restore_from_path", "ADAPTER", "adapters", "PEFT", "model.peft.restore_from_path")],
+    ),
+    (["model.peft.peft_scheme=dora"], [Message("model.peft.peft_scheme", "none", "lora", "dora")]),
+    (
+        ["model.peft.restore_from_path=ADAPTER"],
+        [Message("model.peft.restore_from_path", "null", "adapters", "ADAPTER", "model.peft.peft_scheme=lora")],
+    ),
+    (
+        ["model.peft.restore_from_path=MODEL", LORA],
+        [Message("model.peft.restore_from_path", "folder", "PEFT", "adapter_config.json", "MODEL", "correct")],
+    ),
+    (
+        [f"{TUNING}.target_modules=[q_proj,qkv,k_proj,lm_head]"],
+        [f"{TUNING}.target_modules must be {MODULES}, got qkv", f"{TUNING}.target_modules must be {MODULES}, got lm_head"],
+    ),
+    (
+        [f"{TUNING}.target_modules=[]"],
+        [Message(f"{TUNING}.target_modules", "empty", "none", "[attention_qkv]")],
+    ),
+    ([f"{TUNING}.adapter_dim=0"], [Message(f"{TUNING}.adapter_dim", "1", "0")]),  # and not alpha, which is made of it
+    ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [Message(f"{TUNING}.alpha", "0", "1000000", f"{TUNING}.alpha=32")]),
+    (
+        [f"{TUNING}.adapter_dropout=1"],
+        [Message(f"{TUNING}.adapter_dropout", "0", "1", "0.05")],
+    ),
+    (
+        [f"{TUNING}.layer_selection=[0,3]"],
+        [Message(f"{TUNING}.layer_selection", "1", "0", "counted")],
+    ),
+    (
+        [f"{TUNING}.layer_selection=[]"],
+        [Message(f"{TUNING}.layer_selection", "empty", "none", "null", "all")],
+    ),
+]
+
+
+def with_folders(texts: Sequence[Text], folder: Path) -> list[Text]:
+    return [text.replace("ADAPTER", f"{folder}/adapter").replace("MODEL", f"{folder}/model") for text in texts]
+
+
+@pytest.mark.parametrize(("overrides", "texts"), BROKEN, ids=lambda value: str(value)[:50])
+def test_a_rule_that_is_broken(said: Said, tmp_path: Path, overrides: list[str], texts: list[Message]) -> None:
+    assert said(*with_folders(of(KTO, overrides), tmp_path)) == with_folders(of(KTO, texts), tmp_path)
+
+
+def test_the_other_algorithms_have_the_same_rules(said: Said, tmp_path: Path, other: Recipe) -> None:
+    for overrides, _ in BROKEN:
+        assert said(*with_folders(of(other, overrides), tmp_path), recipe=other) == [
+            text.replace(".kto.", f".{other.name}.") for text in said(*with_folders(of(KTO, overrides), tmp_path))
+        ]
+
+
+# Overrides of which nothing is said.
+RIGHT = [
+    [
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=block",
+        "model.activations_checkpoint_num_layers=2",
+    ],
+    ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=2"],  # shortened where the run begins
+    ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=0"],
+    [f"{SCHEDULE}.name=WSD", f"{SCHEDULE}.wsd_decay_steps=9", f"{SCHEDULE}.wsd_decay_style=minus_sqrt"],
+    [f"{SCHEDULE}.name=CosineWithRestarts", f"{SCHEDULE}.num_cycles=3"],
+    ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
+    ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
+    ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
+    ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
+    ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
+    ["model.reference.mode=auto", "model.reference.sync_interval=5"],
+    ["model.reference.mode=cached", "model.reference.restore_from_path=MODEL"],
+    ["model.reference.mode=adapter", LORA],
+    ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
+    ["model.reference.mode=cached", LORA],
+    ["model.reference.restore_from_path=MODEL", LORA],
+    ["model.reference.restore_from_path=ADAPTER", LORA],
+    ["model.reference.restore_from_path=ADAPTER"],
+    ["model.reference.restore_from_path=MODEL", "model.peft.restore_from_path=ADAPTER", LORA],
+    [LORA, f"{TUNING}.target_modules=[all,q_proj]", f"{TUNING}.layer_selection=[1,30]", f"{TUNING}.alpha=0.5"],
+]
+
+
+@pytest.mark.parametrize("overrides", RIGHT, ids=lambda value: str(value)[:50])
+def test_what_is_right_passes(said: Said, tmp_path: Path, overrides: list[str]) -> None:
+    assert said(*with_folders(of(KTO, overrides), tmp_path)) == []
+
+
+def test_what_is_right_passes_with_the_other_algorithms(said: Said, tmp_path: Path, other: Recipe) -> None:
+    wrong = {
+        str(overrides): given
+        for overrides in RIGHT
+        if (given := said(*with_folders(of(other, overrides), tmp_path), recipe=other))
+    }
+    assert wrong == {}
+
+
+# The least that a trainer.json holds.
+INFO = {"trainer": {"step": 3}, "metrics": {}, "dtype": "float32", "layout": {}, "files": {}}
+
+
+def test_a_checkpoint_of_ours_can_be_the_reference(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    write_stub_model(tmp_path / "step=3" / "hf")
+    (tmp_path / "step=3" / "trainer.json").write_text(json.dumps(INFO))
+    assert said(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
+
+
+def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
+    write_stub_model(folder / "hf")
+    adapters = {"base_model": str(base), "settings": {"rank": 1, "alpha": 1.0}}
+    (folder / "trainer.json").write_text(json.dumps({**INFO, "adapters": adapters}))
+    return folder
+
+
+def test_a_policy_whose_adapters_would_not_be_used_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    key = "pretrained_checkpoint.restore_from_path"
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "model")
+    named, adapter = f"{key}={trained}", f"model.peft.restore_from_path={tmp_path}/adapter"
+    assert said(named, LORA, recipe=recipe) == []
+    assert said(named, recipe=recipe) == [
+        Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
+    ]
+    assert said(named, LORA, adapter, recipe=recipe) == [
+        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "give")
+    ]
+
+
+def test_adapters_without_their_base_model_are_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    lost = checkpoint_of_adapters(tmp_path / "step", tmp_path / "gone")
+    for key in ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path"):
+        assert said(f"{key}={lost}", LORA, recipe=recipe) == [
+            Message(f"{key}", "adapters", "trainer.json", f"{lost}", f"{tmp_path}/gone", "correct")
+        ]
+
+
+def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+    for name, size in (("model", 64), ("other", 32)):
+        write_stub_model(tmp_path / name)
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "other")
+    for reference in (tmp_path / "other", trained):
+        assert said(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
+            Message(
+                "model.reference.restore_from_path",
+                f"{tmp_path}/model",
+                f"{tmp_path}/other",
+                "hidden_size",
+                "32",
+                "64",
+                "train",
+            )
+        ]
+    assert said(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
+
+
+def test_every_target_that_is_offered_is_taken(said: Said) -> None:
+    assert f"{', '.join(TARGET_MODULES[:-1])} or {TARGET_MODULES[-1]}" == MODULES
+    assert said(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_selection": "[1]"}, "layers"),
+        ({"dora": "true"}, "DoRA"),
+    ],
+)
+def test_an_embedding_is_adapted_whole_and_alike(said: Said, changes: dict[str, str], why: str) -> None:
+    given = [LORA, *(f"{TUNING}.{key}={value}" for key, value in changes.items())]
+    targets = f"{TUNING}.target_modules"
+    assert said(*given, f"{targets}=[embed_tokens,o_proj]") == [Message(f"{targets}", "embed_tokens", why, "o_proj")]
+    assert said(*given, f"{targets}=[o_proj]") == []
+
+
+def test_an_embedding_that_is_the_output_layer_too_is_not_adapted(said: Said, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert said(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [
+        Message(f"{TUNING}.target_modules", "embed_tokens", "peft")
+    ]
+
+
+def test_a_layer_that_cannot_be_is_told_of_and_no_more(said: Said) -> None:
+    """Rules that look at the adapters are not asked about values that are wrong by themselves."""
+    (told,) = said(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
+    assert told.startswith(f"{TUNING}.layer_selection")
+
+
+def test_names_are_those_of_the_modules_that_use_them() -> None:
+    assert set(get_args(ScheduleConfig.model_fields["name"].annotation)) == set(SCHEDULES)
+    assert set(kto_losses.LOSSES) == {"kto", "apo_zero_unpaired", "bco"}
+    difference = {
+        "dpo",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo_pair",
+        "discopop",
+        "rpo_sq",
+        "rpo_bwd_kl",
+        "rpo_fwd_kl",
+        "simpo",
+        "orpo",
+    }
+    anchored = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
+    assert set(pair_losses.LOSSES) == difference | anchored | {"aot", "aot_unpaired"}

@@ -1,0 +1,125 @@
+"""Configurations that are right as they stand, of every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
+from nemo_kto.cli.job import Job
+from nemo_kto.config import compose
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.processes.ranks import World
+from tests.messages import Message
+from tests.tiny import write_stub_adapter, write_stub_model
+
+Text = TypeVar("Text", str, Message)
+
+
+class Load(Protocol):
+    """``load("key=value", ...)``: the typed configuration."""
+
+    def __call__(self, *overrides: str, recipe: Recipe = KTO) -> RunConfig: ...
+
+
+class Said(Protocol):
+    """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+
+    def __call__(
+        self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
+    ) -> list[str]: ...
+
+
+def source_of(recipe: Recipe) -> compose.Source:
+    return compose.Source(recipe.config_name)
+
+
+@cache
+def _composed(config_name: str) -> DictConfig:
+    return compose.load(source=compose.Source(config_name))
+
+
+def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
+    """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
+
+    Overrides of values are applied to what the files give. Other files (``hardware=cpu``) cannot be chosen.
+    """
+    config = _composed(recipe.config_name).copy()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
+    return config
+
+
+def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+    world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
+    job = Job(recipe=recipe, source=source_of(recipe), world=world)
+    return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
+
+
+def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
+    """What is said of a command line, but for what must be given and was not."""
+    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    return [
+        str(wrong) for wrong in job.mistakes(overrides, sweep=sweep) if not wrong.text.startswith("must be given, got n")
+    ]
+
+
+def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
+    """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
+    return [text.replace("ALGORITHM", recipe.name) for text in texts]
+
+
+@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    """One after the other."""
+    found: Recipe = request.param
+    return found
+
+
+@pytest.fixture(params=[each for each in RECIPES.values() if each is not KTO], ids=lambda each: each.name)
+def other(request: pytest.FixtureRequest) -> Recipe:
+    """Each but KTO, for which the tables are gone through one entry after the other."""
+    found: Recipe = request.param
+    return found
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> list[str]:
+    """Overrides that name a model folder and a data file that exist."""
+    write_stub_model(tmp_path / "model")
+    write_stub_adapter(tmp_path / "adapter")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "response": "r", "preference": "chosen"}\n')
+    return [
+        f"pretrained_checkpoint.restore_from_path={tmp_path}/model",
+        f"model.data.data_prefix={tmp_path}/rows.jsonl",
+        "trainer.accelerator=cpu",
+    ]
+
+
+@pytest.fixture
+def load(good: list[str]) -> Load:
+    """What makes a typed configuration of overrides that are right."""
+
+    def get(*overrides: str, recipe: Recipe = KTO) -> RunConfig:
+        cfg, mistakes = compose.to_config(composed([*good, *overrides], recipe))
+        assert mistakes == []
+        assert cfg is not None
+        return cfg
+
+    return get
+
+
+@pytest.fixture
+def said(good: list[str]) -> Said:
+    """What judges overrides."""
+
+    def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
+
+    return get

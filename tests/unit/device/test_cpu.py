@@ -1,0 +1,60 @@
+"""The CPU backend changes what torch.cuda answers, and nothing else that a process does with torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: the backend is entered once and for all, and here before anything else has used torch.
+CODE = """
+import torch
+from nemo_kto.device.cpu import install_cpu_backend
+
+install_cpu_backend()
+with torch.device("meta"):
+    inside = [torch.arange(3), torch.empty(2), torch.ones(2), torch.tensor([1.0])]
+outside = [torch.arange(3), torch.ones(2, device="cuda"), torch.empty_like(inside[1], device="cpu")]
+print([tensor.device.type for tensor in inside], [tensor.device.type for tensor in outside])
+"""
+
+
+def test_a_default_device_is_heeded() -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "['meta', 'meta', 'meta', 'meta'] ['cpu', 'cpu', 'cpu']"
+
+
+WARNED = """
+import os, sys, warnings, torch
+torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
+import nemo_kto.parallel, megatron.core
+with warnings.catch_warnings(record=True) as seen:
+    warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
+    warnings.warn("torch.distributed.all_gather_into_tensor` is deprecated")
+print(len(seen), os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "seen", "given", "connections"),
+    [
+        ("gpu", "1", {}, "1"),
+        ("cpu", "0", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+        pytest.param("gpu", "1", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32", marks=pytest.mark.full),
+        pytest.param("cpu", "0", {}, "1", marks=pytest.mark.full),
+    ],
+)
+def test_what_a_gpu_goes_without_is_not_silenced(machine: str, seen: str, given: dict[str, str], connections: str) -> None:
+    unset = ("CUDA_DEVICE_MAX_CONNECTIONS", "NEMO_KTO_FORCE_CPU")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    run = subprocess.run(
+        [sys.executable, "-c", WARNED, machine],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**environment, **given},
+    )
+    assert run.stdout.split() == [seen, connections]

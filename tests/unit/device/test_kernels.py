@@ -1,0 +1,141 @@
+"""What is chosen on a GPU, and what is said where it goes without. No GPU is needed: what would be built is looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm
+
+from nemo_kto.device import device, imports, kernels
+from nemo_kto.distributed import main_grad
+from tests.distributed.test_no_waiting import Asked
+from tests.messages import Message
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RICH = {"te": True, "apex": True, "triton": True, "compiler": True, "headers": True}
+
+
+def gpu(
+    patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: bool, headers: bool, hopper: bool = True
+) -> None:
+    """A machine with a GPU and these packages."""
+    patch.setattr(device, "on_gpu", lambda: True)
+    patch.setattr(device, "compute_capability", lambda: (9, 0) if hopper else (10, 0))
+    patch.setattr(gpt_layer_specs, "HAVE_TE", te)
+    patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if te else None)
+    patch.setattr(layers, "_grad_accum_fusion_available", apex)
+    patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", not (te or apex))
+    has = {"triton": triton, "gcc": compiler, "Python.h": headers}
+    patch.setattr(imports, "missing_for_compiling", lambda: [name for name, found in has.items() if not found])
+
+
+def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **RICH)
+    assert kernels.uses_transformer_engine(BF16)
+    assert not kernels.uses_transformer_engine(FP32)
+
+
+def test_a_cpu_has_no_kernels_and_misses_none() -> None:
+    assert kernels.slow_paths(FP32, tensor_parallel=2) == []
+    assert [kernels.uses_transformer_engine(BF16), kernels.fused_rope()] == [False, False]
+    assert [kernels.compiles(), kernels.adds_products()] == [False, False]
+
+
+NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
+NO_ADDING = Message("gradients", "apex", "CUDA")
+NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
+NO_GCC, NO_TRITON = Message("compiled", "activations", "gcc"), Message("compiled", "activations", "triton")
+NO_HEADERS = Message("compiled", "activations", "triton", "Python.h")
+NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
+NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "tensor_parallel", "connections", "expected"),
+    [
+        (RICH, BF16, 2, "1", []),
+        (RICH, FP32, 1, "1", [SLOW_TYPE]),
+        ({**RICH, "apex": False}, BF16, 1, "1", []),  # Transformer Engine's layers need no apex
+        ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
+        ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING, NO_ROPE, NO_ADAM]),
+        ({**RICH, "compiler": False}, BF16, 1, "1", [NO_GCC]),
+        ({**RICH, "triton": False}, BF16, 1, "1", [NO_TRITON]),
+        ({**RICH, "triton": False, "headers": False}, BF16, 1, "1", [NO_HEADERS]),
+        (RICH, BF16, 1, "32", []),
+        (RICH, BF16, 2, "32", [NO_OVERLAP]),
+        ({**RICH, "hopper": False}, BF16, 2, "32", []),
+    ],
+)
+def test_each_slow_path_is_a_line(
+    machine: dict[str, Any],
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    connections: str,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, **machine)
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
+
+
+def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **{**RICH, "apex": False})
+    parts = ["norms over all heads", "a clamped activation"]
+    assert kernels.slow_paths(BF16, tensor_parallel=1, not_in_engine=parts, environment={}) == [
+        Message("layers", "Transformer Engine", *parts),
+        NO_ADDING,
+    ]
+    assert kernels.slow_paths(FP32, tensor_parallel=1, not_in_engine=parts, environment={})[0] == SLOW_TYPE
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **{**RICH, "apex": apex})
+    own = layers.ColumnParallelLinear.__new__(layers.ColumnParallelLinear)
+    torch.nn.Module.__init__(own)
+    own.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=BF16))
+    engines = torch.nn.Linear(2, 2)
+    engines.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # Transformer Engine's name
+    main_grad.add_products_to_main_grads(torch.nn.Sequential(own, engines))
+    assert own.gradient_accumulation_fusion is apex
+    assert engines.fuse_wgrad_accumulation is True
+
+
+def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.16.1 uses a name that it imports only with it, on GPUs too."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    imports.define_missing_names()
+    weight, tokens = torch.randn(3, 4), torch.randn(2, 4)
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(logits, tokens @ weight.t())
+
+
+def test_the_norm_of_the_gradient_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel of Transformer Engine or apex, megatron-core asks for that of each parameter."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    imports.keep_norm_on_device()
+    gradients = [torch.randn(size) for size in (5, 0, 300, 2)]
+    lists, counts = [gradients[:2], gradients[2:]], Counter[str]()
+    with Asked(counts):
+        norm_1, _ = local_multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), lists, False)
+    assert not any(counts.values())
+    torch.testing.assert_close(norm_1, torch.cat(gradients).norm().view(1))
+
+
+def test_a_kernel_for_the_norm_of_the_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", print)
+    imports.keep_norm_on_device()
+    assert clip_grads.l2_norm_impl is print

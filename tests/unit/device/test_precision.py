@@ -1,0 +1,89 @@
+"""Whether bf16 is worth having: torch is asked, and a measurement confirms it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.device import device, precision
+from nemo_kto.device.precision import Bf16Support
+from tests.messages import Message
+
+
+@pytest.mark.parametrize(
+    ("instructions", "slowdown", "native", "why"),
+    [
+        (True, 0.31, True, Message("CPU", "0.3")),
+        (True, 1.0, False, Message("CPU", "1.0")),
+        (True, 6.5, False, Message("CPU", "6.5")),  # torch was asked, the measurement denies it
+        (False, 75.2, False, Message("CPU", "bf16", "instructions", "75")),
+        (False, 0.9, False, Message("CPU", "bf16", "instructions", "0.9")),
+        (None, 0.5, True, Message("CPU", "0.5")),  # a torch that cannot tell
+        (None, 12.4, False, Message("CPU", "12")),
+    ],
+)
+def test_on_a_cpu(
+    instructions: bool | None, slowdown: float, native: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: instructions)
+    monkeypatch.setattr(precision, "bf16_slowdown", lambda: slowdown)
+    assert precision.bf16_support() == Bf16Support(native=native, why=why)
+
+
+@pytest.mark.parametrize(("has", "why"), [(True, Message("GPU", "bf16")), (False, Message("GPU", "no", "bf16"))])
+def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "gpu_has_bf16", lambda: has)
+    assert precision.bf16_support() == Bf16Support(native=has, why=why)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "has"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_bf16": True, "amx_bf16": False}, True),
+        ({"avx512_bf16": False, "amx_bf16": True}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({"avx2": True}, False),
+    ],
+)
+def test_what_torch_says(capabilities: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert precision.cpu_has_bf16() is has
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert precision.cpu_has_bf16() is None
+
+
+def test_the_measurement_is_short_and_leaves_the_threads_as_they_were() -> None:
+    threads, began = torch.get_num_threads(), time.process_time()
+    slowdown = precision.bf16_slowdown()
+    assert math.isfinite(slowdown)
+    assert slowdown > 0
+    assert time.process_time() - began < 2.0
+    assert torch.get_num_threads() == threads
+
+
+CODE = """
+import json, dataclasses
+from nemo_kto.device.precision import bf16_support
+print(json.dumps(dataclasses.asdict(bf16_support())))
+"""
+
+
+@pytest.mark.skipif(device.on_gpu(), reason="there is a GPU, which is asked instead")
+def test_without_the_instructions_bf16_is_slower() -> None:
+    """For real: oneDNN, which multiplies the matrices, is kept to AVX2 whatever this CPU can do."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["native"] is False
+    assert float(found["why"].split(" takes ")[1].split()[0]) > 1.0

@@ -1,0 +1,168 @@
+"""Segments: at any tensor-parallel size a value of the file has one place in our parameters, and a place has one value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import FAMILIES, Experts, ParamMapping
+from nemo_kto.architecture.rope import Rope
+from nemo_kto.architecture.segments import Segment, cut, place_in_file, segments, split_dimension
+from nemo_kto.huggingface.mapping import wanted_weights
+
+
+def architecture(
+    family: str = "Qwen3ForCausalLM", *, tensor_parallel: int = 1, heads: int = 6, groups: int = 3
+) -> Architecture:
+    return Architecture(
+        family=FAMILIES[family],
+        tensor_parallel=tensor_parallel,
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=2,
+        ffn_hidden_size=24,
+        vocab_size=11,
+        max_position_embeddings=16,
+        norm_epsilon=1e-6,
+        rope=Rope(frequencies=(1.0,)),
+        windows=(None, None),
+        rotates=(True, True),
+        tied=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+    )
+
+
+DIVIDED = [
+    mapping
+    for family in ("Qwen3ForCausalLM", "Phi3ForCausalLM")  # the second has fused tensors
+    for mapping in FAMILIES[family].mappings
+    if split_dimension(mapping) is not None
+]
+
+
+def test_the_weights_that_are_divided_are_these() -> None:
+    divided = {mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in DIVIDED}
+    layer = {"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight"}
+    layer |= {"mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight"}
+    assert divided == layer | {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def assert_every_value_has_one_place(mapping: ParamMapping, *, tensor_parallel: int, heads: int, groups: int) -> None:
+    case = f"{mapping.mcore_name}: {heads} heads in {groups} groups on {tensor_parallel} ranks"
+    model = architecture(tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+    dimension = split_dimension(mapping)
+    assert dimension is not None
+    parts = segments(mapping, model)
+    total = sum(part.length for part in parts)
+    assert total % tensor_parallel == 0, case
+    counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in mapping.hf_names.values()]
+    length = total // tensor_parallel
+    for rank in range(tensor_parallel):
+        covered = 0
+        for offset, part in cut(parts, start=rank * length, length=length):
+            assert offset == covered, case
+            covered += part.length
+            if part.source is not None:
+                counts[part.source][part.start : part.start + part.length] += 1
+        assert covered == length, case
+    assert all((count == 1).all() for count in counts), case
+
+
+def test_every_value_has_one_place() -> None:
+    """Two and four heads to a group, one group for all and one for each, whether the ranks divide them or not."""
+    shapes = [(6, 3), (8, 2), (5, 1), (9, 9)]
+    for mapping, tensor_parallel, (heads, groups) in product(DIVIDED, (1, 2, 3, 4), shapes):
+        assert_every_value_has_one_place(mapping, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=100)
+@given(
+    mapping=st.sampled_from(DIVIDED),
+    tensor_parallel=st.sampled_from([1, 2, 3, 4, 6, 8]),  # which divide the feed-forward channels
+    groups=st.integers(1, 12),
+    heads_in_group=st.integers(1, 5),
+)
+def test_every_value_has_one_place_at_any_size(
+    mapping: ParamMapping, tensor_parallel: int, groups: int, heads_in_group: int
+) -> None:
+    heads = groups * heads_in_group
+    assert_every_value_has_one_place(mapping, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
+
+
+def test_query_heads_lie_beside_their_key_and_value() -> None:
+    mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("linear_qkv.weight"))
+    found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
+    # three groups of two query heads of two channels, and a fourth of zeros
+    expected = [
+        Segment(source=s, start=a, length=n) for g in range(3) for s, a, n in ((0, 4 * g, 4), (1, 2 * g, 2), (2, 2 * g, 2))
+    ]
+    assert found == [*expected, Segment(source=None, start=0, length=8)]
+
+
+def test_fused_tensors_are_found_below_each_other() -> None:
+    mappings = {mapping.mcore_name.split(".", 4)[-1]: mapping for mapping in FAMILIES["Phi3ForCausalLM"].mappings}
+    model = architecture("Phi3ForCausalLM", tensor_parallel=2)
+    # of the queries' twelve rows, the keys' six from the twelfth on, and the values' six from the eighteenth on
+    expected = [
+        Segment(source=0, start=a, length=n) for g in range(3) for a, n in ((4 * g, 4), (12 + 2 * g, 2), (18 + 2 * g, 2))
+    ]
+    assert segments(mappings["linear_qkv.weight"], model) == [*expected, Segment(source=None, start=0, length=8)]
+    assert segments(mappings["linear_fc1.weight"], model) == [Segment(source=0, start=a, length=12) for a in (0, 24, 12, 36)]
+
+
+def test_gate_and_up_lie_together_on_each_rank() -> None:
+    mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("fc1.weight"))
+    found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
+    assert found == [Segment(source=s, start=a, length=12) for a in (0, 12) for s in (0, 1)]
+
+
+def test_a_cut_may_begin_and_end_within_segments() -> None:
+    parts = [Segment(source=0, start=5, length=4), Segment(source=1, start=0, length=4)]
+    assert list(cut(parts, start=2, length=4)) == [
+        (0, Segment(source=0, start=7, length=2)),
+        (2, Segment(source=1, start=0, length=2)),
+    ]
+
+
+def test_wanted_weights_follow_the_flags() -> None:
+    full = wanted_weights(architecture())
+    assert full["model.layers.1.self_attn.q_norm.weight"] == (2,)
+    assert full["model.layers.0.self_attn.k_proj.bias"] == (6,)
+    assert full["model.layers.1.self_attn.o_proj.weight"] == (8, 12)
+    assert full["lm_head.weight"] == (11, 8)
+    plain = replace(architecture("LlamaForCausalLM"), tied=True, qkv_bias=False, output_bias=False, mlp_bias=False)
+    assert set(wanted_weights(plain)) == {"model.embed_tokens.weight", "model.norm.weight"} | {
+        f"model.layers.{layer}.{name}.weight"
+        for layer in (0, 1)
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(f"self_attn.{kind}_proj" for kind in "qkvo"),
+            *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
+        )
+    }
+
+
+def test_experts_of_a_layer_in_one_tensor() -> None:
+    """Input by output in the file: of each expert the channels of the gate, then those of the up projection."""
+    experts = Experts(number=6, per_token=1, ffn_hidden_size=4, normalized=False, layers=(False, True))
+    model = replace(architecture("Llama4ForCausalLM"), experts=experts, expert_tensor_parallel=2)
+    wanted = {name: shape for name, shape in wanted_weights(model).items() if ".experts." in name}
+    block = "model.layers.1.feed_forward.experts."
+    assert wanted == {block + "gate_up_proj": (6, 8, 8), block + "down_proj": (6, 4, 8)}
+    mappings = {mapping.mcore_name.split(".")[-2]: mapping for mapping in model.family.mappings if mapping.of_expert}
+    gate_and_up, down = mappings["linear_fc1"], mappings["linear_fc2"]
+    assert segments(gate_and_up, model) == [Segment(source=0, start=start, length=2) for start in (0, 4, 2, 6)]
+    rows, place = slice(4, 6), {"layer": 1, "expert": 5}
+    assert place_in_file(gate_and_up, place, (rows,)) == (5, slice(None), rows)
+    assert place_in_file(down, place, (slice(None), rows)) == (5, rows, slice(None))

@@ -1,0 +1,42 @@
+"""Matrices in MXFP4: values by the specification and by transformers, and shapes."""
+
+from __future__ import annotations
+
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
+
+
+def test_each_code_and_scale_is_its_number() -> None:
+    """Two values in a byte, the first in the lower bits."""
+    blocks = torch.arange(0, 256, 17, dtype=torch.uint8)  # the bytes 00, 11, ..., ff
+    found = dequantize(blocks.expand(2, 1, 16), torch.tensor([[127], [120]], dtype=torch.uint8))
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    wanted = torch.tensor([*numbers, *(-number for number in numbers)]).repeat_interleave(2)
+    assert torch.equal(found, torch.stack([wanted, wanted / 128]))
+    mixed = dequantize(torch.full((1, 1, 16), 0x72, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8))
+    assert mixed.tolist() == [[4.0, 24.0] * 16]
+
+
+def test_a_scale_that_is_no_number() -> None:
+    assert dequantize(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 255, dtype=torch.uint8)).isnan().all()
+
+
+def test_values_are_those_of_transformers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8, generator=draw)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, in, out]
+    assert torch.equal(dequantize(blocks, scales).mT, expected)
+
+
+def test_shapes_of_what_blocks_and_scales_stand_for() -> None:
+    others = {
+        "a.weight": (3, 4),
+        "b_scales": (1, 2, 3),
+        "c_blocks": (1, 2, 3, 16),
+        "d_blocks": (1, 2, 3, 16),
+        "d_scales": (2,),
+    }
+    assert dequantized_shapes({"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2), **others}) == {"x": (5, 64, 12), **others}

@@ -1,0 +1,296 @@
+"""`nemo-kto plan`: the exact text, what is said where nothing can be planned, and the run that is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.cli import plan
+from nemo_kto.device import device
+from nemo_kto.errors import UserError
+from nemo_kto.planner import plan_run
+from nemo_kto.planner.hardware import Hardware
+from tests.messages import Message, assert_names
+from tests.unit.conftest import Load
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+# The shape of Llama 3.1 8B.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+}  # fmt: skip
+MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model of which there is only config.json."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, str]]:
+    """The exit status, and label -> text of each line."""
+    status = plan.main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    return status, dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:])
+
+
+@pytest.mark.parametrize(("name", "number"), [*(("plan", number) for number in range(3)), ("scaling", 0), ("scaling", 1)])
+def test_the_examples_of_the_pages(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    larger, largest = (dict(zip(sizes, values, strict=True)) for values in ((8192, 28672, 80, 64), (16384, 53248, 126, 128)))
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for size, shape in {"8B": LLAMA, "70B": LLAMA | larger, "405B": LLAMA | largest}.items():
+        name = f"Llama-3.1-{size}"
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps(shape))
+    blocks = [textwrap.dedent(block) for block in re.findall(r"^    \$ nemo-kto plan .*?(?=^\S)", page, re.M | re.S)]
+    command, _, shown = blocks[number].replace("\\\n", "").partition("\n")
+    plan.main(command.split()[3:])
+    assert capsys.readouterr().out.rstrip() == shown.rstrip()
+
+
+def test_what_a_layout_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "8", TENSOR.format(4), "model.sequence_parallel=true")
+    assert status == 0
+    assert told["model"] == "llama (llama), 8.03 B parameters, all trained"
+    assert told["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
+    assert told["micro-batch"] == Message("8,192", "8")
+    # 8.03 B / 4 parameters: 2 bytes of weights, 4 of gradients, 12 / 2 of optimizer state; of a checkpoint 14 / 2
+    assert told["parameters"] == "2.01 B a rank"
+    assert (told["weights"], told["gradients"], told["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
+    assert told["checkpoint copy"] == Message("14.1", "GB")
+    assert told["verdict"] == "fits"
+    assert told["expected"] == Message("tokens/s", "estimate")
+
+
+# The shape of Mixtral 8x7B.
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 32000, "sliding_window": None,
+}  # fmt: skip
+
+
+EXPERTS, GPUS = "pretrained_checkpoint.restore_from_path=mixtral", ("--gpus", "16", "--gpu", "h200")
+
+
+def write_mixtral(folder: Path) -> None:
+    (folder / "mixtral").mkdir()
+    (folder / "mixtral" / "config.json").write_text(json.dumps(MIXTRAL))
+
+
+def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
+    of_layout = ["model.pipeline_model_parallel_size=2", "model.activations_checkpoint_granularity=selective"]
+    status, told = planned(capsys, "kto", EXPERTS, *GPUS, *of_layout, *experts)
+    assert (status, told["model"]) == (0, "mixtral (mixtral), 46.7 B parameters, all trained")
+    assert told["layout"].startswith("16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 8, selective")
+    # 45.1 B in experts, 1 / 16 of them; 1.34 B in attention, routers and norms, 1 / 2; an embedding of 0.13 B
+    assert told["parameters"] == Message("3.62", "1", "2")
+    # 12 bytes for each value of an expert, of which no other rank has a copy; of the others 12 / 8
+    assert told["optimizer"] == "35.0 GB"
+    assert "expert" in told["sent by a rank"]
+
+
+def test_adapters_on_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    tuning = "model.peft.lora_tuning"
+    adapted = ["model.peft.peft_scheme=lora", f"{tuning}.target_modules=[mlp]", f"{tuning}.adapter_dim=512"]
+    experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
+    _, told = planned(capsys, "kto", EXPERTS, *GPUS, *adapted, "model.pipeline_model_parallel_size=2", *experts)
+    # one expert of 16 layers with three pairs of 512 (4,096 + 14,336), in fp32
+    assert told["gradients"] == "1.8 GB" == f"{16 * 3 * 512 * (4096 + 14336) * 4 / 1e9:.1f} GB"
+    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "8", *adapted[:2], TENSOR.format(1))
+    assert status == plan.DOES_NOT_FIT
+    # tensor-parallel ranks would share experts too, which cannot be adapted then
+    assert "tensor_model_parallel_size" not in told["verdict"]
+
+
+def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixtral(here)
+    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "32")
+    assert status == 0
+    words = told["use"].split()
+    assert {"model.expert_tensor_parallel_size=1"} <= set(words)
+    status, again = planned(capsys, "kto", EXPERTS, "--gpus", "32", *words)
+    assert (status, again["verdict"]) == (0, "fits")
+    assert told["1"].startswith(again["layout"])
+
+
+def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
+    assert status == plan.DOES_NOT_FIT
+    assert told["in all"] == Message("60.0 GB", "60.2 GB")
+    assert told["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+
+
+def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
+    assert status == 0
+    five = [told[str(number)] for number in range(1, 6)]
+    assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
+    rates = [int(text.split()[-2].replace(",", "")) for text in five]
+    assert rates == sorted(rates, reverse=True)
+    # what is told to be used is what was found
+    words = told["use"].split()
+    status, again = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100", *words)
+    assert (status, again["verdict"]) == (0, "fits")
+    assert five[0].startswith(again["layout"])
+    assert again["expected"].startswith(f"{rates[0]:,} tokens/s")
+
+
+def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ("--gpus", "8", "model.data.seq_length=65536", "model.global_batch_size=8")
+    _, told = planned(capsys, "dpo", MODEL, *long)
+    assert told["1"].startswith("8 ranks = 1 data x 4 context x 2 tensor x 1 pipeline parallel, sequence parallel")
+    assert "model.context_parallel_size=4" in told["use"].split()
+    _, again = planned(capsys, "dpo", MODEL, *long, *told["use"].split())
+    assert " GB context, " in again["sent by a rank"]
+    recomputed = (
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=uniform",
+        "model.activations_checkpoint_num_layers=1",
+    )
+    layout = (TENSOR.format(8), "model.sequence_parallel=true", *recomputed, "--memory", "24")
+    _, told = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
+    assert told["verdict"] == Message("fit", "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
+    assert status == plan.DOES_NOT_FIT
+    assert told["use"] == Message("nothing", "use")
+    status, told = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
+    assert told["use"] == (
+        "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
+        "model.activations_checkpoint_num_layers=1 model.micro_batch_tokens=2048 model.peft.peft_scheme=lora"
+    )
+
+
+def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
+    status, told = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
+    assert status == plan.DOES_NOT_FIT
+    assert told["weights"] == "32.2 GB"
+    assert "of 32.0 GB" in told["in all"]
+    assert_names(told["expected"], "estimate", "timed")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
+            [
+                Message("nothing", "planned"),
+                Message(
+                    "pretrained_checkpoint.restore_from_path", "folder", "config.json", "trainer.json", "nowhere", "download"
+                ),
+                Message("model.lr", "model.lr=3", "model.optim.lr"),
+            ],
+        ),
+        (
+            ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
+            [
+                Message("nothing", "planned"),
+                Message(
+                    "model.tensor_model_parallel_size",
+                    "pipeline_model_parallel_size",
+                    "4",
+                    "1",
+                    "number",
+                    "6",
+                    "trainer.devices",
+                ),
+            ],
+        ),
+        (
+            ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
+            [
+                Message("nothing", "planned"),
+                Message(
+                    "model.tensor_model_parallel_size",
+                    "pipeline_model_parallel_size",
+                    "1",
+                    "5",
+                    "number",
+                    "8",
+                    "trainer.devices",
+                ),
+                Message("model.pipeline_model_parallel_size", "32", "5", "4", "model.num_layers_in_last_pipeline_stage=4"),
+            ],
+        ),
+    ],
+)
+def test_all_that_is_wrong(argv: list[str], said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        plan.main(argv)
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(said)
+    assert [message for message in said if message not in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--memory", "0"], Message("--memory", "number", "0", "10^9", "80")),
+        (["--memory", "much"], Message("--memory", "number", "0", "10^9", "much", "80")),
+        (["--gpus", "0"], Message("--gpus", "integer", "1", "0")),
+    ],
+)
+def test_options_that_are_wrong(argv: list[str], said: Message, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["kto", MODEL, *argv])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loss", "swapped", "cached"),
+    [
+        (KTO, "kto", 3, 1),
+        (KTO, "apo_zero_unpaired", 1, 0),
+        (KTO, "bco", 2, 1),
+        (DPO, "dpo", 1, 0),
+        (DPO, "aot", 2, 1),
+        (DPO, "aot_unpaired", 2, 1),
+    ],
+)
+def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
+    recipe: Recipe, loss: str, swapped: int, cached: int, load: Load
+) -> None:
+    for mode, passes in (("swap", swapped), ("cached", cached)):
+        chosen = [f"model.{recipe.name}.preference_loss={loss}", f"model.reference.mode={mode}"]
+        cfg = load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe)
+        assert plan_run.make_plan(cfg, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
+
+
+def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, whatever the rows are."""
+    cfg = plan_run.with_precision(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
+
+    def check(memory: float) -> None:
+        hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
+        plan_run.check_memory(cfg, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+
+    with pytest.raises(UserError) as error:
+        check(128e9)
+    assert str(error.value) == Message("128.5", "GB", "128.0", "model.peft.peft_scheme=lora", "kto", "all")
+    with caplog.at_level(logging.WARNING):
+        check(129e9)
+    (warned,) = caplog.messages
+    assert warned == Message("330.6 GB", "129.0 GB", "model.data.seq_length", "model.peft.peft_scheme=lora")
+    caplog.clear()
+    check(1e12)
+    assert not caplog.messages

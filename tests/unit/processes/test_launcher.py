@@ -1,0 +1,143 @@
+"""What the launcher makes of the ends of its ranks, and of signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_kto.processes import launcher
+from tests import forked
+from tests.integration.commands import environment
+from tests.messages import Message, assert_names
+
+
+class Failure:
+    def __init__(self, rank: int, exitcode: int, timestamp: int) -> None:
+        self.local_rank, self.exitcode, self.timestamp = rank, exitcode, timestamp
+        self.error_file = "/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([Failure(0, 1, 20), Failure(1, 1, 10)], 1),  # who came first
+        ([Failure(0, 1, 10), Failure(1, -9, 30)], 1),  # who was killed is noticed late
+        ([Failure(0, 1, 10), Failure(1, 2, 30)], 1),  # who has said what is wrong
+        ([Failure(0, -15, 5), Failure(1, 1, 30)], 1),  # who was ended because of another
+    ],
+)
+def test_the_failure_that_caused_the_others(failures: list[Failure], rank: int) -> None:
+    assert launcher._first(failures).local_rank == rank
+
+
+def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    failures = [Failure(0, 1, 10), Failure(1, 1, 10)]
+    for failure, moment in zip(failures, (10.9, 10.8), strict=True):
+        file = tmp_path / str(failure.local_rank)
+        file.write_text("why")
+        os.utime(file, (moment, moment))
+        failure.error_file = str(file)
+    assert launcher._first(failures).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "text"),
+    [
+        (-9, 1, Message("nemo-kto", "1", "4", "SIGKILL", "other")),
+        (-11, 1, Message("nemo-kto", "1", "4", "SIGSEGV", "other")),
+        (7, 7, Message("nemo-kto", "1", "4", "7", "other")),
+        (2, 2, ""),
+    ],
+)
+def test_what_is_said_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher._report(Failure(1, exitcode, 0), 4) == status
+    assert capsys.readouterr().err == text
+
+
+class Address:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+def test_without_a_loopback_interface_no_rank_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": [Address("192.0.2.2")]})
+    with pytest.raises(SystemExit) as ended:
+        launcher.spawn_ranks(2, ["-c", "print('started')"], stop_signals=[])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == Message("nemo-kto", "127.0.0.1", "none", "trainer.devices=1")
+
+
+def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
+    """A process that starts one rank with this code, in a folder with a temporary folder of its own."""
+    (folder / "tmp").mkdir()
+    (folder / "rank.py").write_text(textwrap.dedent(rank))
+    code = f"""
+import os, subprocess, tempfile, time
+import psutil
+from nemo_kto.processes import launcher
+tempfile.tempdir = None  # what another process has found does not count
+{before}
+launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
+{after}
+"""
+    env = environment() | {"TMPDIR": str(folder / "tmp")}
+    return forked.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
+
+
+def test_processes_that_were_not_started_by_a_rank_are_spared(tmp_path: Path) -> None:
+    """Such as a TensorBoard that a script starts before its training."""
+    before = """
+other = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+while not (children := psutil.Process(other.pid).children()):
+    time.sleep(0.01)
+"""
+    after = """
+spared = [one for one in (psutil.Process(other.pid), *children) if one.is_running() and one.status() != "zombie"]
+print("spared", len(spared))
+for one in spared:
+    one.kill()
+"""
+    leave = "print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, {}).pid)\n"
+    ways = ("start_new_session=False", "start_new_session=True", "env={}")
+    done = launch(tmp_path, "import subprocess\n" + "".join(map(leave.format, ways)), before, after)
+    assert (done.returncode, done.stderr) == (0, "")
+    *left, spared = done.stdout.splitlines()
+    assert spared == "spared 2"
+    assert len(left) == len(ways)
+    assert not [pid for pid in map(int, left) if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_ranks_do_not_need_the_temporary_folder(tmp_path: Path) -> None:
+    """A folder there could be cleaned while a long run needs it, and would stay behind a launcher that is killed."""
+    rank = """
+    import os, shutil
+    from nemo_kto.errors import UserError
+    from nemo_kto.processes import ranks
+
+    print(os.listdir(os.environ["TMPDIR"]), flush=True)
+    shutil.rmtree(os.environ["TMPDIR"])
+    ranks.fail(UserError("model.seed must be another, got 1"), world=ranks.detect_world())
+    """
+    done = launch(tmp_path, rank)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert_names(done.stderr, "nemo-kto: model.seed must be another, got 1\n")
+
+
+def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was the working directory, as with ``python -m`` in a checkout that is not installed."""
+    root = str(Path(launcher.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr(sys, "path", [root, "/mine"])
+    assert launcher._search_path() == {"PYTHONPATH": f"{root}:/mine"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert launcher._search_path() == {"PYTHONPATH": root}
+    monkeypatch.setattr(sys, "path", ["/usr/bin", root])
+    assert launcher._search_path() == {}

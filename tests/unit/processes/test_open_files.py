@@ -1,0 +1,83 @@
+"""The limit on open files is raised where that is allowed, and named where it is too low."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from nemo_kto.errors import UserError
+from nemo_kto.processes.open_files import MIN_FILES, explained, raise_limit
+from tests.messages import assert_names
+from tests.unit.conftest import Said
+
+
+def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
+    """What the work gives in a process of its own with these limits."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            for handle in map(int, os.listdir("/proc/self/fd")):  # earlier tests of this process may have left many
+                if handle > 2 and handle != writer:
+                    with contextlib.suppress(OSError):
+                        os.close(handle)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.write(writer, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as results:
+        answer = results.read()
+    os.waitpid(child, 0)
+    return json.loads(answer)
+
+
+def test_a_limit_that_is_too_low_is_named_before_anything_starts(said: Said) -> None:
+    (mistake,) = limited(64, 64, said)
+    assert_names(mistake, "ulimit -n", f"at least {MIN_FILES}", "got 64", "ulimit -n 4096")
+    assert limited(64, MIN_FILES, said) == []
+
+
+def test_the_limit_is_raised_as_far_as_the_user_may() -> None:
+    def limits() -> tuple[int, int]:
+        raise_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert limited(100, 1000, limits) == [1000, 1000]
+    assert limited(1000, 1000, limits) == [1000, 1000]
+
+
+def test_too_few_files_are_a_mistake_of_the_user() -> None:
+    def told() -> str:
+        opened = []
+        try:
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError as error:
+            for handle in opened:
+                os.close(handle)
+            found = explained(error)
+        assert isinstance(found, UserError)
+        return str(found)
+
+    assert_names(limited(200, 200, told), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
+
+
+def test_the_cause_of_an_error_counts_and_other_errors_stay_as_they_are() -> None:
+    gloo = RuntimeError("enforce fail at device.cc:186. Too many open files")
+    assert isinstance(explained(gloo), UserError)
+    outer = ValueError("a checkpoint cannot be read")
+    outer.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    assert isinstance(explained(outer), UserError)
+    other = OSError(errno.ENOENT, "No such file")
+    assert explained(other) is other
+
+
+def test_errors_that_are_each_the_cause_of_the_other_come_to_an_end() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__context__ = second, first
+    assert explained(first) is first

@@ -1,0 +1,209 @@
+"""The watchdogs of several ranks in one process, each of which watches a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from nemo_kto.processes import hangs, ranks, watchdog
+from nemo_kto.processes.watchdog import BoundedStore, StoreLost, Watchdog
+from tests.messages import raises
+
+TIMEOUT = timedelta(seconds=3)
+
+
+class World:
+    """Ranks as threads; what would end a process is written down."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, str] = {}
+        self.done, self.store = threading.Event(), dist.HashStore()
+        self._dogs: list[Watchdog] = []
+        self._threads: list[threading.Thread] = []
+
+    def give_up(self, message: str, *, world: ranks.World, wait: bool) -> None:
+        self.ended[world.rank] = message
+
+    def start(self, *bodies: Callable[[Watchdog], None]) -> World:
+        for rank in range(len(bodies)):
+            watchdog.check_in(self.store, rank)
+        for rank, body in enumerate(bodies):
+            self._threads.append(threading.Thread(target=self._rank, args=(rank, len(bodies), body)))
+            self._threads[-1].start()
+        return self
+
+    def _rank(self, rank: int, size: int, body: Callable[[Watchdog], None]) -> None:
+        dog = Watchdog(store=self.store, rank=rank, size=size, timeout=TIMEOUT, holder="the test")
+        self._dogs.append(dog)
+        with dog.phase("data"):
+            body(dog)
+
+    def stay(self, _: Watchdog) -> None:
+        """Busy until the test is over."""
+        self.done.wait()
+
+    def close(self) -> None:
+        self.done.set()
+        for thread in self._threads:
+            thread.join()
+        for dog in self._dogs:
+            dog.stop(holds_store=False)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World()
+    monkeypatch.setattr(ranks, "give_up", world.give_up)
+    yield world
+    world.close()
+
+
+def wait_in(file: Path, world: World) -> Callable[[Watchdog], None]:
+    """A function that waits until the test is over, in a frame of this file."""
+    space: dict[str, Callable[[Watchdog], None]] = {"stay": world.stay}
+    exec(compile("def waits(dog):\n    stay(dog)\n", str(file), "exec"), space)
+    return space["waits"]
+
+
+PATIENT = Path(hangs.__file__).with_name("waits.py")
+
+
+def test_a_rank_that_works_long_is_waited_for_through_the_store(world: World) -> None:
+    world.start(wait_in(PATIENT, world), world.stay)
+    time.sleep(TIMEOUT.total_seconds())
+    assert world.ended == {}
+
+
+def test_but_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 0.5)
+    world.start(wait_in(PATIENT, world), world.stay)
+    deadline = time.monotonic() + 20
+    while len(world.ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(world.ended) == {0, 1}
+    assert world.ended[0].startswith("rank 1 of 2 on ")
+    assert " has been in phase 'data' for " in world.ended[0]
+    assert world.ended[0] == world.ended[1]
+
+
+def test_all_ranks_may_work_for_as_long_as_they_like(world: World) -> None:
+    world.start(world.stay, world.stay)
+    time.sleep(1.2 * TIMEOUT.total_seconds())
+    assert world.ended == {}
+
+
+def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> None:
+    found: list[str | None] = []
+
+    def fail(dog: Watchdog) -> None:
+        dog.say_farewell("ValueError: enough")
+        dog._stopped = True
+
+    def lose(dog: Watchdog) -> None:
+        time.sleep(0.5)
+        found.append(dog.find_lost())
+
+    world.start(lose, fail)
+    deadline = time.monotonic() + 20
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [text.split(" on ")[0] + text[text.index(" has ended") :] for text in found if text] == [
+        "rank 1 of 2 has ended: ValueError: enough"
+    ]
+
+
+def test_a_store_that_does_not_answer_is_given_up_and_taken_up_again() -> None:
+    class Slow:
+        waits = threading.Event()
+
+        def get(self) -> str:
+            self.waits.wait(20)
+            return "it"
+
+    slow = Slow()
+    store = BoundedStore(store=dist.HashStore(), seconds=0.2)
+    with raises(StoreLost, "answer", "0.2"):
+        store.call(lambda _: slow.get())
+    with pytest.raises(StoreLost):
+        store.call(lambda _: "not asked while the first call is open")
+    slow.waits.set()
+    time.sleep(0.3)
+    assert store.call(lambda _: slow.get()) == "it"
+    assert store.read("absent") is None
+
+
+def test_alone_nobody_watches() -> None:
+    watchdog.start(store=dist.HashStore(), rank=0, size=1, timeout=TIMEOUT, holder="the test")
+    with watchdog.phase("data"):
+        watchdog.count_steps(lambda: 1)
+    watchdog.explain(RuntimeError("Connection closed by peer"))
+    watchdog.stop(holds_store=False)
+    assert watchdog._current is None
+
+
+def test_a_debugger_sees_every_line_of_a_thread_that_is_watched() -> None:
+    """What traces a frame (a debugger, coverage) must be left alone."""
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        lines.extend([frame.f_lineno] * (event == "line"))
+        return trace
+
+    def waits() -> None:
+        for _ in range(4):
+            time.sleep(0.1)
+
+    store, before = dist.HashStore(), sys.gettrace()
+    watchdog.check_in(store, 0)
+    dog = Watchdog(store=store, rank=0, size=2, timeout=timedelta(seconds=2), holder="the test")
+    sys.settrace(lambda frame, event, _: trace if frame.f_code is waits.__code__ else None)
+    try:
+        waits()
+    finally:
+        sys.settrace(before)
+        dog.stop(holds_store=False)
+    first = waits.__code__.co_firstlineno
+    assert lines == [*[first + 1, first + 2] * 4, first + 1]
+
+
+@pytest.fixture
+def child() -> Iterator[psutil.Process]:
+    with subprocess.Popen(["sleep", "60"]) as started:
+        yield psutil.Process(started.pid)
+        started.kill()
+
+
+def test_only_a_sibling_that_is_the_process_it_was_is_let_go_on(
+    child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked_in = watchdog.CheckIn(host=socket.gethostname(), process=child.pid, created=child.create_time())
+    dog = object.__new__(Watchdog)
+
+    def resumed(*, parent: int, **changes: Any) -> bool:
+        child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        dog._wake_stopped({1: replace(checked_in, **changes)})
+        return child.status() != psutil.STATUS_STOPPED
+
+    assert resumed(parent=os.getpid())
+    assert not resumed(parent=os.getpid() + 1), "another process's child"
+    assert not resumed(parent=os.getpid(), created=checked_in.created - 1), "its id was used again"
+    assert not resumed(parent=os.getpid(), host="elsewhere")
+    for process in (-1, 0, 2**40):  # not of a process
+        dog._wake_stopped({1: replace(checked_in, process=process)})

@@ -1,0 +1,120 @@
+"""Too few rows, which are said before the model is built."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.config import compose
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.models.flops import ModelFlops
+from nemo_kto.run import build, build_reference
+from nemo_kto.run.build_rows import micro_batch_limits, shares_of, source_settings, too_few_rows
+from tests.messages import Message
+from tests.tiny import make_tokenizer
+
+
+def config(*overrides: str, name: str = "kto") -> RunConfig:
+    given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(f"gpt_{name}")))
+    assert cfg is not None, mistakes
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "data_parallel", "kto", "dpo"),
+    [
+        (64, 1, 1, None, None),
+        (63, 1, 1, ["model.global_batch_size=63"], ["model.global_batch_size=63"]),
+        (40, 4, 4, ["model.global_batch_size=32"], ["model.global_batch_size=32"]),
+        (3, 2, 1, ["model.global_batch_size=2"], ["model.global_batch_size=2"]),
+        (3, 4, 1, [], []),
+        (1, 1, 1, [], ["model.global_batch_size=1"]),  # KTO pairs each prompt with another answer
+    ],
+)
+def test_the_largest_batch_that_fits_is_named(
+    rows: int, micro: int, data_parallel: int, kto: list[str] | None, dpo: list[str] | None
+) -> None:
+    for name, remedy in (("kto", kto), ("dpo", dpo)):
+        cfg = config(f"model.micro_batch_size={micro}", name=name)
+        said = too_few_rows(cfg, rows, data_parallel=data_parallel)
+        if remedy is None:
+            assert said is None
+        else:
+            assert said == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+
+
+@pytest.mark.parametrize(
+    ("keys", "prompts", "tokens"),
+    [
+        ([], None, 512),
+        (["model.micro_batch_tokens=4096"], None, 4096),
+        (["model.micro_batch_size=2"], 2, None),
+        (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], 2, 256),
+    ],
+)
+def test_micro_batches_hold_some_tokens_unless_told(keys: list[str], prompts: int | None, tokens: int | None) -> None:
+    limits = micro_batch_limits(config(*keys))
+    assert (limits.prompts, limits.tokens) == (prompts, tokens)
+
+
+def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
+    def least(cfg: RunConfig) -> int:
+        return int(source_settings(cfg, make_tokenizer())["min_validation_rows"])
+
+    assert [least(config(name=name)) for name in RECIPES] == [2, 1]
+    for loss in ("apo_zero_unpaired", "bco"):
+        assert least(config(f"model.kto.preference_loss={loss}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "training", "validation"),
+    [("kto", (4, 2), (2, 2)), ("apo_zero_unpaired", (4, 0), (2, 0)), ("bco", (5, 0), (2, 0))],
+)
+def test_packed_shares_count_the_passes_of_the_loss(
+    loss: str, training: tuple[int, int], validation: tuple[int, int], tiny_llama: Path
+) -> None:
+    """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
+    given = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", "model.data.packing=true", "model.reference.mode=swap"]
+    cfg = config(*given, f"model.kto.preference_loss={loss}")
+    forward = ModelFlops.of_model(read_architecture(tiny_llama, tensor_parallel=1)).forward
+    for is_training, passes in ((True, training), (False, validation)):
+        costs = cast(Any, shares_of(cfg, training=is_training)).keywords["costs"]
+        for cost, count in zip((costs.cost, costs.kl_cost), passes, strict=True):
+            assert (cost and cost(20)) == (count * forward.of_tokens(20) or None)
+
+
+def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:
+    def wrong_rows(*_: object) -> NoReturn:
+        raise DataError("1 broken row")
+
+    def too_early(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the model was built before the rows were read")
+
+    monkeypatch.setattr(build, "build_data", wrong_rows)
+    monkeypatch.setattr(build, "build_policy", too_early)
+    monkeypatch.setattr(build.state, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
+    monkeypatch.setattr(build, "hold_run_folder", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(build, "resolve_precision", lambda cfg: (cfg, ""))
+    monkeypatch.setattr(build, "model_tokenizer", lambda source: make_tokenizer())
+    with pytest.raises(DataError, match="1 broken row"):
+        build.train(config())
+
+
+def test_reference_log_probs_in_fp8_are_kept_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_reference, "ReferenceCache", lambda **kept: kept["settings"])
+    policy: Any = SimpleNamespace(source=Path("model"), base_model=Path("model"), adapter_folder=None)
+    engine: Any = SimpleNamespace(average_log_probs=False)
+
+    def settings(*overrides: str) -> Any:
+        return build_reference._open_cache(config(*overrides), policy, None, engine)
+
+    assert settings("model.fp8=e4m3") == settings() | {"fp8": "e4m3"}

@@ -1,0 +1,32 @@
+"""Jobs of a sweep that a launcher of Hydra's brings to other machines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.algorithms.recipes import KTO
+from nemo_kto.cli.job import Job
+from tests.messages import Message
+from tests.unit.conftest import composed, source_of
+
+
+def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
+    config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
+    here = Job(recipe=KTO, source=source_of(KTO), world=None)
+    texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
+    of_batch = Message("model.global_batch_size", "number", "4", "3", "use")
+    of_nodes = Message("trainer.num_nodes", "1", "2", "torchrun", "srun", "examples/slurm")
+    assert texts == [[of_nodes, of_batch], [of_batch]]
+
+
+def test_ranks_run_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the script of the launcher, which is what the process of the job was started with."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
+    job = Job(recipe=KTO, source=source_of(KTO), world=None)
+    assert job._command(["model.seed=1"])[:5] == ["-u", "-P", "-m", "nemo_kto.cli.main", "kto"]
+    job = Job(recipe=KTO, source=source_of(KTO), world=None, script=Path("/examples/train.py"))
+    assert job._command(["model.seed=1"])[:2] == ["-u", "/examples/train.py"]

@@ -1,0 +1,195 @@
+"""Files of others are opened safely; our own files and folders appear complete or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import UserError
+from nemo_kto.utils import files
+from nemo_kto.utils.files import (
+    make_folder,
+    open_file,
+    other_format,
+    partial_folder,
+    publish_file,
+    publish_folder,
+    read_bytes,
+    read_json,
+    read_lines,
+    remove_folder,
+    start_folder,
+)
+from tests.messages import assert_names
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with publish_file(target) as writing:
+        writing.write_text("new")
+        assert target.read_text() == "old"
+    assert (names(tmp_path), target.read_text()) == (["a.txt"], "new")
+
+
+def test_a_file_of_a_block_that_raises_does_not_appear(tmp_path: Path) -> None:
+    def write_half() -> None:
+        with publish_file(tmp_path / "a.txt") as writing:
+            writing.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_the_block_removes_does_not_appear(tmp_path: Path) -> None:
+    with publish_file(tmp_path / "a.txt") as writing:
+        writing.write_text("refused")
+        writing.unlink()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_replaces_an_earlier_one(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for content in ("first", "second"):
+        (start_folder(target) / "left").write_text("of a writer that was interrupted")
+        (start_folder(target) / content).write_text(content)
+        publish_folder(target)
+        assert (names(tmp_path), names(target)) == (["out"], [content])
+    assert not partial_folder(target).exists()
+
+
+def test_a_removal_that_was_interrupted_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".removing-out" / "half").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    remove_folder(tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def modes(folder: Path) -> set[tuple[str, int]]:
+    return {(path.name, path.stat().st_mode & 0o777) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("private", "folder_mode", "file_mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+def test_private_files_are_so_from_their_first_byte(private: bool, folder_mode: int, file_mode: int, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        make_folder(tmp_path / "a" / "b", private=private)
+        with publish_file(tmp_path / "a" / "b" / "c", private=private) as writing, writing.open("w") as file:
+            assert writing.stat().st_mode & 0o777 == file_mode
+            file.write("text")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path) == {("a", folder_mode), ("b", folder_mode), ("c", file_mode)}
+    assert (tmp_path / "a" / "b" / "c").read_text() == "text"
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "a named pipe (FIFO)": os.mkfifo,
+    "a socket": make_socket,
+    "a character device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_only_regular_files_are_opened_and_others_are_named_at_once(kind: str, tmp_path: Path) -> None:
+    path = Path(os.path.relpath(tmp_path / "x"))  # as the name of a socket is short
+    IRREGULAR[kind](path)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="regular file") as raised:
+        open_file(path)
+    assert_names(raised.value.strerror, kind, "regular file")
+    with pytest.raises(UserError) as refused:
+        read_json(path, remedy="ask for it")
+    assert_names(refused.value, str(path), kind, "ask for it")
+    assert time.monotonic() - began < 10
+
+
+def test_a_link_to_a_regular_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("x")
+    with open_file(tmp_path / "link") as handle:
+        assert handle.read() == b"content"
+
+
+def test_a_file_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_file(tmp_path / "nowhere")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="folder"):
+        open_file(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_is_read_as_a_whole_up_to_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"12345")
+    assert read_bytes(file, limit=5) == b"12345"
+    with pytest.raises(OSError, match="at most") as raised:
+        read_bytes(file, limit=4)
+    assert_names(raised.value.strerror, "at most 4 bytes", "got 5")
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "x.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError) as raised:
+        read_json(tmp_path / "x.json")
+    assert_names(raised.value, "x.json", f"{files.MAX_FILE_BYTES:,}", f"{2**40:,}")
+
+
+def test_a_line_that_is_too_long_is_cut_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 4)
+    (tmp_path / "x").write_bytes(b"123\n1234567\n1\n")
+    with open_file(tmp_path / "x") as handle:
+        assert list(read_lines(handle)) == [b"123\n", b"12345"]
+
+
+FORMATS = {
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+    "gunzip": gzip.compress(b"{}"),
+    "unzstd": b"\x28\xb5\x2f\xfd\x24",
+    "unxz": b"\xfd7zXZ\0\0",
+    "bunzip2": b"BZh91AY",
+    "unpack": b"PK\x03\x04\x14",
+    "read_parquet": b"PAR1\x15",
+    "Dataset.from_file": b"ARROW1\0\0",
+    "safetensors": b"GGUF\x03",
+    "pickle": b"\x80\x04\x95",
+    "iconv -f UTF-16": '{"a": 1}'.encode("utf-16"),
+    "iconv -f UTF-16LE": '{"a": 1}'.encode("utf-16-le"),
+    "iconv -f UTF-16BE": '{"a": 1}'.encode("utf-16-be"),
+    "iconv -f UTF-32": '{"a": 1}'.encode("utf-32"),
+    "web page": b"\n<!DOCTYPE html><html>",
+}
+
+
+@pytest.mark.parametrize("remedy", FORMATS)
+def test_a_file_of_another_format_is_named_with_its_remedy(remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(FORMATS[remedy])
+    assert_names(other_format(FORMATS[remedy]), remedy)
+    with pytest.raises(UserError) as raised:
+        read_json(tmp_path / "x.json")
+    assert_names(raised.value, str(tmp_path / "x.json"), "must be JSON", remedy)
+
+
+@pytest.mark.parametrize("start", [b"", b"{}", b'[{"prompt": "p"}]', b" {", "\ufeff{}".encode(), b"B", b"\0" * 64])
+def test_what_may_be_json_is_no_other_format(start: bytes) -> None:
+    assert other_format(start) is None

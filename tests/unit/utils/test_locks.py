@@ -1,0 +1,249 @@
+"""A lock that one process holds, and that is free when that process, or its machine, is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.utils import files, locks
+from nemo_kto.utils.files import publish_file
+from nemo_kto.utils.locks import locked, one_writer, owner_file, this_process
+from tests.messages import Message
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"HEARTBEAT": 0.05, "GONE": 0.3, "KERNEL": 0.6, "_POLL": 0.01, "_GRACE": 0.1}.items():
+        monkeypatch.setattr(locks, f"{name}_SECONDS", seconds)
+
+
+@contextlib.contextmanager
+def other_process(action: Callable[[Callable[[], None]], None]) -> Iterator[int]:
+    """A process that runs ``action``; the block begins when it calls what it is given. It is killed at the end."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        with contextlib.suppress(BaseException):
+            action(lambda: (os.write(tell, b"."), None)[1])
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def holder(file: Path, released: int | None = None) -> Callable[[Callable[[], None]], None]:
+    """Holds the lock until it is killed, or until the pipe ``released`` has a byte."""
+
+    def hold(ready: Callable[[], None]) -> None:
+        with locked(file, when_held=lambda who: None):
+            ready()
+            time.sleep(60) if released is None else os.read(released, 1)
+
+    return hold
+
+
+class HeldError(Exception):
+    """What a caller raises that does not wait."""
+
+
+def refuse(who: str) -> None:
+    raise HeldError(who)
+
+
+def taken(file: Path) -> str | None:
+    """Who holds it; None if nobody does."""
+    try:
+        with locked(file, when_held=refuse):
+            return None
+    except HeldError as error:
+        return str(error)
+
+
+def test_a_second_process_is_told_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "99")
+    monkeypatch.setattr(locks.time, "time", lambda: 1.7e9)
+    with other_process(holder(tmp_path / "lock")) as pid:
+        told = taken(tmp_path / "lock")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "lock.owner"]
+    assert told == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
+    assert taken(tmp_path / "lock") is None, "killed: the kernel has freed it at once"
+    assert list(tmp_path.iterdir()) == [], "an orderly end leaves nothing"
+
+
+def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+    told: list[str] = []
+    released, release = os.pipe()
+
+    def on_wait(who: str) -> None:
+        told.append(who)
+        os.write(release, b".")
+
+    with other_process(holder(tmp_path / "lock", released)) as pid:
+        with locked(tmp_path / "lock", when_held=on_wait):
+            assert json.loads(owner_file(tmp_path / "lock").read_text())["pid"] == os.getpid()
+        assert [who.split(" on ")[0] for who in told] == [f"process {pid}"]
+
+
+def test_what_a_holder_has_forked_does_not_hold_it(tmp_path: Path) -> None:
+    def hold_and_fork(ready: Callable[[], None]) -> None:
+        with locked(tmp_path / "lock", when_held=refuse):
+            if os.fork():
+                ready()
+            time.sleep(60)
+
+    with other_process(hold_and_fork) as pid:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert taken(tmp_path / "lock") is None
+
+
+def owned_elsewhere(file: Path) -> Path:
+    owner = {**vars(this_process()), "host": "node7", "pid": 5, "machine": "another", "job": None, "since": 1.7e9}
+    owner_file(file).write_text(json.dumps(owner))
+    return owner_file(file)
+
+
+NODE7 = "process 5 on node7 since 2023-11-14 22:13:20 UTC"
+
+
+def test_a_machine_that_gives_no_sign_of_life_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "lock"
+    owner = owned_elsewhere(file)
+    with caplog.at_level(logging.INFO, "nemo_kto"):
+        assert taken(file) is None
+    assert caplog.messages == [
+        Message(f"{owner}", "5", "node7", "2023-11-14", "22:13:20", "UTC"),
+        Message(f"{file}", "5", "node7", "2023-11-14", "22:13:20", "UTC", "taken"),
+    ]
+
+
+def test_a_machine_that_lives_holds_it_where_the_kernel_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "GONE_SECONDS", 60.0)  # a busy machine may not run the other process for a while
+    owner = owned_elsewhere(tmp_path / "lock")
+
+    def beat(ready: Callable[[], None]) -> None:
+        ready()
+        while True:
+            os.utime(owner)
+            time.sleep(0.05)
+
+    with other_process(beat):
+        assert taken(tmp_path / "lock") == NODE7
+
+
+def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    with other_process(holder(file)) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        owned_elsewhere(file)
+        assert taken(file) == Message(NODE7, f"remove {file}")
+        file.unlink()
+        assert taken(file) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
+    with other_process(holder(tmp_path / "lock")) as pid:
+        with monkeypatch.context() as patient:
+            patient.setattr(locks, "GONE_SECONDS", 60.0)
+            assert (taken(tmp_path / "lock") or "").startswith(f"process {pid} on ")
+        os.kill(pid, signal.SIGKILL)
+        assert taken(tmp_path / "lock") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host": 1}', "\0\1", '{"since": 1e99}', "[" * 10_000])
+def test_an_owner_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    owner_file(file).write_text(text)
+    assert taken(file) is None
+    with other_process(holder(file)):
+        owner_file(file).write_text(text)
+        assert taken(file) == "another process"
+
+
+def test_an_owner_whom_another_has_replaced_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    with locked(file, when_held=refuse):
+        owned_elsewhere(file)
+    assert file.exists()
+    assert json.loads(owner_file(file).read_text())["host"] == "node7"
+
+
+def test_two_writers_of_one_cached_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(ready: Callable[[], None]) -> None:
+        with one_writer(tmp_path / "rows.arrow", private=True):
+            ready()
+            time.sleep(60)
+
+    with other_process(write) as pid:
+        who = f"process {pid} on {this_process().host}"
+        say_wait = locks._say_wait
+
+        def kill(*waiting_for: Any) -> None:
+            say_wait(*waiting_for)
+            os.kill(pid, signal.SIGKILL)
+
+        monkeypatch.setattr(locks, "_say_wait", kill)
+        with one_writer(tmp_path / "rows.arrow", private=True):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]
+    assert caplog.messages[0].endswith(f", which writes {tmp_path / 'rows.arrow'}")
+    assert modes == {".rows.arrow.lock": 0o600, ".rows.arrow.lock.owner": 0o600}
+
+
+@pytest.mark.parametrize("stage", ["while it is written", "before it has its name"])
+def test_a_killed_writer_leaves_the_file_of_before_and_the_next_one_clears_up(stage: str, tmp_path: Path) -> None:
+    target = tmp_path / "rows.arrow"
+    (tmp_path / ".rows.arrow-mine").touch()
+    target.write_text("before")
+
+    def write(ready: Callable[[], None]) -> None:
+        def kill(_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with one_writer(target, private=True), publish_file(target, private=True) as writing:
+            ready()
+            writing.write_text("half")
+            if stage == "while it is written":
+                kill(None)
+            files.flush = kill
+
+    with other_process(write) as pid:
+        os.waitpid(pid, 0)
+    assert target.read_text() == "before"
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".rows.arrow-") and len(path.name) > 40]
+    assert [path.read_text() for path in left] == ["half"]
+    with one_writer(target, private=True):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.arrow", ".rows.arrow-mine"}
+
+
+def test_a_cache_whose_lock_cannot_be_had_is_written_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".rows.arrow.lock").mkdir()
+    with one_writer(tmp_path / "rows.arrow", private=True):
+        pass
+    assert caplog.messages == [Message(f"{tmp_path / 'rows.arrow'}", "lock")]
