@@ -191,7 +191,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     """Train with nemo_kto's KTOTrainer on one rank, with its settings for a machine without GPUs (hardware=cpu)."""
     from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.config import compose
-    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.cached_reference import CachedReference
     from nemo_kto.run import build

@@ -134,8 +134,8 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from transformers import AutoTokenizer
 
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.data.batches.examples import KTOExample
-    from nemo_kto.data.batches.shares import KTOCosts, balanced_shares, every_nth
+    from nemo_kto.data.batches.dataset import KTOExample
+    from nemo_kto.data.batches.loader import KTOCosts, balanced_shares, every_nth
     from nemo_kto.models.flops import ModelFlops, Passes
     from nemo_kto.models.layers.spans import packed_rows
 

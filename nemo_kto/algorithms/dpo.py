@@ -20,8 +20,7 @@ from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogge
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.algorithms.step_log import StepLog
 from nemo_kto.algorithms.validation import ValidationLoaders, metrics_by_set, validation_sets
-from nemo_kto.data.batches.batch import DPOBatch
-from nemo_kto.data.batches.collate import dpo_custom_collate
+from nemo_kto.data.batches.collate import DPOBatch, dpo_custom_collate
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.data.batches.batch import KTOBatch
-from nemo_kto.data.batches.collate import kto_custom_collate
+from nemo_kto.data.batches.collate import KTOBatch, kto_custom_collate
 
 __all__ = ["KTOTrainer", "kto_custom_collate"]
 

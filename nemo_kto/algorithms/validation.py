@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_kto.algorithms.duration import limit_batches
 from nemo_kto.algorithms.protocols import Loader
-from nemo_kto.data.rows.prefix import UNNAMED
+from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.losses.metrics import Metrics, side_by_side
 
 ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None

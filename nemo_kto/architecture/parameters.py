@@ -9,8 +9,7 @@ from functools import partial
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import ParamMapping, Split
-from nemo_kto.architecture.lora_mappings import adapted_mappings, adapter_mappings
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_mappings
 from nemo_kto.architecture.segments import is_cut, segments, shards, source_shapes, split_dimension
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 

@@ -11,8 +11,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.lora_mappings import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
-from nemo_kto.architecture.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, MAX_ALPHA, OTHER_NAMES, LoRASettings
+from nemo_kto.architecture.lora import (
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    HUGGING_FACE_TARGETS,
+    MAGNITUDE,
+    MAX_ALPHA,
+    OTHER_NAMES,
+    LoRASettings,
+)
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
 from nemo_kto.errors import UserError, printable, show
 from nemo_kto.utils.files import file_inside, irregular, read_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 
 DTYPES = ("bfloat16", "float32")
 _SHOWN = 60  # characters of a wrong value

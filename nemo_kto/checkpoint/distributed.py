@@ -45,10 +45,10 @@ from nemo_kto.artifacts.checkpoint_files import (
     info_text,
     size_text,
 )
-from nemo_kto.artifacts.companions import read_companions
+from nemo_kto.artifacts.content import read_companions
 from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.choose import rank_by, verify
-from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
 from nemo_kto.checkpoint.restricted import load_plain, load_state, reading
 from nemo_kto.checkpoint.writing import (

@@ -1,22 +1,60 @@
-"""The weights of the model in and out of a checkpoint: all of them, or only its adapters."""
+"""Sharded state of weights and adapters, and the random generators of a rank."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.saved_info import adapter_settings
-from nemo_kto.distributed.overlap import finish_gathers
+from nemo_kto.device import device
+from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import is_adapter
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The states of all generators of this rank, in tensors and plain data."""
+    kept = np.random.get_state(legacy=False)
+    assert isinstance(kept, dict)
+    return {
+        "torch": torch.get_rng_state(),
+        "device": device.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "python": random.getstate(),
+        "numpy": json.dumps(kept, default=np.ndarray.tolist),
+    }
+
+
+def set_rng_state(kept: Mapping[str, Any]) -> None:
+    """Put back what :func:`get_rng_state` gave.
+
+    Raises:
+        ValueError: there are other generators of model-parallel regions; torch, Python and numpy raise their own errors.
+    """
+    tracker = get_cuda_rng_tracker()
+    kinds, ours = (
+        {name: type(each) for name, each in dict(states).items()} for states in (kept["tracker"], tracker.get_states())
+    )
+    if kinds != ours:
+        raise ValueError(f"tracker must hold the generators {', '.join(ours)}, got {', '.join(map(str, kinds))}")
+    torch.set_rng_state(kept["torch"])
+    device.set_rng_state(kept["device"])
+    tracker.set_states(kept["tracker"])
+    random.setstate(kept["python"])
+    np.random.set_state(json.loads(kept["numpy"]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.data.tokens.chat import RecordEncoder
-        from nemo_kto.run.build_rows import model_tokenizer, model_vocab_size
+        from nemo_kto.run.rows import model_tokenizer, model_vocab_size
 
         model = Path(flags.model)
         encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))

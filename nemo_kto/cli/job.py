@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose
-from nemo_kto.config.redaction import redact_file, redacted
-from nemo_kto.config.rules.packages import check_transformer_engine
+from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import broken_rules, local_ranks, unused_keys
+from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError

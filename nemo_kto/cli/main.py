@@ -146,7 +146,7 @@ def _export(argv: Sequence[str]) -> None:
     set_up_logging(rank=0)
     device.force_cpu()  # it computes nothing, and a model may be larger than a GPU
     try:
-        from nemo_kto.run.build_policy import export_checkpoint
+        from nemo_kto.run.policy import export_checkpoint
 
         take_over()
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
@@ -157,7 +157,7 @@ def _export(argv: Sequence[str]) -> None:
 def _data(name: str, argv: Sequence[str]) -> None:
     gc.disable()  # most of what comes here are imports, and what they bring stays
     try:
-        importlib.import_module(f"nemo_kto.launch.{name}").main(argv)
+        importlib.import_module(f"nemo_kto.cli.{name}").main(argv)
     except UserError as error:
         print(f"nemo-kto data {name}: {error}", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
@@ -169,7 +169,7 @@ def _plan(argv: Sequence[str]) -> None:
     gc.disable()  # as above
     set_up_logging(rank=0)
     from nemo_kto.cli.plan import main as plan
-    from nemo_kto.config.redaction import redacted
+    from nemo_kto.config.saved_config import redacted
 
     try:
         sys.exit(plan(argv))

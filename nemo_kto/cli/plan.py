@@ -20,8 +20,8 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
 from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
-from nemo_kto.planner.plan_search import best_layouts
-from nemo_kto.planner.plan_text import plan_text, search_text
+from nemo_kto.planner.report import plan_text, search_text
+from nemo_kto.planner.search import best_layouts
 from nemo_kto.processes.ranks import World
 
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"

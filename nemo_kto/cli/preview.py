@@ -104,7 +104,7 @@ def _about_rows(cfg: RunConfig) -> list[ConfigError]:
 
 def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
-    from nemo_kto.run.build_rows import collate_settings, model_tokenizer, source_settings
+    from nemo_kto.run.rows import collate_settings, model_tokenizer, source_settings
 
     tokenizer = model_tokenizer(Path(cfg.pretrained_checkpoint.restore_from_path))
     batch_size = max(cfg.model.global_batch_size, 2)

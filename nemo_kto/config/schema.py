@@ -12,8 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
-from nemo_kto.architecture.lora_settings import MAX_ALPHA, TARGET_MODULES
-from nemo_kto.data.rows.prefix import read_splits_string
+from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
+from nemo_kto.data.rows.sources import read_splits_string
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import error_of

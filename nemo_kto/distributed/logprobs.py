@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_kto.device import kernels
-from nemo_kto.distributed.main_grad import added_to_main_grad, main_grad_of
+from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 # torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora_mappings import adapted_mappings, has_adaptable_experts, hf_module
-from nemo_kto.architecture.lora_settings import NEMO_TARGETS, LoRASettings
+from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, adapted_mappings, has_adaptable_experts, hf_module
 from nemo_kto.artifacts.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.artifacts.companions import copy_companions
+from nemo_kto.artifacts.content import copy_companions
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, ShardWriter, find_weights, is_our_model
 from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.errors import UserError

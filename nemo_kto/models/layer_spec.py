@@ -21,11 +21,9 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.models.layer import PostNormLayer
 from nemo_kto.models.layers.activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.attention import TorchAttention
-from nemo_kto.models.layers.expert_bias import BiasedExpertOutput
+from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
 from nemo_kto.models.layers.norm import AllHeadsNorm, TorchNorm
-from nemo_kto.models.layers.rotary import RotaryTable
-from nemo_kto.models.layers.router import BalancedRouter, BiasedRouter
-from nemo_kto.models.layers.temperature import TemperatureTable
+from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
 
 
 def block_spec(

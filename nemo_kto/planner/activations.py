@@ -11,8 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora_mappings import has_adaptable_experts
-from nemo_kto.architecture.lora_settings import EMBEDDING, LoRASettings
+from nemo_kto.architecture.lora import EMBEDDING, LoRASettings, has_adaptable_experts
 from nemo_kto.models.layers.block_attention import BLOCK
 
 # What "selective" recomputes unless told: its activations are the largest. megatron-core's default is the core attention,

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora_settings import EMBEDDING, LoRASettings
+from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
 from nemo_kto.architecture.parameters import RankParameter, rank_parameters
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.models.backward import Block, blocks_of
-from nemo_kto.models.flops import ModelFlops
+from nemo_kto.models.flops import Block, ModelFlops, blocks_of
 from nemo_kto.planner.activations import Activations
 from nemo_kto.planner.hardware import CONTEXT
 

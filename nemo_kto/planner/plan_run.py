@@ -30,7 +30,7 @@ from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
 from nemo_kto.planner.speed import Speed, step_speed
 from nemo_kto.planner.traffic import Step
-from nemo_kto.run.build_rows import micro_batch_limits
+from nemo_kto.run.rows import micro_batch_limits
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def check_memory(cfg: RunConfig, machines: Machines) -> None:
 
 def remedy(plan: Plan) -> str:
     """What to change, such as "use model.tensor_model_parallel_size=8"."""
-    from nemo_kto.planner.plan_search import remedies
+    from nemo_kto.planner.search import remedies
 
     found = remedies(plan)
     return f"use {', or '.join(found)}" if found else "use more ranks, or a smaller model"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_kto.architecture.families import Split
-from nemo_kto.architecture.lora_mappings import adapted_mappings
+from nemo_kto.architecture.lora import adapted_mappings
 from nemo_kto.architecture.segments import split_dimension
-from nemo_kto.models.backward import ATTENTION, EXPERTS, Block
+from nemo_kto.models.flops import ATTENTION, EXPERTS, Block
 from nemo_kto.planner.memory import Training
 
 _FP32, _FP64, _INT64 = 4, 8, 8

@@ -1,7 +1,4 @@
-"""From a configuration to a running job: here, and in build_*.py for its parts, everything is put together.
-
-Configuration objects stop here and in the recipes; everything below takes plain keyword arguments.
-"""
+"""From a configuration to a running job: every object is built here, once, from the parts in this package."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.algorithms.callbacks import (
@@ -27,39 +26,100 @@ from nemo_kto.algorithms.callbacks import (
     ThroughputCallback,
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.algorithms.duration import TrainerConfig, fraction_of
 from nemo_kto.algorithms.skipping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.restricted import reading
-from nemo_kto.config.redaction import public_config, redacted
 from nemo_kto.config.rules.gpu import check_gpu
-from nemo_kto.config.saved_config import save_config
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.saved_config import public_config, redacted, save_config
+from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.device import device
-from nemo_kto.device.dtypes import DTYPES
+from nemo_kto.device.dtypes import DTYPES, MOMENTS
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.engine import LogProbEngine
+from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
-from nemo_kto.run.build_data import RunData, build_data
-from nemo_kto.run.build_optimizer import build_optimizer_and_schedule
-from nemo_kto.run.build_policy import Policy, build_policy
-from nemo_kto.run.build_reference import ReferenceSetup, build_reference
-from nemo_kto.run.build_rows import micro_batch_limits, model_tokenizer
-from nemo_kto.run.build_stopping import build_early_stopping, check_early_stopping
+from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.finish import check_export, finish
-from nemo_kto.run.leave import leave_early, newest_checkpoint
-from nemo_kto.run.locks import hold_run_folder
-from nemo_kto.run.precision import resolve_precision
-from nemo_kto.run.resume import Resumption, look_for_run
+from nemo_kto.run.lifecycle import hold_run_folder, leave_early, newest_checkpoint, resolve_precision
+from nemo_kto.run.policy import Policy, build_policy
+from nemo_kto.run.reference import ReferenceSetup, build_reference
+from nemo_kto.run.resume import Resumption, build_early_stopping, check_early_stopping, look_for_run
+from nemo_kto.run.rows import micro_batch_limits, model_tokenizer
 from nemo_kto.run.summary import say_start, validation_titles
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+
+logger = logging.getLogger(__name__)
+
+
+def build_optimizer_and_schedule(
+    cfg: RunConfig, policy: Policy, *, max_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of a run of ``max_steps`` steps and its learning rates."""
+    optim = cfg.model.optim
+    rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
+    optimizer = build_optimizer(
+        chunks=policy.chunks,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        clip_grad=cfg.loop.gradient_clip_val,
+        params_dtype=DTYPES[cfg.trainer.precision],
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        moments_dtype=MOMENTS[optim.moments_dtype],
+        offload_fraction=optim.offload_fraction,
+        **rates,
+    )
+    lengths, warnings = schedule_lengths(optim.sched, max_steps)
+    for warning in warnings if state.is_rank_zero() else ():
+        logger.warning(warning)
+    scheduler = build_scheduler(
+        optimizer=optimizer,
+        name=optim.sched.name,
+        max_steps=max_steps,
+        warmup_steps=lengths.warmup_steps,
+        constant_steps=lengths.constant_steps,
+        wsd_decay_steps=lengths.wsd_decay_steps,
+        wsd_decay_style=optim.sched.wsd_decay_style,
+        cycles=optim.sched.num_cycles,
+        **rates,
+    )
+    return optimizer, scheduler
+
+
+class ScheduleLengths(NamedTuple):
+    """Optimizer steps of the parts of a schedule; ``wsd_decay_steps`` is None where it has no such part."""
+
+    warmup_steps: int
+    constant_steps: int
+    wsd_decay_steps: int | None
+
+
+def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
+    """The parts of the schedule of a run of ``max_steps`` steps, and a warning for each that has no room as it is."""
+    prefix, warnings = "model.optim.sched", []
+    wanted, ratio = schedule.warmup_steps, schedule.warmup_ratio
+    warmup = min(wanted, max_steps - 1) if ratio is None else fraction_of(max_steps, ratio)
+    if warmup < wanted:
+        below = f"below the number of steps, {max_steps}, got {wanted}; shortened to {warmup}"
+        warnings.append(f"{prefix}.warmup_steps must be {below}")
+    room = max_steps - warmup
+    constant = schedule.constant_steps if schedule.constant_steps < room else 0
+    if constant < schedule.constant_steps:
+        below = f"below the number of steps after the warm-up, {room}, got {schedule.constant_steps}; left out"
+        warnings.append(f"{prefix}.constant_steps must be {below}")
+    decay = None if schedule.wsd_decay_steps is None else min(schedule.wsd_decay_steps, room - constant)
+    if decay is not None and decay != schedule.wsd_decay_steps:
+        most = f"at most {decay}, the steps between the warm-up and those at min_lr, got {schedule.wsd_decay_steps}"
+        warnings.append(f"{prefix}.wsd_decay_steps must be {most}; shortened to {decay}")
+    return ScheduleLengths(warmup, constant, decay), warnings
+
 
 logger = logging.getLogger(__name__)
 

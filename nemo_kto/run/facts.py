@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import config_folder
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.sources import find_source
@@ -20,8 +20,8 @@ from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.config.choices import adapter_settings
 from nemo_kto.config.resume_policy import rule_of
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.prefix import UNNAMED
-from nemo_kto.run.build_data import RunData
+from nemo_kto.data.rows.sources import UNNAMED
+from nemo_kto.run.data import RunData
 from nemo_kto.utils.field_errors import echo
 
 ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, its files) -> their hash

@@ -19,8 +19,8 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.huggingface import export_bytes
-from nemo_kto.run.build_data import RunData
-from nemo_kto.run.build_policy import Policy, export_policy
+from nemo_kto.run.data import RunData
+from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.summary import say_end
 
 logger = logging.getLogger(__name__)

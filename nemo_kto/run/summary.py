@@ -14,18 +14,18 @@ from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.choices import choose_mode
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.counts import SplitCounts
-from nemo_kto.data.rows.prefix import validation_names
+from nemo_kto.data.batches.dataset import SplitCounts
+from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.losses.metrics import metric_prefix
-from nemo_kto.run.build_data import RunData
-from nemo_kto.run.build_policy import Policy
-from nemo_kto.run.build_reference import find_other
-from nemo_kto.run.build_rows import micro_batch_limits
+from nemo_kto.run.data import RunData
+from nemo_kto.run.policy import Policy
+from nemo_kto.run.reference import find_other
+from nemo_kto.run.rows import micro_batch_limits
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
 

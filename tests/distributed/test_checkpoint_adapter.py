@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout

@@ -25,8 +25,7 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
     from nemo_kto.architecture.families import Temperature
     from nemo_kto.architecture.rope import read_rope
     from nemo_kto.models.layers.attention import TorchAttention
-    from nemo_kto.models.layers.rotary import RotaryTable
-    from nemo_kto.models.layers.temperature import TemperatureTable
+    from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
 
     config = TransformerConfig(
         num_layers=1,

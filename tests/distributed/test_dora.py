@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
@@ -59,12 +59,12 @@ def test_dropout_meets_what_peft_lets_it_meet(name: str, ranks: RankPool, model:
 
 def norms_taken(folder: Path) -> list[int]:
     """How often norms are taken: by two steps of four micro-batches each, and outside of a step."""
-    from nemo_kto.models.lora import lora_layers
+    from nemo_kto.models.lora import layers
 
     state.init_distributed(layout=Layout(), seed=3)
     chunks, _ = lora_jobs.build(folder, Layout(), SETTINGS)
     optimizer, found = lora_jobs.optimizer_of(chunks), []
-    with mock.patch.object(lora_layers, "row_norms", wraps=lora_layers.row_norms) as taken:
+    with mock.patch.object(layers, "row_norms", wraps=layers.row_norms) as taken:
         for _ in range(2):
             lora_jobs.backward(chunks)
             optimizer.step()
@@ -83,11 +83,11 @@ def test_norms_are_taken_once_for_all_micro_batches(ranks: RankPool, model: tupl
 
 def norms_of_a_run(model: Path, rows: Path, folder: Path) -> int:
     """How often norms are taken in a step of KTO in micro-batches of one row."""
-    from nemo_kto.models.lora import lora_layers
+    from nemo_kto.models.lora import layers
     from tests.distributed.jobs import train
 
     length = ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=1"]
-    with mock.patch.object(lora_layers, "row_norms", wraps=lora_layers.row_norms) as taken:
+    with mock.patch.object(layers, "row_norms", wraps=layers.row_norms) as taken:
         train(model, rows, folder, 1, [*LORA, "model.peft.lora_tuning.dora=true", *length])
     return taken.call_count
 

@@ -191,7 +191,7 @@ def test_an_export_is_that_of_the_checkpoint(
     """Written by two ranks that share out the experts, and by one that has them all."""
     import torch
 
-    from nemo_kto.run.build_policy import export_checkpoint
+    from nemo_kto.run.policy import export_checkpoint
     from tests.parity.test_huggingface import weights
 
     given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
@@ -210,7 +210,7 @@ def test_exported_adapters_are_those_of_the_checkpoint(
     """Adapters on experts that two ranks share out, and the model that they are merged into; both again on one rank."""
     import torch
 
-    from nemo_kto.run.build_policy import export_checkpoint
+    from nemo_kto.run.policy import export_checkpoint
     from tests.parity.test_huggingface import weights
 
     given = [*LORA, f"{TARGETS}=[mlp]", EP2, "export.enabled=true", "trainer.kto.max_steps=1"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.restricted import load_plain
 from nemo_kto.distributed import state
 from tests.distributed.jobs import train, trajectory

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.ranks import RankPool

@@ -55,7 +55,7 @@ def build_mixture(tensor_parallel: int, expert_parallel: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from nemo_kto.models.layers.norm import TorchNorm
-    from nemo_kto.models.lora.lora_layers import adapt_linear
+    from nemo_kto.models.lora.layers import adapt_linear
 
     spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
@@ -208,7 +208,7 @@ def test_experts_shared_out_over_ranks(
 def merge_into_grouped(folder: Path) -> list[bool]:
     """On a rank: whether adapters change weights of experts under the names of Transformer Engine's layer as under ours."""
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.architecture.lora_settings import LoRASettings
+    from nemo_kto.architecture.lora import LoRASettings
     from nemo_kto.distributed import state
     from nemo_kto.models.gpt import build_gpt
     from nemo_kto.models.lora import adapters
@@ -238,7 +238,7 @@ def merge_into_grouped(folder: Path) -> list[bool]:
     share_weights(carrier, model)
     merge_adapters([carrier])
     share_weights(carrier, grouped)
-    for adapter in lora._adapters([carrier]):
+    for adapter in adapters._adapters([carrier]):
         adapter.adapter_is_merged = False
     merge_adapters([carrier])
     after = dict(grouped.named_parameters())
@@ -260,7 +260,7 @@ def adapt_shared_out_expert() -> str:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from nemo_kto.distributed import state
-    from nemo_kto.models.lora.lora_layers import adapt_linear
+    from nemo_kto.models.lora.layers import adapt_linear
 
     state.init_distributed(layout=state.Layout(), seed=3)
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.distributed.ranks import RankPool
 

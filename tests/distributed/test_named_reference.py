@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.distributed import lora_jobs
 from tests.distributed.jobs import train, trajectory
@@ -167,7 +167,7 @@ def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("nemo_kto.run.build_policy")
+    logger = logging.getLogger("nemo_kto.run.policy")
     logger.addHandler(handler)
     try:
         return run_a_step(model, rows, folder, 1, overrides), said

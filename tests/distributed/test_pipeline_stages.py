@@ -78,7 +78,7 @@ def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple
 def test_passes_come_in_the_order_that_plans_count(
     layout: Layout, rows: int, empty: int, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """What plans know of the schedule (architecture/stages.py) is what megatron-core does; the last micro-batches are empty."""
+    """What plans know of the schedule (stages.py) is what megatron-core does; the last micro-batches are empty."""
     model = make_checkpoint(tmp_path, "llama", num_hidden_layers=8)
     for stage, micro_batches, seen, sizes in ranks.run(layout.pipeline, passes, model, layout, rows):
         assert micro_batches == rows + empty

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from tests.distributed.ranks import RankPool
 from tests.tiny import make_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.models.engine.engine import MicroBatchLoss

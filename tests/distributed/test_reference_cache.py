@@ -39,18 +39,18 @@ class CacheUser:
     """What a run does with its cache; says what was asked of the model and what was warned of."""
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
-        from nemo_kto.models.engine import reference_cache
+        from nemo_kto.models.engine import cached_reference
         from nemo_kto.models.engine.cached_reference import CachedReference
 
         self.evaluated = 0
         self.warnings: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
-        reference_cache.logger.addHandler(handler)
+        cached_reference.logger.addHandler(handler)
         try:
-            cache = reference_cache.ReferenceCache(folder=folder, settings=settings, models=[model])
+            cache = cached_reference.ReferenceCache(folder=folder, settings=settings, models=[model])
         finally:
-            reference_cache.logger.removeHandler(handler)
+            cached_reference.logger.removeHandler(handler)
         self.reference = CachedReference(cache=cache)
 
     def logprobs(self, sequences: Any) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_padding_is_not_in_the_key_and_labels_are() -> None:
-    from nemo_kto.models.engine.reference_cache import sequence_keys
+    from nemo_kto.models.engine.cached_reference import sequence_keys
 
     rows = make_rows(5, 3)
     wider = make_rows(5, 4).take(torch.arange(3))

@@ -154,7 +154,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
-        patch.setattr("nemo_kto.run.build_optimizer.build_optimizer", noted)
+        patch.setattr("nemo_kto.run.build.build_optimizer", noted)
         train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 

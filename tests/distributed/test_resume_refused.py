@@ -44,7 +44,7 @@ def started(folders: Folders, overrides: list[str], algorithm: str = "kto") -> T
     loop = [f"trainer.{algorithm}.{setting}" for setting in ("max_epochs=1", "max_steps=-1", "limit_val_batches=0")]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
-    about_rows = ("nemo_kto.run.build_data", "nemo_kto.algorithms.recipes")
+    about_rows = ("nemo_kto.run.data", "nemo_kto.algorithms.recipes")
     handler.addFilter(lambda record: record.levelno >= logging.WARNING and not record.name.startswith(about_rows))
     logging.getLogger("nemo_kto").addHandler(handler)
     try:

@@ -64,7 +64,7 @@ def test_a_second_job_is_told_who_uses_the_folder(ranks: RankPool, tmp_path: Pat
 def blocks(folder: Path) -> list[list[str]]:
     """What stands in the folder during and after each block."""
     from nemo_kto.distributed import state
-    from nemo_kto.run.locks import hold_run_folder
+    from nemo_kto.run.lifecycle import hold_run_folder
 
     found = []
     for writes in (False, True):
@@ -89,7 +89,7 @@ def test_a_folder_in_which_nothing_was_written_is_removed_again(ranks: RankPool,
 
 def cleared(folder: Path) -> list[str]:
     """What stands in the folder once it is held."""
-    from nemo_kto.run.locks import hold_run_folder
+    from nemo_kto.run.lifecycle import hold_run_folder
 
     with hold_run_folder(folder):
         return sorted(path.name for path in folder.iterdir())

@@ -24,16 +24,16 @@ def started(native: list[bool], *arguments: Any) -> tuple[str, list[str], str]:
     """On a rank: a job on machines of which each has bf16 or not; what it printed, its warnings, and its error."""
     from nemo_kto.device.precision import Bf16Support
     from nemo_kto.distributed import state
-    from nemo_kto.run import precision
+    from nemo_kto.run import lifecycle
 
     has = native[state.rank()]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
-    handler.addFilter(lambda record: not record.name.endswith(".build_data"))  # what is said of the rows is tested elsewhere
+    handler.addFilter(lambda record: not record.name.endswith(".data"))  # what is said of the rows is tested elsewhere
     logging.getLogger("nemo_kto").addHandler(handler)
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(precision, "bf16_support", lambda: Bf16Support(native=has, why=FAST if has else SLOW))
+            patch.setattr(lifecycle, "bf16_support", lambda: Bf16Support(native=has, why=FAST if has else SLOW))
             train(*arguments)
     except ValueError as raised:
         error = str(raised)

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.planner.memory import Training
 from nemo_kto.planner.traffic import Step, step_traffic

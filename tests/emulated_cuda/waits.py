@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 # Their callers are named too: the innermost lines of a site up to the first line of nemo_kto that is not one of these.
-HELPERS = ("nemo_kto/device/device.py", "nemo_kto/distributed/reduce.py", "nemo_kto/distributed/state.py")
+HELPERS = ("nemo_kto/device/device.py", "nemo_kto/distributed/collectives.py", "nemo_kto/distributed/state.py")
 MAX_LINES = 3
 _NOT_SHOWN = ("/torch/", "<frozen", "/threading.py", "/contextlib.py", "/functools.py")
 _OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("waits", "copies", "memory", "kernels", "attention"))

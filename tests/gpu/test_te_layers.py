@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
@@ -50,7 +50,7 @@ def logits(chunks: list[Any], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def names_of_adapted(chunks: list[Any]) -> set[str]:
-    return {type(module).__name__ for chunk in chunks for module in chunk.modules() if isinstance(module, lora.Adapter)}
+    return {type(module).__name__ for chunk in chunks for module in chunk.modules() if isinstance(module, adapters.Adapter)}
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, DORA], ids=["lora", "dora"])

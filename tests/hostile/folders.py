@@ -11,14 +11,14 @@ from typing import Any
 
 from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.huggingface import check_weights
 from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
-from nemo_kto.run.build_rows import model_tokenizer
+from nemo_kto.run.rows import model_tokenizer
 from tests.tiny import write_safetensors
 from tests.unit.conftest import composed, said_of
 

@@ -91,7 +91,7 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     name, *rest = (word.replace("\\0", "\0") for word in words)
     given = GOOD if name in ("kto", "dpo") and "RAW" not in rest else []
     with pytest.raises(SystemExit) as ended:
-        cli.main([name, *given, *(word for word in rest if word != "RAW")])
+        main.main([name, *given, *(word for word in rest if word != "RAW")])
     printed = capsys.readouterr()
     assert ended.value.code == 2, printed
     assert printed.out == ""

@@ -31,8 +31,8 @@ def train(cfg, check_memory):
 def export_checkpoint(checkpoint, out, *, adapter):
     print(f"export {checkpoint} {out}" + " as adapters" * adapter)
 
-for name in ("build", "build_policy"):
-    module = types.ModuleType(f"nemo_kto.launch.{name}")
+for name in ("build", "policy"):
+    module = types.ModuleType(f"nemo_kto.run.{name}")
     module.train, module.export_checkpoint = train, export_checkpoint
     sys.modules[module.__name__] = module
 """
@@ -82,7 +82,7 @@ _IMPORTED = (
 )
 _IMPORTED += ("torch.distributed.elastic.multiprocessing.errors", "psutil")
 # What training imports besides.
-TRAINING = ("nemo_kto.run.build_reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
+TRAINING = ("nemo_kto.run.reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
 TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "pytorch_lightning.loggers")
 
 

@@ -226,9 +226,9 @@ def test_what_is_logged_and_warned_of(tmp_path: Path) -> None:
     body = """
 import logging, warnings
 for _ in range(2):
-    logging.getLogger("nemo_kto.launch").warning("mine")
+    logging.getLogger("nemo_kto.run").warning("mine")
     warnings.warn("old", FutureWarning)
-logging.getLogger("nemo_kto.launch").info("told in job %s", cfg.model.seed)
+logging.getLogger("nemo_kto.run").info("told in job %s", cfg.model.seed)
 logging.getLogger("library").info("not told")
 """
     env = pretend(tmp_path, body)

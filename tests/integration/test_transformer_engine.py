@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.config.rules.packages import check_transformer_engine
+from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.integration.commands import environment, run

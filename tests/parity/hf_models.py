@@ -29,7 +29,7 @@ from transformers import (
     set_seed,
 )
 
-from nemo_kto.architecture.lora_settings import OTHER_NAMES, LoRASettings
+from nemo_kto.architecture.lora import OTHER_NAMES, LoRASettings
 
 SEQUENCE = 24
 _SIZES: dict[str, Any] = {

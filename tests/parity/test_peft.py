@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout

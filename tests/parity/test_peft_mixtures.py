@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.architecture.lora_settings import HUGGING_FACE_TARGETS, LoRASettings
+from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout

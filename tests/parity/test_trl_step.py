@@ -122,7 +122,7 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[dict[str, An
     from transformers import AutoTokenizer
 
     from nemo_kto.data.batches.collate import kto_custom_collate
-    from nemo_kto.data.batches.examples import KTOExample
+    from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
     from nemo_kto.data.rows.records import RowErrors
     from nemo_kto.data.tokens.chat import RecordEncoder

@@ -12,10 +12,9 @@ from nemo_kto.losses.preference import LOSSES
 
 if TYPE_CHECKING:
     from nemo_kto.algorithms.dpo import DPOTrainer
-    from nemo_kto.data.batches.batch import DPOBatch
-    from nemo_kto.data.batches.dataset import DPODataset, Splits
-    from nemo_kto.data.batches.examples import DPOExample
-    from nemo_kto.data.batches.shares import DPOCosts, SequenceCost
+    from nemo_kto.data.batches.collate import DPOBatch
+    from nemo_kto.data.batches.dataset import DPODataset, DPOExample, Splits
+    from nemo_kto.data.batches.loader import DPOCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
@@ -45,7 +44,7 @@ class DPORecipe(Recipe):
         return share, partial(dpo_custom_collate, **options)
 
     def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> DPOCosts:
-        from nemo_kto.data.batches.shares import DPOCosts
+        from nemo_kto.data.batches.loader import DPOCosts
 
         return DPOCosts(cost=cost)
 

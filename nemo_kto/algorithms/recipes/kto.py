@@ -13,10 +13,9 @@ from nemo_kto.losses.loss import Loss
 
 if TYPE_CHECKING:
     from nemo_kto.algorithms.kto import KTOTrainer
-    from nemo_kto.data.batches.batch import KTOBatch
-    from nemo_kto.data.batches.dataset import KTODataset, Splits
-    from nemo_kto.data.batches.examples import KTOExample
-    from nemo_kto.data.batches.shares import KTOCosts, SequenceCost
+    from nemo_kto.data.batches.collate import KTOBatch
+    from nemo_kto.data.batches.dataset import KTODataset, KTOExample, Splits
+    from nemo_kto.data.batches.loader import KTOCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
@@ -49,7 +48,7 @@ class KTORecipe(Recipe):
         return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
 
     def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> KTOCosts:
-        from nemo_kto.data.batches.shares import KTOCosts
+        from nemo_kto.data.batches.loader import KTOCosts
 
         return KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=seq_length)
 

@@ -17,7 +17,7 @@ from nemo_kto.utils.fields import Name, Remedy, Section
 if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
-    from nemo_kto.data.batches.shares import SequenceCost
+    from nemo_kto.data.batches.loader import SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel

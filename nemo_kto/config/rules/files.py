@@ -14,8 +14,15 @@ from pathlib import Path
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Family
-from nemo_kto.architecture.lora_mappings import adaptable, embedding_problem, hf_module
-from nemo_kto.architecture.lora_settings import EMBEDDING, HUGGING_FACE_TARGETS, NEMO_TARGETS, TARGET_MODULES
+from nemo_kto.architecture.lora import (
+    EMBEDDING,
+    HUGGING_FACE_TARGETS,
+    NEMO_TARGETS,
+    TARGET_MODULES,
+    adaptable,
+    embedding_problem,
+    hf_module,
+)
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
@@ -23,10 +30,9 @@ from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
 from nemo_kto.artifacts.sources import check_same_shape, find_source, is_peft_folder, is_whole_model
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.config.choices import adapter_settings
-from nemo_kto.config.rules.experts import divisor_below, expert_rules
-from nemo_kto.config.rules.pipeline import pipeline_rules
+from nemo_kto.config.rules.layout import divisor_below, expert_rules, pipeline_rules
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.prefix import WHOLE, read_data_prefix
+from nemo_kto.data.rows.sources import WHOLE, read_data_prefix
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.utils.files import open_file, other_format
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.prefix import (
+from nemo_kto.data.rows.sources import (
     AUTO,
     SPLITS,
     UNNAMED,

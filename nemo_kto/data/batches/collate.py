@@ -1,16 +1,57 @@
-"""From examples to tensors: of one rank's share of a global batch, with KL examples formed over all of it, and of pairs."""
+"""Examples to batches of tensors: the collate functions of KTO and DPO, and the keys of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from nemo_kto.data.batches.batch import DPOBatch, KTOBatch
-from nemo_kto.data.batches.examples import DPOExample, KTOExample
+from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 from nemo_kto.losses.sequence import IGNORED
+
+
+class KTOBatch(TypedDict):
+    """Answers with binary feedback, and KL examples where the loss needs them."""
+
+    samples: Tensor  # [B, S] int64
+    sample_labels: Tensor  # [B, S] int64
+    sample_lengths: Tensor  # [B] int64, without padding
+    position_ids: NotRequired[Tensor]  # [B, S] int64; counted from 0 if absent
+    attention_mask: NotRequired[Tensor]
+    preference: Tensor  # [B] int64: 1 desirable, 0 undesirable
+    weights: NotRequired[Tensor]  # [B] float32, of the loss of each sample; 1 if absent
+    kl_samples: NotRequired[Tensor]
+    kl_sample_labels: NotRequired[Tensor]
+    kl_sample_lengths: NotRequired[Tensor]
+    kl_position_ids: NotRequired[Tensor]
+    kl_attention_mask: NotRequired[Tensor]
+    kl_same_prompt: NotRequired[Tensor]  # [B] int64: 1 where the KL response was given to the example's own prompt
+    ref_policy_log_probs_samples: NotRequired[Tensor]  # [B] fp32
+    ref_policy_log_probs_kl_samples: NotRequired[Tensor]  # [B] fp32
+
+
+class DPOBatch(TypedDict):
+    """Pairs: ``chosen`` is the prompt with the chosen answer, ``rejected`` with the other."""
+
+    chosen: Tensor  # [B, S] int64
+    chosen_labels: Tensor  # [B, S] int64
+    chosen_lengths: Tensor  # [B] int64, without padding
+    chosen_position_ids: NotRequired[Tensor]
+    chosen_attention_mask: NotRequired[Tensor]
+    chosen_rewards: Tensor  # [B] float32
+    rejected: Tensor
+    rejected_labels: Tensor
+    rejected_lengths: Tensor
+    rejected_position_ids: NotRequired[Tensor]
+    rejected_attention_mask: NotRequired[Tensor]
+    rejected_rewards: Tensor
+    weights: NotRequired[Tensor]  # [B] float32, of the loss of each pair; 1 if absent
+    ref_policy_log_probs_chosen: NotRequired[Tensor]  # [B] fp32
+    ref_policy_log_probs_rejected: NotRequired[Tensor]  # [B] fp32
+
 
 Ids = Sequence[int] | np.ndarray
 Texts = Sequence[tuple[Ids, Ids]]  # prompt and response of each sequence, as token ids

@@ -1,4 +1,4 @@
-"""Datasets of examples: the splits of ``data_prefix``, memory-mapped."""
+"""Tokenised records: what a dataset gives and a collate function takes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ import torch.utils.data
 from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.batches.counts import SplitCounts
-from nemo_kto.data.batches.examples import DPOExample, KTOExample
-from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
-from nemo_kto.data.rows.prefix import (
+from nemo_kto.data.rows.reader import Fields, FileColumns
+from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.rows.sources import (
     SPLITS,
     WHOLE,
+    Range,
     Source,
+    blend,
+    join_small,
+    leave_out_small,
     read_data_prefix,
+    refuse_small_sets,
+    split_ranges,
     split_shares,
     validation_names,
     validation_split,
 )
-from nemo_kto.data.rows.reader import Fields, FileColumns
-from nemo_kto.data.rows.records import DataError, RowErrors
 from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.fingerprint import examples_hash
@@ -37,6 +40,77 @@ from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTOExample:
+    """One tokenised record.
+
+    Attributes:
+        prompt_ids: [P] int, P >= 1.
+        response_ids: [R] int, R >= 1, end-of-turn included where the answer was not cut.
+        desirable: whether the answer is one to learn.
+        weight: of its loss.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    response_ids: Sequence[int] | np.ndarray
+    desirable: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPOExample:
+    """One tokenised pair.
+
+    Attributes:
+        prompt_ids: [P] int, P >= 1.
+        chosen_ids, rejected_ids: [C] and [R] int, at least 1, end-of-turn included where the answer was not cut.
+        chosen_reward, rejected_reward: what the answers are worth, in any unit.
+        weight: of its loss.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    chosen_ids: Sequence[int] | np.ndarray
+    rejected_ids: Sequence[int] | np.ndarray
+    chosen_reward: float
+    rejected_reward: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCounts:
+    """The numbers of one split; of a blend, of one epoch of it.
+
+    Attributes:
+        rows: examples, or pairs.
+        desirable: examples with a good answer; None for pairs.
+        tokens: of prompts and answers, after truncation; the prompt of a pair counts once for each answer.
+        cut_prompts: rows whose prompt lost tokens to truncation.
+        cut_responses: rows whose answer, or one of whose two answers, did.
+    """
+
+    rows: int
+    desirable: int | None
+    tokens: int
+    cut_prompts: int
+    cut_responses: int
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """How many examples there are of each kind; empty for pairs."""
+        return {} if self.desirable is None else {"desirable": self.desirable, "undesirable": self.rows - self.desirable}
+
+    def warnings(self, split: str, *, seq_length: int) -> Iterator[str]:
+        """What looks wrong with the split of this name."""
+        if self.desirable is not None and self.desirable in (0, self.rows):
+            label = "desirable" if self.desirable else "undesirable"
+            yield f"{split}: all {self.rows} rows are {label}; is the file sorted by label?"
+        for what, count in (("prompt", self.cut_prompts), ("answer", self.cut_responses)):
+            if count:
+                limit = f"longer than model.data.seq_length={seq_length}"
+                yield f"{split}: the {what} is cut in {count} of {self.rows} rows, which are {limit}"
+
 
 _NAMED_FILES = 3  # with a warning each
 

@@ -8,10 +8,8 @@ from itertools import groupby
 
 from torch import Tensor
 
-from nemo_kto.data.batches.batch import DPOBatch, KTOBatch
-from nemo_kto.data.batches.collate import kl_partners_of
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset
-from nemo_kto.data.batches.examples import KTOExample
+from nemo_kto.data.batches.collate import DPOBatch, KTOBatch, kl_partners_of
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, KTOExample
 from nemo_kto.losses.sequence import IGNORED
 
 Decode = Callable[[list[int]], str]

@@ -22,15 +22,19 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.distributed.context import leads_context_parallel, sum_over_context_parallel
+from nemo_kto.distributed.collectives import (
+    from_last_stage,
+    largest_over_data_parallel,
+    leads_context_parallel,
+    sum_over_context_parallel,
+)
+from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
-from nemo_kto.distributed.overlap import bucket_groups, finish_gathers
-from nemo_kto.distributed.reduce import from_last_stage, largest_over_data_parallel
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.layers.router import balance_sums, experts_span_copies, routers
+from nemo_kto.models.layers.moe import balance_sums, experts_span_copies, routers
 from nemo_kto.models.lora.adapters import constant_weights
 
 

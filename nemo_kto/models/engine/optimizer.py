@@ -13,8 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.distributed import state
-from nemo_kto.distributed.main_grad import add_products_to_main_grads
-from nemo_kto.distributed.overlap import expect_whole_weights, schedule_reductions
+from nemo_kto.distributed.gradients import add_products_to_main_grads, expect_whole_weights, schedule_reductions
 
 # Names of the schedules, as NeMo's configurations spell those it has, and what megatron-core calls them.
 SCHEDULES = {

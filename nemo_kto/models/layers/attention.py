@@ -32,13 +32,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.device import device
 from nemo_kto.device.kernels import varlen_attention
-from nemo_kto.distributed.context import gather_shares
+from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.norm import unit_norm
 from nemo_kto.models.layers.packed_sequences import PackedSequences
-from nemo_kto.models.layers.rotary import RotaryTable
+from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
 from nemo_kto.models.layers.spans import causal_spans, in_row_order
-from nemo_kto.models.layers.temperature import TemperatureTable
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from nemo_kto.distributed.main_grad import added_to_main_grad, main_grad_of
+from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
 class RowEmbedding(VocabParallelEmbedding):

@@ -7,7 +7,7 @@ of A and B a part, as PEFT does for the layers that Hugging Face's models keep a
     lora_b  [out, rank]          in the order of the rows of the weight; ``part_of_row`` says whose A a row goes with
 
 Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they stay as they are; so do the rows of
-B and the columns of A that belong to padding. How the two are shared out over ranks: ``models.lora_layers``.
+B and the columns of A that belong to padding. How the two are shared out over ranks: ``models.lora.layers``.
 
 With DoRA (``models.dora``) each row that is adapted has a magnitude besides:
 
@@ -31,25 +31,25 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import ParamMapping, Split
-from nemo_kto.architecture.lora_mappings import (
+from nemo_kto.architecture.lora import (
     LORA_A,
     LORA_B,
     LORA_MAGNITUDE,
+    LoRASettings,
     adapted_mappings,
     adapter_mappings,
     embedding_problem,
     hf_module,
 )
-from nemo_kto.architecture.lora_settings import LoRASettings
 from nemo_kto.architecture.segments import held, pieces, source_shapes, split_dimension
 from nemo_kto.distributed import state
-from nemo_kto.distributed.overlap import finish_gathers
+from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora.lora_layers import ADAPTED_CLASSES, Adapter, adapt_linear
+from nemo_kto.models.lora.layers import ADAPTED_CLASSES, Adapter, adapt_linear
 
 if HAVE_TE:
-    from nemo_kto.models.lora.lora_engine import ENGINE_CLASSES
+    from nemo_kto.models.lora.te_layers import ENGINE_CLASSES
 
     ADAPTED_CLASSES.update(ENGINE_CLASSES)
 

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from nemo_kto.artifacts import companions
-from nemo_kto.artifacts.companions import read_companions
+from nemo_kto.artifacts import content
+from nemo_kto.artifacts.content import read_companions
 from nemo_kto.errors import UserError
 from tests.messages import Message
 
@@ -28,9 +28,9 @@ OTHERS = ("model.safetensors", "README.md", "pytorch_model.bin", "training_args.
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    for name, content in NEEDED.items():
+    for name, data in NEEDED.items():
         (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "model" / name).write_bytes(content)
+        (tmp_path / "model" / name).write_bytes(data)
     for name in OTHERS:
         (tmp_path / "model" / name).write_bytes(b"large")
     return tmp_path / "model"
@@ -91,7 +91,7 @@ def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.
 def test_what_is_too_large_is_named_and_left_out(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(companions, "_MAX_BYTES", 200)
+    monkeypatch.setattr(content, "_MAX_BYTES", 200)
     assert "tokenizer.model" not in read_companions(model, into="the checkpoints")
     size = len(NEEDED["tokenizer.model"])
     text = Message(f"{model}/tokenizer.model", "checkpoints", "200 bytes", f"{size:,}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.choices import adapter_settings, choose_mode
 from nemo_kto.planner import plan_run
 from tests.unit.run.test_build_rows import config

@@ -77,11 +77,11 @@ def read(name: str, code: str) -> bool:
 
 def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     """A key that is accepted and changes nothing would be a lie."""
-    launch, recipes = REPOSITORY / "nemo_kto" / "launch", REPOSITORY / "nemo_kto" / "recipes"
-    others = (launch / f"{name}.py" for name in ("choices", "job", "resume", "finish"))
-    files = (*launch.glob("build*.py"), *others, recipes / f"{recipe.name}.py")
+    package = REPOSITORY / "nemo_kto"
+    others = (package / f"{name}.py" for name in ("config/choices", "cli/job", f"algorithms/recipes/{recipe.name}"))
+    files = (*(package / "run").glob("*.py"), *others)
     code = "".join(file.read_text() for file in files)
-    code += inspect.getsource(rules.world_size) + inspect.getsource(rules.local_ranks)
+    code += inspect.getsource(training.world_size) + inspect.getsource(training.local_ranks)
     parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
     handed_on_whole = (*(f"exp_manager.{part}." for part in parts), f"trainer.{recipe.name}.")
     only_one_value = {  # schema.py refuses all others

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.cli.job import refuse_mistakes
-from nemo_kto.config.redaction import redact_file, redacted
-from nemo_kto.config.saved_config import save_config
+from nemo_kto.config.saved_config import redact_file, redacted, save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError
 from nemo_kto.run.build import build_logger

@@ -358,7 +358,7 @@ def test_everything_is_found_at_once(said: Said, recipe: Recipe) -> None:
 
 
 def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(training, "installed", lambda package: package == "tensorboard")
     assert said("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
         Message(f"exp_manager.create_{package}_logger", "true", f"{package}", f"exp_manager.create_{package}_logger=false")
         for package in ("wandb", "mlflow")

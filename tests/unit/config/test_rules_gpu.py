@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from nemo_kto.cli import plan
-from nemo_kto.config.rules.gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows
-from nemo_kto.config.rules.packages import transformer_engine_version
+from nemo_kto.config.rules.gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows, transformer_engine_version
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.messages import Message, raises

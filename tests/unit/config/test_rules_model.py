@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from nemo_kto.algorithms.recipes import KTO, Recipe
-from nemo_kto.architecture.lora_settings import TARGET_MODULES
+from nemo_kto.architecture.lora import TARGET_MODULES
 from nemo_kto.config.schema import ScheduleConfig
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.collate import kl_partners, kto_custom_collate
-from nemo_kto.data.batches.examples import KTOExample
+from nemo_kto.data.batches.dataset import KTOExample
 from tests.messages import raises
 
 EOS = 0

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.collate import dpo_custom_collate
-from nemo_kto.data.batches.counts import SplitCounts
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, build_splits
-from nemo_kto.data.batches.examples import DPOExample
+from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts, build_splits
 from nemo_kto.data.inspect.balance import (
     MAX_BALANCE,
     MIN_BALANCE,

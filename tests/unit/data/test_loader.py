@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
-from nemo_kto.data.batches.dataset import KTODataset, build_splits
-from nemo_kto.data.batches.examples import KTOExample
+from nemo_kto.data.batches.dataset import KTODataset, KTOExample, build_splits
 from nemo_kto.data.batches.loader import build_dataloader, every_example
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES

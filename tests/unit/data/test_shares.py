@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.examples import DPOExample, KTOExample
-from nemo_kto.data.batches.shares import DPOCosts, KTOCosts, balanced_shares
+from nemo_kto.data.batches.dataset import DPOExample, KTOExample
+from nemo_kto.data.batches.loader import DPOCosts, KTOCosts, balanced_shares
 
 
 def cost(length: int) -> float:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.rows.prefix import UNNAMED, validation_names
 from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.sources import UNNAMED, validation_names
 from nemo_kto.errors import UserError
 from tests.messages import Message, raises
 from tests.unit.data.test_dataset import named, prompts, splits

@@ -78,7 +78,7 @@ def test_headers_of_debians_own_python(machine: Machine) -> None:
 RANK = """
 import json, os, sys
 import torch
-import nemo_kto.parallel
+import nemo_kto.device
 from nemo_kto.device import device, imports
 device.on_gpu = lambda: True
 imports.missing_for_compiling = lambda: json.loads(os.environ["MISSING"])

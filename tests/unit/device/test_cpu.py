@@ -30,7 +30,7 @@ def test_a_default_device_is_heeded() -> None:
 WARNED = """
 import os, sys, warnings, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
-import nemo_kto.parallel, megatron.core
+import nemo_kto.device, megatron.core
 with warnings.catch_warnings(record=True) as seen:
     warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
     warnings.warn("torch.distributed.all_gather_into_tensor` is deprecated")

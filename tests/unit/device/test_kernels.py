@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm
 
 from nemo_kto.device import device, imports, kernels
-from nemo_kto.distributed import main_grad
+from nemo_kto.distributed import gradients
 from tests.distributed.test_no_waiting import Asked
 from tests.messages import Message
 
@@ -106,7 +106,7 @@ def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch
     own.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=BF16))
     engines = torch.nn.Linear(2, 2)
     engines.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # Transformer Engine's name
-    main_grad.add_products_to_main_grads(torch.nn.Sequential(own, engines))
+    gradients.add_products_to_main_grads(torch.nn.Sequential(own, engines))
     assert own.gradient_accumulation_fusion is apex
     assert engines.fuse_wgrad_accumulation is True
 

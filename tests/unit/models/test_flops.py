@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import AttentionWindow, Flops, ModelFlops, Passes
 from tests.tiny import make_checkpoint

@@ -10,12 +10,19 @@ import torch
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, Layers, Split
-from nemo_kto.architecture.lora_mappings import adapted_mappings, adapter_mappings, adapts_experts, embedding_problem
-from nemo_kto.architecture.lora_settings import HUGGING_FACE_TARGETS, TARGET_MODULES, LoRASettings
+from nemo_kto.architecture.lora import (
+    HUGGING_FACE_TARGETS,
+    TARGET_MODULES,
+    LoRASettings,
+    adapted_mappings,
+    adapter_mappings,
+    adapts_experts,
+    embedding_problem,
+)
 from nemo_kto.architecture.rope import Rope
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
-from nemo_kto.models.lora.lora_layers import adapt_linear
+from nemo_kto.models.lora.layers import adapt_linear
 from tests.messages import Message
 
 # Three key-value heads that two ranks share as four; head size 2.

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nemo_kto.architecture.families import Temperature
+from nemo_kto.models.layers.rotary import TemperatureTable
 from nemo_kto.models.layers.spans import row_places
-from nemo_kto.models.layers.temperature import TemperatureTable
 
 TEMPERATURE = Temperature(floor=3, scale=0.4)
 

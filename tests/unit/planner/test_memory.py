@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
-from nemo_kto.architecture.lora_settings import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import logprobs

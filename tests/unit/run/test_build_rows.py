@@ -15,8 +15,8 @@ from nemo_kto.config import compose
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.run import build, build_reference
-from nemo_kto.run.build_rows import micro_batch_limits, shares_of, source_settings, too_few_rows
+from nemo_kto.run import build, reference
+from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings, too_few_rows
 from tests.messages import Message
 from tests.tiny import make_tokenizer
 
@@ -110,11 +110,11 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
 
 
 def test_reference_log_probs_in_fp8_are_kept_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_reference, "ReferenceCache", lambda **kept: kept["settings"])
+    monkeypatch.setattr(reference, "ReferenceCache", lambda **kept: kept["settings"])
     policy: Any = SimpleNamespace(source=Path("model"), base_model=Path("model"), adapter_folder=None)
     engine: Any = SimpleNamespace(average_log_probs=False)
 
     def settings(*overrides: str) -> Any:
-        return build_reference._open_cache(config(*overrides), policy, None, engine)
+        return reference._open_cache(config(*overrides), policy, None, engine)
 
     assert settings("model.fp8=e4m3") == settings() | {"fp8": "e4m3"}

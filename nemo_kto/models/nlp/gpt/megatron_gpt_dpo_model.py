@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nemo_kto.data.batches.batch import DPOBatch
+from nemo_kto.data.batches.collate import DPOBatch
 from nemo_kto.device import device
-from nemo_kto.distributed.reduce import gather_over_data_parallel, sum_over_data_parallel
+from nemo_kto.distributed.collectives import gather_over_data_parallel, sum_over_data_parallel
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.models.engine.engine import MicroBatchLoss

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_kto.data.batches.batch import KTOBatch
+from nemo_kto.data.batches.collate import KTOBatch
 from nemo_kto.device import device
-from nemo_kto.distributed.reduce import sum_over_data_parallel, to_host
+from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.models.engine.engine import MicroBatchLoss

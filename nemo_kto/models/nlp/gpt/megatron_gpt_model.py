@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_kto.distributed.reduce import global_sums, ranks_where, to_host
+from nemo_kto.distributed.collectives import global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
 from nemo_kto.models.engine.engine import LogProbEngine

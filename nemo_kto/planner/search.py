@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora_mappings import adapts_experts
+from nemo_kto.architecture.lora import adapts_experts
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.choices import adapter_settings, pipeline_split
 from nemo_kto.config.schema import RunConfig

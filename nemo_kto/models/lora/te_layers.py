@@ -6,7 +6,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 from torch import Tensor
 
-from nemo_kto.models.lora.lora_layers import Adapter, Metadata, Offsets, Output
+from nemo_kto.models.lora.layers import Adapter, Metadata, Offsets, Output
 
 
 class LoRALayerNormColumnParallelLinear(Adapter, TELayerNormColumnParallelLinear):

@@ -18,7 +18,7 @@ from nemo_kto.data.batches.loader import build_dataloader
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.distributed import state
-from nemo_kto.run.build_rows import collate_settings, shares_of, source_settings, too_few_rows
+from nemo_kto.run.rows import collate_settings, shares_of, source_settings, too_few_rows
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)

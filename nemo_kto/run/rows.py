@@ -13,7 +13,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.artifacts.checkpoint_files import config_folder
 from nemo_kto.config.choices import adapter_settings, pipeline_split, reference_passes
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.shares import SequenceCost, by_cost, every_nth
+from nemo_kto.data.batches.loader import SequenceCost, by_cost, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.device import device
 from nemo_kto.errors import UserError

@@ -5,7 +5,7 @@ of A and all of B: only the rank-wide product A x travels between ranks. DoRA's 
 row-parallel layer they need the squares of each row summed over the ranks, once for all micro-batches of a pass.
 
 The adapters are one mixin for layers of any make: megatron-core's own are here, Transformer Engine's in
-``models.lora_engine``.
+``models.lora.te_layers``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from nemo_kto.architecture.lora_mappings import LORA_A, LORA_B, LORA_MAGNITUDE
+from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
 from nemo_kto.models.layers.embedding import RowEmbedding
 from nemo_kto.models.lora.dora import Change, RowNorms, row_norms

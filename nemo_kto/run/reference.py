@@ -24,25 +24,24 @@ from nemo_kto.algorithms.duration import (
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.checkpoint.distributed import load_weights_only, saved_adapters
-from nemo_kto.checkpoint.generators import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.config.choices import choose_mode
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.distributed.overlap import finish_gathers
+from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
-from nemo_kto.models.engine.cached_reference import CachedReference
+from nemo_kto.models.engine.cached_reference import CachedReference, ReferenceCache
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.reference import LiveReference, ReferencePolicy, SwappedWeights
-from nemo_kto.models.engine.reference_cache import ReferenceCache
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
 from nemo_kto.processes import signals
-from nemo_kto.run.build_data import RunData
-from nemo_kto.run.build_policy import Policy, load_base_weights, load_policy_weights
-from nemo_kto.run.leave import leave
+from nemo_kto.run.data import RunData
+from nemo_kto.run.lifecycle import leave
+from nemo_kto.run.policy import Policy, load_base_weights, load_policy_weights
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 

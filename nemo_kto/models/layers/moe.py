@@ -1,15 +1,4 @@
-"""The router of a mixture of experts: megatron-core's, with a load-balancing loss that no layout changes.
-
-The loss of a layer and a sequence of T tokens, of which each sees K of E experts (Fedus et al. 2022, arXiv 2101.03961,
-equations 4 to 6; for each sequence by itself: DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
-
-    E * sum over experts e of f_e * P_e      f_e: the share of the T * K choices that fell on e
-                                             P_e: the mean over the tokens of the router's probability of e,
-                                                  its softmax, also where a token's weight is a sigmoid
-
-It is 1 where all experts are chosen alike. Over the tokens of a micro-batch, as megatron-core has it by default, it would
-depend on which sequences share one. Padding is left out.
-"""
+"""Router of a mixture-of-experts layer, its load-balancing loss, and biases of experts."""
 
 from __future__ import annotations
 
@@ -18,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +15,42 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_kto.device import device
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """The down projection of an expert, y = W x + b, where the ranks that share it hold all of b and columns of W.
+
+    What these ranks put out is added up, so that each adds a part of b; the tokens that the expert sees are the same on all
+    of them, and so is the gradient of b.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": True})
+        # The output is added up where tokens go back to their ranks, if at all. Without this it would pass a reduction of
+        # one rank, which gives a view that no bias can be added to in place, as megatron-core's MLP does.
+        self.explicit_expert_comm = True
+        bias: Any = self.bias
+        bias.sequence_parallel = False  # the expert sees whole tokens, wherever they come from
+        # In the norm of the gradient it counts once, on the first of the ranks that share the expert.
+        bias.tensor_model_parallel, bias.shared = True, self.tp_group.rank() > 0
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """The output without the bias, and this rank's part of the bias."""
+        output, bias = super().forward(input_)
+        part: Tensor = _Part.apply(bias, self.tp_group.size())  # type: ignore[no-untyped-call]
+        return output, part
+
+
+class _Part(torch.autograd.Function):
+    """b / n, with the gradient of the sum over n ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_H: Tensor, ranks: int) -> Tensor:
+        return bias_H / ranks
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class BalancedRouter(TopKRouter):

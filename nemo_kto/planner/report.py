@@ -10,7 +10,7 @@ from nemo_kto.config.choices import choose_mode
 from nemo_kto.planner.hardware import CONTEXT
 from nemo_kto.planner.memory import RankMemory
 from nemo_kto.planner.plan_run import Plan, remedy, size
-from nemo_kto.planner.plan_search import overrides, values_of
+from nemo_kto.planner.search import overrides, values_of
 from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 

@@ -1,3 +1,0 @@
-"""Its modules import megatron-core, which takes from what is installed; what it may take is settled before."""
-
-import nemo_kto.parallel  # noqa: F401
