@@ -1,4 +1,4 @@
-"""Mistakes that the user can correct: what the command line prints without a traceback, with exit status 2."""
+"""Errors that the user can correct; the command line prints them without a traceback and exits with status 2."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_MAX_LINE = 2000  # characters of a line of a message
+_MAX_LINE = 2000  # maximum length of one line of a message, in characters
 
 
 def printable(text: str, length: int = 300) -> str:
-    """Text from outside in one line of a message: control characters are escaped, and the middle of a long one left out."""
+    """Return untrusted text for one line of a message: control characters escaped, the middle of a long text omitted."""
     if len(text) > length:
         half = (length - 5) // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -20,15 +20,15 @@ def printable(text: str, length: int = 300) -> str:
 
 
 def show(value: object, length: int = 60) -> str:
-    """A value as it is named in a message, in at most ``length`` characters."""
+    """Return the ``repr`` of a value for a message, cut to ``length`` characters."""
     text = repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 class UserError(ValueError):
-    """The message says what is wrong, which value was found, and what to do.
+    """An error caused by the user's input; its message states the problem, the value found and the remedy.
 
-    It may quote files of others: what would control the terminal is escaped, and lines are of limited length.
+    The message may quote files from other sources, so control characters are escaped and the length of lines is limited.
     """
 
     def __init__(self, message: str) -> None:
@@ -36,13 +36,13 @@ class UserError(ValueError):
 
 
 class ConfigError(NamedTuple):
-    """One mistake in a configuration.
+    """One error in a configuration.
 
     Attributes:
-        key: whose value is wrong.
-        text: constraint, value found, remedy.
-        reads: further keys the verdict depends on; while one of those is wrong itself, the verdict means nothing.
-        about_files: a file is not on this machine, and may be on another one.
+        key: the key whose value is wrong.
+        text: the constraint, the value found and the remedy.
+        reads: other keys that this error depends on; the error is meaningless if one of those is wrong itself.
+        about_files: whether the cause is a missing file, which may exist on another machine.
     """
 
     key: str
@@ -55,12 +55,12 @@ class ConfigError(NamedTuple):
 
 
 def either(names: Sequence[str]) -> str:
-    """The names in a sentence: a, b or c."""
+    """Join names into an enumeration: "a, b or c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def error_of(call: Callable[[], object]) -> str | None:
-    """The message of the ValueError that the call raises; None if it raises none."""
+    """Return the message of the ValueError that ``call`` raises, or None if it raises none."""
     try:
         call()
     except ValueError as error:
@@ -69,15 +69,15 @@ def error_of(call: Callable[[], object]) -> str | None:
 
 
 def import_object(path: str) -> object:
-    """What package.module.NAME names; the module may be in the working directory.
+    """Import the object with the dotted path package.module.NAME; the module may be in the working directory.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: If the object cannot be imported.
     """
     module, _, name = path.rpartition(".")
-    if os.getcwd() not in sys.path:  # the script of an installed command has its own folder there instead
+    if os.getcwd() not in sys.path:  # the script of an installed command has its own folder in sys.path instead
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is the user's and may raise anything
+    except Exception as error:  # user code may raise anything
         raise UserError(f"must be a path that can be imported, got {path}; {type(error).__name__}: {error}") from error

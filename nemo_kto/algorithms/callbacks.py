@@ -1,7 +1,7 @@
-"""What hangs on the training loop: the callback protocol, and the callbacks that every run has.
+"""Training callbacks: the callback interface and the built-in callbacks.
 
-A run's callbacks are called in order: those of the package, the user's own (``trainer.callbacks``), then checkpoints and
-loggers, so that what a callback adds to an event's report is logged. Every rank calls them; only rank 0 should write.
+Callbacks run in a fixed order: the built-in ones, the user's (``trainer.callbacks``), then checkpoints and loggers, so that
+values which a callback adds to ``event.report`` are logged. They run on every rank; only rank 0 should write files.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nemo_kto.telemetry.throughput import ThroughputMeter
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something the loop has just done.
+    """A finished training step, group of logged steps, or validation.
 
     Attributes:
         step: optimizer steps done so far.
-        metrics: of the global batch, or over the validation examples, under NAME_METRIC where validation sets have names;
-            ``metrics.sums`` are what they are made of.
-        seconds: wall-clock time it took.
-        report: what will be logged, under its full names (train/loss, timing/step_time, ...); add to it.
+        metrics: metrics over the global batch or over the validation examples; if the validation sets are named, each
+            metric is called NAME_METRIC. ``metrics.sums`` holds the sums from which they are computed.
+        seconds: elapsed wall-clock time.
+        report: values to be logged under their full names (train/loss, timing/step_time, ...); callbacks may add to it.
     """
 
     step: int
@@ -36,36 +36,39 @@ class Event:
 
 
 class Callback:
-    """Does nothing; override what you need. Named after Lightning's hooks: on_train_batch_end, on_save_checkpoint."""
+    """Base class for callbacks; every hook does nothing by default.
+
+    The hooks are modelled on those of Lightning, such as on_train_batch_end and on_save_checkpoint.
+    """
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Before the first step, or the first after a resume."""
+        """Called before the first step of a new or resumed run."""
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        """Before the first step of an epoch, or the first after a resume."""
+        """Called before the first step of an epoch, and before the first step of a resumed run."""
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
-        """After an optimizer step."""
+        """Called after each optimizer step."""
 
     def on_log(self, trainer: Trainer, event: Event) -> None:
-        """After every ``log_every_n_steps`` steps and the last one. ``event`` is of all steps since the last call."""
+        """Called every ``log_every_n_steps`` steps and after the last; ``event`` covers all steps since the last call."""
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
-        """After a validation."""
+        """Called after each validation."""
 
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
-        """A checkpoint is due. What is added to ``report`` is logged."""
+        """Called when a checkpoint is due; values added to ``report`` are logged."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """After the last step, its validation and its checkpoint."""
+        """Called after the last step, its validation and its checkpoint."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """The run failed or was interrupted; the error is raised afterwards."""
+        """Called when the run fails or is interrupted; the error is re-raised afterwards."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LoggerCallback(Callback):
-    """Hands every report to a logger."""
+    """Callback that passes every report to a logger."""
 
     logger: MetricsLogger
 
@@ -88,9 +91,10 @@ class LoggerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointCallback(Callback):
-    """Begins a checkpoint when one is due, and logs how long it took once it is complete, which may be some steps later.
+    """Callback that starts each checkpoint when it is due, and logs its duration once it is complete.
 
-    When the run fails, what is not complete is left behind.
+    An asynchronous checkpoint may be complete only some steps later. If the run fails, an incomplete checkpoint is left on
+    disk.
     """
 
     writer: CheckpointWriter
@@ -102,14 +106,14 @@ class CheckpointCallback(Callback):
     def on_save(self, trainer: Trainer, report: dict[str, float]) -> None:
         with trainer.timers.phase("checkpoint"):
             self._log(self.writer.save(trainer.state_dict(), trainer.monitored))
-        trainer.timers.report_and_reset()  # it is no phase of a step
+        trainer.timers.report_and_reset()  # the time of a checkpoint is not part of a step
 
     def on_fit_end(self, trainer: Trainer) -> None:
         with trainer.timers.phase("checkpoint"):
             self._log(self.writer.finish())
 
     def _log(self, written: WrittenCheckpoint | None) -> None:
-        """Under the step of the checkpoint."""
+        """Log the durations of a completed checkpoint, at the step of that checkpoint."""
         if written is not None:
             times = {"timing/checkpoint": written.seconds, "timing/checkpoint_stall": written.stall_seconds}
             self.logger.log_metrics(times, written.step)
@@ -117,7 +121,7 @@ class CheckpointCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class ThroughputCallback(Callback):
-    """Adds perf/...: tokens a second, padding, memory, and the model FLOPs utilisation where the device's peak is known."""
+    """Callback that adds perf/...: tokens per second, padding, memory and, for a known device, model FLOPs utilisation."""
 
     meter: ThroughputMeter
 
@@ -135,16 +139,24 @@ class ThroughputCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class StragglerCallback(Callback):
-    """Adds timing/forward, and every few steps what the slowest rank took in each phase: timing/PHASE_max and who it was.
+    """Callback that adds timing/forward and warns about slow ranks.
 
-    Those are seconds a step on average since the last time, in the next line of the log. A rank that holds the others up is
-    named in a warning.
+    Every ``interval`` steps the ranks are compared. For each phase, timing/PHASE_max is the time of the slowest rank, in
+    seconds per step averaged since the last comparison, and timing/PHASE_max_rank is that rank. Both appear in the next line
+    of the log. A rank that delays the others is named in a warning.
+
+    Attributes:
+        gather: return the times of all ranks in rank order; collective.
+        forward_seconds: return the seconds that this rank spent in forward passes since the last call.
+        stage: pipeline stage of this rank.
+        warn: report a warning.
+        interval: steps between two comparisons.
     """
 
-    gather: Callable[[RankTimes], list[RankTimes]]  # what every rank gives, in their order; collective
-    forward_seconds: Callable[[], float]  # of this rank's forward passes since the last call
-    stage: int  # of the pipeline
-    warn: Callable[[str], None]  # where warnings go
+    gather: Callable[[RankTimes], list[RankTimes]]
+    forward_seconds: Callable[[], float]
+    stage: int
+    warn: Callable[[str], None]
     interval: int = INTERVAL
 
     def __post_init__(self) -> None:
@@ -152,7 +164,7 @@ class StragglerCallback(Callback):
         self._slowest: dict[str, float] = {}
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        self.forward_seconds()  # those before the first step of an epoch are not of a step
+        self.forward_seconds()  # discard forward passes made between epochs: they belong to no step
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
         self.forward_seconds()
@@ -180,7 +192,7 @@ class StragglerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class SpikeCallback(Callback):
-    """Warns where the loss jumps; it looks at every step, whatever is logged."""
+    """Callback that warns about loss spikes; every step is checked, including those that are not logged."""
 
     spikes: LossSpikes = field(default_factory=LossSpikes)
 
@@ -190,9 +202,13 @@ class SpikeCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class PrecomputeReference(Callback):
-    """Precomputes the reference log-probs that an epoch needs when it begins."""
+    """Callback that precomputes the reference log-probs of each epoch when it begins.
 
-    precompute: Callable[[int], None]  # those from this step to the end of its epoch
+    Attributes:
+        precompute: compute the log-probs for all batches from the given step to the end of its epoch.
+    """
+
+    precompute: Callable[[int], None]
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self.precompute(trainer.step)
@@ -200,10 +216,18 @@ class PrecomputeReference(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class ReferenceSync(Callback):
-    """Moves the reference towards the policy every few steps (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
+    """Callback that moves the reference towards the policy every few steps.
 
-    mix: Callable[[float], None]  # reference = alpha * policy + (1 - alpha) * reference, of alpha
-    interval: int  # optimizer steps
+    This is TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656).
+
+    Attributes:
+        mix: set reference = alpha * policy + (1 - alpha) * reference, for the given alpha.
+        interval: optimizer steps between two updates.
+        mixup_alpha: alpha of each update.
+    """
+
+    mix: Callable[[float], None]
+    interval: int
     mixup_alpha: float
 
     def on_train_step_end(self, trainer: Trainer, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The training loop, for any preference loss: DPOTrainer."""
+"""DPOTrainer: the training loop, for any preference loss."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ Item = TypeVar("Item")
 
 @dataclass(kw_only=True, eq=False)
 class DPOTrainer:
-    """Fits a policy to preferences: steps, validation, checkpoints, timers. Knows nothing of any one loss.
+    """Trainer for preference losses: steps, validation, checkpoints and timers, independent of the loss.
 
     Attributes:
-        cfg: how long to train and how often to validate and save; or a mapping of the same, such as the section
+        cfg: run length and intervals of validation and checkpoints; or a mapping with the same keys, such as the section
             ``trainer.NAME`` of a configuration, see :meth:`TrainerConfig.of`.
         model: the policy.
-        optimizer: megatron-core's; it clips the gradient itself.
-        scheduler: megatron-core's OptimizerParamScheduler.
-        train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches of an epoch) and
+        optimizer: the megatron-core optimizer, which also clips the gradient.
+        scheduler: the OptimizerParamScheduler of megatron-core.
+        train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches per epoch) and
             ``set_position(epoch, consumed_in_epoch)``.
-        val_dataloader: yields the validation batches, the incomplete last one too; or a mapping from the names of several
-            validation sets to such loaders, each of which is validated by itself; None for no validation.
-        test_dataloader: kept for the caller; may be None.
-        collate_fn: applied to what the loaders yield.
-        logger: gets every report.
+        val_dataloader: yields the validation batches, including an incomplete last one; or a mapping from the names of
+            several validation sets to such loaders, which are evaluated separately; None for no validation.
+        test_dataloader: not used by the trainer, only stored for the caller; may be None.
+        collate_fn: applied to each item that a loader yields.
+        logger: receives every report.
         ckpt_callback: writes the checkpoints.
-        run_timer: says when the run must stop before its last step.
-        timers: measure the phases of a step; share them with the model.
+        run_timer: decides when the run must stop before its last step.
+        timers: measure the phases of a step; pass the same object to the model.
         callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
-        skipped: decides about steps whose numbers are not finite; by default the first one ends the run.
-        early_stopping: decides after each validation whether the run ends with it; None for never.
+        skipped: handles steps with non-finite values; by default the first one ends the run.
+        early_stopping: decides after each validation whether to end the run; None disables early stopping.
 
     Raises:
-        ValueError: there is no step to take, or ``cfg`` is a mapping that is not right.
+        ValueError: the run has no steps, or ``cfg`` is an invalid mapping.
     """
 
     cfg: TrainerConfig | Mapping[str, Any]
@@ -80,7 +80,7 @@ class DPOTrainer:
         self._cfg = self._read_cfg()
         self.step = 0
         self.step_log = StepLog()
-        self.validation_due = False  # it was due at the present step, and a stop left it out
+        self.validation_due = False  # the validation due at the current step was skipped because the run had to stop
         self.stop: StopReason | None = None
         self.monitored: dict[str, float] = {}
         self._set_lengths(len(self.train_dataloader.batch_sampler))
@@ -106,39 +106,39 @@ class DPOTrainer:
 
     @property
     def epoch(self) -> int:
-        """Complete epochs done."""
+        """Number of completed epochs."""
         return self.step // self.steps_per_epoch
 
     @property
     def consumed_samples(self) -> int:
-        """Training examples used so far, over all ranks."""
+        """Number of training examples used so far, over all ranks."""
         return self.step * self._cfg.global_batch_size
 
     @property
     def ended_early(self) -> bool:
-        """Whether the run was asked to stop and has work left, which the next start does."""
+        """Whether the run was stopped with work left for a resumed run."""
         return self._ends_early and (not self._is_over or self.validation_due)
 
     @property
     def stopped_early(self) -> str | None:
-        """Why early stopping has ended the run, in words; None if it has not."""
+        """Reason why early stopping ended the run, as text; None if it did not."""
         return None if self.early_stopping is None else self.early_stopping.reason
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is no further step to take."""
+        """Whether no step is left."""
         return self.step >= self.max_steps or self.stopped_early is not None
 
     def fit(self) -> None:
-        """Train to the end: every step, and the validations, checkpoints and log lines that are due.
+        """Train until the run ends, with validations, checkpoints and log lines at their intervals.
 
-        The last step validates and saves, whether it is the last of the run, the last that ``max_time`` allows, or one
-        whose validation stops the run. Where the run must end early it saves only: a validation that is due, or
-        interrupted, is made when the run is resumed.
+        After the last step the policy is validated and saved, whether this is the last step of the run, the last that
+        ``max_time`` allows, or one whose validation triggers early stopping. If the run must end early, such as on a
+        signal, it only saves: a validation that is due or was interrupted is made by the resumed run.
 
         Raises:
-            UserError: too many steps in a row had a loss or gradient that is not finite, or the weights are not finite;
-                they are never saved.
+            UserError: too many consecutive steps had a non-finite loss or gradient, or the weights are not finite;
+                non-finite weights are never saved.
         """
         self.run_timer.start_time()
         try:
@@ -160,20 +160,20 @@ class DPOTrainer:
             callback.on_fit_end(self)
 
     def _begin(self) -> None:
-        """What comes before the first step of this start."""
+        """Call ``on_fit_start`` and run the validation that is due before the first step of a new or resumed run."""
         self._first_step = self.step
         for callback in self.callbacks:
             callback.on_fit_start(self)
         if self.validation_due or (self._cfg.val_before_training and self.step == 0):
             self._validate()
             if self.step and (self._is_over or self._ends_early) and not self.validation_due:
-                self._save()  # in the place of the checkpoint without the validation
+                self._save()  # replaces the checkpoint that was saved with the validation still due
 
     def _begin_epoch(self) -> bool:
-        """Let the callbacks prepare the epoch; False if the run had to stop meanwhile and ends with the last step."""
+        """Call ``on_train_epoch_start``; return False if the run must stop now, after the last step done."""
         for callback in self.callbacks:
             callback.on_train_epoch_start(self)
-        self.timers.report_and_reset()  # what they took is not part of a step
+        self.timers.report_and_reset()  # the time of these callbacks is not part of a step
         if self.step == self._first_step or not self._must_stop():
             return True
         if not self._ends_early and not self._due(self.val_interval):
@@ -185,7 +185,7 @@ class DPOTrainer:
         return False
 
     def _remaining_batches(self) -> Iterator[tuple[float, Any]]:
-        """Augmented batches from the present step to the last, epoch after epoch, and when the wait for each began."""
+        """Yield (time at which loading began, augmented batch) for each remaining step, over all epochs."""
         while not self._is_over and not self._ends_early and self._begin_epoch():
             self._set_position()
             left = self.steps_per_epoch - self.step % self.steps_per_epoch
@@ -195,12 +195,12 @@ class DPOTrainer:
                 started = time.perf_counter()
 
     def _end_step(self) -> bool:
-        """Validate and save where that is due; True if the run ends here."""
+        """Validate and save if due; return True if the run ends after this step."""
         done = self._must_stop() or self._is_over
         if self._due(self.val_interval) or self._is_over or (done and not self._ends_early):
             self._validate()
-        done = done or self._ends_early or self._is_over  # a validation may have been left, or have stopped the run
-        if done and not self.ended_early:  # what ended early is resumed, and its line with it
+        done = done or self._ends_early or self._is_over  # validation may have been interrupted, or triggered early stopping
+        if done and not self.ended_early:  # a resumed run continues the unfinished log line
             self._log()
         if done or self._due(self.save_interval):
             self._save()
@@ -211,43 +211,46 @@ class DPOTrainer:
         return self.stop is not None and self.stop.early
 
     def _must_stop(self) -> bool:
-        """Ask all ranks whether the run must stop now; collective. Once it ends early, that stays so."""
+        """Return whether the run must stop now, as agreed by all ranks; collective. An early end is never revoked."""
         if not self._ends_early:
             self.stop = self.run_timer.stop_reason() or self.stop
         return self.stop is not None
 
     def _optimizer_step(self, loss: float, before: Mapping[str, Any]) -> dict[str, float]:
-        """Apply the gradient, or skip it on all ranks; learning rate, norm of the gradient, and steps skipped so far."""
+        """Apply the gradient, or skip the step on all ranks; return lr, grad_norm and skipped_steps (the total so far)."""
         with self.timers.phase("optimizer"):
-            self.scheduler.step(1)  # before the optimizer, so that the first step of a warm-up already learns
+            self.scheduler.step(1)  # before the optimizer, so that the first warm-up step has a learning rate above 0
             ranks = self.model.ranks_not_finite()
             wrong = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if ranks else None
             updated, grad_norm, _ = (False, None, None) if wrong else self.optimizer.step()
         figures = {"lr": self.optimizer.param_groups[0]["lr"]}
         self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks, before)
-        if updated and grad_norm is not None:  # a gradient that is not clipped may have none
+        if updated and grad_norm is not None:  # the optimizer may not compute the norm if it does not clip
             figures["grad_norm"] = float(grad_norm)
         self.step += 1
         return figures | {"skipped_steps": self.skipped.total}
 
     def _note(self, wrong: str | None, ranks: Sequence[int], before: Mapping[str, Any]) -> None:
-        """Count a step that was applied, or skipped because of what is ``wrong`` on these ranks.
+        """Record that a step was applied or skipped; if it was skipped, restore the state of the model.
 
-        The model's state is then put back to what it was ``before`` the step.
+        Args:
+            wrong: reason for skipping the step, as text; None if it was applied.
+            ranks: ranks with non-finite values.
+            before: state of the model before the step.
         """
         if wrong is None:
             self.skipped.applied()
             return
         self.model.load_state_dict(before)
         sampler = self.train_dataloader.batch_sampler
-        self._set_position()  # of the batch at hand; the iteration that gave it has its own already
+        self._set_position()  # to the current batch; does not affect the running iteration
         examples = next(iter(sampler))
         self.skipped.skip(wrong, step=self.step + 1, ranks=ranks, examples=examples)
 
     def run_validation(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over the validation examples, each weighing the same.
+        """Return loss and metrics over all validation examples, with equal weight for each example.
 
-        Validation sets with names have metrics of their own, under NAME_METRIC; the loss is that over the examples of all.
+        Named validation sets have separate metrics, called NAME_METRIC; the loss is over the examples of all sets.
 
         Raises:
             ValueError: there are no validation examples.
@@ -262,15 +265,15 @@ class DPOTrainer:
 
     @torch.no_grad()
     def _validation_batches(self) -> Iterator[tuple[str, Metrics]]:
-        """Name of the set and metrics of each batch, set after set."""
+        """Yield the name of the validation set and the metrics of each batch, one set after the other."""
         for each in self.val_sets:
             for batch in islice(self.augment_dataloader(each.loader), each.batches):
                 yield each.name, self.model.get_loss_and_metrics(batch, forward_only=True)[1]
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Collated batches with the reference log-probs attached as ``ref_policy_log_probs_{chosen,rejected}``.
+        """Yield collated batches with the reference log-probs added as ``ref_policy_log_probs_{chosen,rejected}``.
 
-        They are left out where the loss needs none.
+        The log-probs are left out if the loss needs no reference.
         """
         for raw in self.timed(dataloader):
             batch: DPOBatch = self.collate_fn(raw)
@@ -280,7 +283,7 @@ class DPOTrainer:
             yield batch
 
     def timed(self, dataloader: Iterable[Item]) -> Iterator[Item]:
-        """What ``dataloader`` yields; the wait for it is measured as the phase "data"."""
+        """Yield the items of ``dataloader``; the time spent waiting for each counts as the phase "data"."""
         iterator = iter(dataloader)
         while True:
             with self.timers.phase("data"):
@@ -290,7 +293,7 @@ class DPOTrainer:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, in integers; and the state of the log, the loss and early stopping, where they have any."""
+        """Return the progress of the run as integers, and the state of log, loss and early stopping if they have any."""
         unlogged, objective = self.step_log.state_dict(), self.model.state_dict()
         return {
             "step": self.step,
@@ -306,11 +309,11 @@ class DPOTrainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`.
+        """Restore :meth:`state_dict`.
 
         Raises:
-            ValueError: the run it comes from had another global batch size or epochs of another length, so that examples
-                would be used twice or never.
+            ValueError: the state is from a run with another global batch size or another number of steps per epoch, so that
+                examples would be used twice or never.
         """
         step, consumed = int(state["step"]), int(state["consumed_samples"])
         if consumed != step * self._cfg.global_batch_size:
@@ -335,7 +338,7 @@ class DPOTrainer:
             self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 
     def _set_position(self) -> None:
-        """Let the next iteration over the training examples begin with the next step."""
+        """Set the training sampler to the batch of the next step."""
         done = self.step % self.steps_per_epoch
         self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
 
@@ -347,7 +350,7 @@ class DPOTrainer:
         report = {f"train/{name}": value for name, value in values.items()}
         report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
         report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
-        seconds = time.perf_counter() - started  # the timers have waited for the device
+        seconds = time.perf_counter() - started  # report_and_reset() has synchronised with the device
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
         for callback in self.callbacks:
             callback.on_train_step_end(self, event)
@@ -356,13 +359,13 @@ class DPOTrainer:
             self._log()
 
     def _log(self) -> None:
-        """A line of the log, of the steps since the last one."""
+        """Log the steps since the last log line."""
         if (line := self.step_log.take()) is not None:
             for callback in self.callbacks:
                 callback.on_log(self, line)
 
     def _validate(self) -> None:
-        """Validate now; where the run must end early, leave it to the resumed run."""
+        """Validate now, or leave it to the resumed run if the run must end early."""
         if not self.val_sets:
             return
         self.validation_due = True
@@ -376,9 +379,9 @@ class DPOTrainer:
                     return
         metrics = metrics_by_set(parts)
         self.validation_due = False
-        seconds = self.timers.report_and_reset()["validation"]  # the phases within it are not those of a step
+        seconds = self.timers.report_and_reset()["validation"]  # phases inside a validation are not part of a step
         self._monitor("val", metrics)
-        if self.early_stopping is not None and self.step:  # the model that training starts from is no result of it
+        if self.early_stopping is not None and self.step:  # the initial model is not a result of training
             self.early_stopping.update(metrics, step=self.step)
         report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
@@ -386,7 +389,7 @@ class DPOTrainer:
             callback.on_validation_end(self, event)
 
     def _monitor(self, prefix: str, values: Mapping[str, float]) -> None:
-        """Note what checkpoints are ranked by; a step that was skipped ranks none."""
+        """Update the metrics that rank checkpoints; non-finite values, as in a skipped step, are left out."""
         self.monitored |= {f"{prefix}_{name}": value for name, value in values.items() if math.isfinite(value)}
 
     def _save(self) -> None:

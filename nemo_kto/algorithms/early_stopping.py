@@ -1,4 +1,4 @@
-"""Ends a run whose validation metric no longer improves."""
+"""Early stopping: end a run when its validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from nemo_kto.errors import UserError
 
 @dataclass(kw_only=True, eq=False)
 class EarlyStopping:
-    """Counts the validations without an improvement, as pytorch-lightning's EarlyStopping does.
+    """Counter of validations without improvement, as in EarlyStopping of PyTorch Lightning.
 
-    A value that is not finite ends the run at once.
+    A non-finite value ends the run at once.
 
     Attributes:
-        monitor: metric of the validations that is looked at, as val_NAME.
-        mode: min or max: whether small or large values are the good ones.
-        min_delta: an improvement is larger than this.
-        patience: so many validations in a row without an improvement end the run.
-        agree: the largest of what the ranks answer, so that all decide the same; None where there is one rank.
+        monitor: validation metric to monitor, as val_NAME.
+        mode: "min" or "max": whether smaller or larger values are better.
+        min_delta: a change counts as an improvement only if it is larger than this.
+        patience: number of consecutive validations without improvement that ends the run.
+        agree: return the maximum of an integer over all ranks, so that all ranks decide the same; None if there is only
+            one rank.
     """
 
     monitor: str
@@ -37,10 +38,10 @@ class EarlyStopping:
         self.is_finite = True
 
     def update(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Note the metrics of a validation after a step; with ``agree`` collective.
+        """Evaluate the metrics of a validation after ``step``; collective if ``agree`` is set.
 
         Raises:
-            UserError: the metric is not among them.
+            UserError: the monitored metric is not among ``metrics``.
         """
         name = self.monitor.removeprefix("val_")
         if name not in metrics:
@@ -66,7 +67,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends, in words; None if it need not."""
+        """Reason for ending the run, as text; None if it continues."""
         if not self.is_finite:
             return f"{self.monitor} is not finite"
         if self.best is None or self.waited < self.patience:
@@ -77,11 +78,11 @@ class EarlyStopping:
         return f"{self.monitor} has not improved{more} in the last {last}; {best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with."""
+        """Return the state for a resumed run."""
         return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_step", "waited", "is_finite")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`; where another metric is monitored now, begin again."""
+        """Restore :meth:`state_dict`; a state of another metric or mode is ignored."""
         if (state.get("monitor"), state.get("mode")) == (self.monitor, self.mode):
             self.best, self.best_step = state["best"], state["best_step"]
             self.waited, self.is_finite = state["waited"], state["is_finite"]

@@ -1,4 +1,4 @@
-"""KTOTrainer: the loop of DPOTrainer over unpaired answers with binary feedback."""
+"""KTOTrainer: DPOTrainer for unpaired (binary) feedback."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ __all__ = ["KTOTrainer", "kto_custom_collate"]
 
 
 def identity(batch: KTOBatch) -> KTOBatch:
-    """The collate function where a loader yields batches already."""
+    """Return the batch unchanged; the collate function of loaders that already yield batches."""
     return batch
 
 
 @dataclass(kw_only=True, eq=False)
 class KTOTrainer(DPOTrainer):
-    """Fits a policy to answers with binary feedback.
+    """Trainer for unpaired (binary) feedback.
 
-    Its loaders yield collated batches (KL examples are formed over the global batch, before a rank takes its share).
+    Its loaders yield collated batches, because KL examples are formed over the global batch, before it is divided among
+    the ranks.
     """
 
     collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default=identity)
 
     def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
-        """Batches with the reference log-probs attached, one number a sequence.
+        """Yield batches with the reference log-probs added, one value per sequence.
 
-        ``ref_policy_log_probs_samples`` where the loss has a reference, ``ref_policy_log_probs_kl_samples`` where the batch
-        has KL examples too.
+        They are added as ``ref_policy_log_probs_samples`` if the loss uses a reference, and as
+        ``ref_policy_log_probs_kl_samples`` if the batch also has KL examples.
         """
         for batch in self.timed(dataloader):
             if self.model.uses_reference:

@@ -1,4 +1,4 @@
-"""What the training loop needs of its parts. megatron-core's and torch's objects have these forms as they are."""
+"""Interfaces of the components of the training loop; objects of megatron-core and torch implement them unchanged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Raw = TypeVar("Raw", covariant=True)
 
 
 class PolicyModel(Protocol[Batch]):
-    """Gives the loss and its gradient. Results are over the global batch and the same on every rank.
+    """Policy with its loss and gradient; results are over the global batch and equal on all ranks.
 
-    ``state_dict`` is what the loss carries from step to step besides the weights, in plain numbers, the same on every rank.
-    ``ranks_not_finite`` are the ranks whose own part of the last step's loss or gradient is not finite, and
-    ``has_finite_weights`` says whether those of all ranks are; both are collective.
+    ``state_dict`` returns the state that the loss keeps between steps besides the weights, as plain numbers, equal on all
+    ranks. ``ranks_not_finite`` returns the ranks whose own part of the loss or gradient of the last step is not finite;
+    ``has_finite_weights`` returns whether the weights of all ranks are finite. Both are collective.
     """
 
     @property
@@ -35,7 +35,7 @@ class PolicyModel(Protocol[Batch]):
 
 
 class Optimizer(Protocol):
-    """megatron-core's optimizer; ``step`` says whether the gradient was applied, its norm, and the number of zeros in it."""
+    """Optimizer of megatron-core; ``step`` returns whether the gradient was applied, its norm and its number of zeros."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -44,15 +44,15 @@ class Optimizer(Protocol):
 
 
 class Scheduler(Protocol):
-    """megatron-core's OptimizerParamScheduler; ``step`` advances by so many optimizer steps."""
+    """OptimizerParamScheduler of megatron-core; ``step`` advances it by ``increment`` optimizer steps."""
 
     def step(self, increment: int) -> None: ...
 
 
 class Position(Protocol):
-    """The order of an epoch's global batches, of which there are ``len``; the next iteration starts at the position.
+    """Sampler of global batches with a settable position, at which the next iteration starts.
 
-    It gives the numbers of the examples of each.
+    Iterating yields the indices of the examples of each global batch; ``len`` is the number of global batches per epoch.
     """
 
     def __len__(self) -> int: ...
@@ -61,7 +61,7 @@ class Position(Protocol):
 
 
 class Loader(Protocol[Raw]):
-    """This rank's share of every global batch of an epoch, from the position of ``batch_sampler`` on."""
+    """Loader of this rank's part of each global batch of an epoch, starting at the position of ``batch_sampler``."""
 
     @property
     def batch_sampler(self) -> Position: ...
@@ -69,14 +69,14 @@ class Loader(Protocol[Raw]):
 
 
 class MetricsLogger(Protocol):
-    """Where metrics go; Lightning's loggers have this form."""
+    """Destination of metrics; the loggers of Lightning implement this interface."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
     def finalize(self, status: str) -> None: ...
 
 
 class WrittenCheckpoint(Protocol):
-    """A checkpoint that is complete: its step, seconds from the request to that, and how many of them training waited."""
+    """Completed checkpoint: its step, the seconds from request to completion, and the seconds that training waited."""
 
     @property
     def step(self) -> int: ...
@@ -87,9 +87,10 @@ class WrittenCheckpoint(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """What writes checkpoints, at once or while training continues; collective. Each is returned once, when it is complete.
+    """Writer of checkpoints, synchronous or asynchronous; all methods are collective.
 
-    ``save`` finishes the one before and begins the next, ``poll`` looks whether it is complete, ``finish`` waits for it.
+    ``save`` finishes the previous checkpoint and begins the next, ``poll`` checks whether the current one is complete, and
+    ``finish`` waits for it. Each checkpoint is returned once, by the call that finds it complete.
     """
 
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None: ...
@@ -98,12 +99,12 @@ class CheckpointWriter(Protocol):
 
 
 class Trainer(Protocol):
-    """What a callback may use of the trainer that calls it.
+    """Interface of the trainer for callbacks.
 
     Attributes:
         model: the policy.
         step: optimizer steps done so far.
-        max_steps: of the whole run.
+        max_steps: optimizer steps of the whole run.
         monitored: the newest metrics, as val_NAME and train_NAME.
         timers: measure the phases of a step.
     """

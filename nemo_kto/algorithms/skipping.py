@@ -1,4 +1,4 @@
-"""Steps whose numbers are not finite: they are skipped on all ranks together, and a few in a row end the run."""
+"""Handling of steps with non-finite values: all ranks skip them, and too many consecutive ones end the run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from nemo_kto.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 8  # rows and ranks in a message
+_MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
 
 
 @dataclass(kw_only=True, eq=False)
 class SkippedSteps:
-    """Counts skipped steps, says what was wrong with each, and ends the run when too many follow each other.
+    """Counter of skipped steps, which reports each of them and ends the run after too many consecutive ones.
 
     Attributes:
-        max_in_a_row: so many skipped steps in a row end the run; 1 ends it at the first.
-        name_rows: where the examples with these numbers come from, such as "rows.jsonl:3"; None where that is not known.
-        last_checkpoint: the newest checkpoint that is complete, in words; None where that is not known. All ranks call it.
-        speaks: this rank says what is skipped.
+        max_in_a_row: number of consecutive skipped steps that ends the run; 1 ends it at the first.
+        name_rows: return the source of the examples with the given indices, such as "rows.jsonl:3"; None if unknown.
+        last_checkpoint: return a description of the newest complete checkpoint; None if unknown. All ranks call it.
+        speaks: whether this rank logs skipped steps.
     """
 
     max_in_a_row: int = 1
@@ -34,20 +34,20 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def applied(self) -> None:
-        """A step was applied."""
+        """Record an applied step."""
         self.in_a_row = 0
 
     def skip(self, what: str, *, step: int, ranks: Sequence[int], examples: Sequence[int]) -> None:
-        """A step was skipped.
+        """Record a skipped step.
 
         Args:
-            what: is not finite, such as "the loss is nan".
-            step: its number, from 1.
-            ranks: whose own numbers were not finite; none where only those of all together are not.
-            examples: numbers of the examples of its global batch.
+            what: the non-finite value, such as "the loss is nan".
+            step: number of the step, from 1.
+            ranks: ranks whose own values were not finite; empty if only the values reduced over all ranks are not.
+            examples: indices of the examples of the global batch.
 
         Raises:
-            UserError: too many steps in a row were skipped; names the last of them.
+            UserError: too many consecutive steps were skipped; the message names the last of them.
         """
         self.total += 1
         self.in_a_row += 1
@@ -65,13 +65,13 @@ class SkippedSteps:
 
     @property
     def advice(self) -> str:
-        """The end of a message about numbers that are not finite: which checkpoint is good, and what to do."""
+        """End of a message about non-finite values: the last good checkpoint and what to do."""
         known = "" if self.last_checkpoint is None else f"; last good checkpoint: {self.last_checkpoint()}"
         return f"{known}; lower model.optim.lr, or look at these rows"
 
 
 def _some(items: Sequence[object], noun: str = "") -> str:
-    """The first items in a sentence, and how many more there are."""
+    """Join the first items as text, followed by the number of omitted ones."""
     named = ", ".join(str(item) for item in items[:_MAX_NAMED])
     more = f" and {len(items) - _MAX_NAMED} more" if len(items) > _MAX_NAMED else ""
     return f"{noun}{'s' * (len(items) != 1)} {named}{more}" if noun else f"{named}{more}"

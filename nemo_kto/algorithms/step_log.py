@@ -1,4 +1,4 @@
-"""What the log says of several steps in one line."""
+"""Aggregation of several steps into one log line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from nemo_kto.algorithms.callbacks import Event
 
-_MEANS = ("timing/", "train/grad_norm")  # beginnings of the names of what is a mean over the steps
+_MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are averaged over the steps
 
 
 class StepLog:
-    """Adds up steps until a line of the log is due.
+    """Accumulator of the steps since the last log line.
 
-    Of the steps since the last line it gives
+    A log line contains
 
-    - the metrics over all their examples, each weighing the same; counts are sums. A step whose metrics are not finite is
-      left out, unless there is no other;
+    - the metrics over all examples of these steps, with equal weight for each example; counts are summed. Steps with
+      non-finite metrics are left out, unless there are no others;
     - the mean over the steps of seconds (``timing/...``) and of ``train/grad_norm``;
-    - everything else as of the newest step that has it: learning rate, counters, what callbacks added.
+    - for everything else (learning rate, counters, values added by callbacks) the newest value.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class StepLog:
     def _clear(self) -> None:
         self._last: Event | None = None
         self._steps, self._seconds = 0, 0.0
-        self._sums: dict[str, float] = {}  # that the metrics are made of
-        self._totals: dict[str, tuple[float, int]] = {}  # of what becomes a mean, and the number of steps that have it
+        self._sums: dict[str, float] = {}  # sums from which the metrics are computed
+        self._totals: dict[str, tuple[float, int]] = {}  # sum of each averaged value, and the number of steps with it
         self._newest: dict[str, float] = {}
 
     def add(self, event: Event) -> None:
@@ -48,7 +48,7 @@ class StepLog:
                 self._newest[name] = value
 
     def take(self) -> Event | None:
-        """The steps since the last line as one event, whose seconds are those of all; None if there was none."""
+        """Return the steps since the last log line as one event with their total seconds, and reset; None if no steps."""
         if (last := self._last) is None:
             return None
         metrics = last.metrics.of(self._sums) if self._sums else last.metrics
@@ -59,12 +59,12 @@ class StepLog:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps since the last line, for a checkpoint; empty if there are none."""
+        """Return the accumulated steps for a checkpoint; empty if there are none."""
         names = ("steps", "seconds", "sums", "totals", "newest")
         return {name: getattr(self, f"_{name}") for name in names} if self._steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`."""
+        """Restore :meth:`state_dict`."""
         self._clear()
         if state:
             self._steps, self._seconds = int(state["steps"]), float(state["seconds"])

@@ -1,4 +1,4 @@
-"""What a run validates on: one set of examples, or several with names, each by itself."""
+"""Validation sets: one without a name, or several named ones with separate metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationSet:
-    """Examples that are validated on by themselves.
+    """A validation set with its own metrics.
 
     Attributes:
-        name: stands before the names of its metrics; empty for a set without one.
-        loader: yields its batches.
-        batches: how many of them a validation takes.
+        name: prefix of the names of its metrics; empty for an unnamed set.
+        loader: yields the batches of the set.
+        batches: number of batches to use per validation.
     """
 
     name: str
@@ -32,11 +32,12 @@ class ValidationSet:
 
 
 def validation_sets(loaders: ValidationLoaders, *, limit: int | float) -> tuple[ValidationSet, ...]:
-    """The sets that a validation goes through, in order; a set without a batch is left out.
+    """Return the validation sets in order, without empty ones.
 
     Args:
-        loaders: that of one set without a name; name -> loader of several; None for no validation.
-        limit: global batches of each set to use; a float is a fraction of them, see ``duration.limit_batches``.
+        loaders: the loader of one unnamed set, a mapping from the names of several sets to their loaders, or None for no
+            validation.
+        limit: global batches to use of each set; a float is a fraction of the set, see ``duration.limit_batches``.
     """
     named = loaders if isinstance(loaders, Mapping) else {} if loaders is None else {UNNAMED: loaders}
     sets = (
@@ -47,10 +48,10 @@ def validation_sets(loaders: ValidationLoaders, *, limit: int | float) -> tuple[
 
 
 def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
-    """The metrics of a validation, each set by itself.
+    """Combine the metrics of the batches of a validation, separately for each set.
 
     Args:
-        parts: name of the set and metrics of every batch.
+        parts: name of the set and metrics of each batch.
     """
     of_set: dict[str, list[Metrics]] = {}
     for name, metrics in parts:

@@ -1,4 +1,4 @@
-"""What a model is: read from the configuration of a Hugging Face folder, together with the padding that the layout needs."""
+"""Architecture of a model: read from the configuration of a Hugging Face folder, with the padding that the layout needs."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ if TYPE_CHECKING:
 class Architecture:
     """A model's shape.
 
-    Sizes that tensor parallelism must divide and does not are padded: a padded vocabulary row is never looked up and is left
-    out of the softmax; a padded head has zero weights on its way in and on its way out, so it adds zero to the output, gets
-    zero gradients and stays zero. The model computes what the unpadded one computes, and the padding is dropped on export.
+    Sizes that tensor parallelism must divide but does not are padded. A padded vocabulary row is never looked up and is
+    left out of the softmax. A padded head has zero weights at its input and its output, so it adds zero to the output,
+    receives zero gradients and stays zero. The padded model computes the same as the unpadded one, and the padding is
+    dropped on export.
 
     Attributes:
-        family: the table the weights are read by.
-        tensor_parallel: ranks that share every layer.
-        expert_tensor_parallel: ranks that share every expert.
+        family: the table by which the weights are read.
+        tensor_parallel: tensor-parallel size.
+        expert_tensor_parallel: expert-tensor-parallel size.
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection, in layers without experts.
-        local_rope: rope of the layers with a window; None where it is that of the others.
-        experts: what is in the place of the MLP in some layers or all; None for a dense model.
-        windows: tokens each layer sees, itself included; None for all.
-        chunked: a window is the chunk of the sequence that a token lies in, and does not slide.
+        local_rope: RoPE of the sliding-window layers; None if it is the same as that of the other layers.
+        experts: mixture of experts that replaces the MLP in some or all layers; None for a dense model.
+        windows: number of tokens each layer attends to, including the current one; None for all.
+        chunked: a window does not slide; it is the chunk of the sequence that contains the token.
         rotates: whether each layer has rotary embeddings.
-        interleaved_rotary: neighbouring channels are rotated together.
-        rotated_norm: queries and keys are normalised after their rotation, without weights, where they have one.
-        temperature: how queries grow in layers without a rotation; None where they do not.
-        tied: the output layer's weight is the embedding.
-        qkv_bias: query, key and value have a bias.
+        interleaved_rotary: interleaved RoPE, which rotates neighbouring channels together.
+        rotated_norm: in layers with a rotation, queries and keys are normalised after it, without weights.
+        temperature: attention temperature scaling in layers without a rotation; None for no scaling.
+        tied: the output layer shares its weight with the embedding.
+        qkv_bias: query, key and value projections have biases.
         output_bias: the attention's output projection has a bias.
-        mlp_bias: gate, up and down projection have a bias.
-        expert_bias: those of experts have one, and so has the router.
-        sinks: each head has a learned score more in its softmax, which no value belongs to.
-        qk_norm: queries and keys are normalised, each head by itself,
-        all_heads_norm: or all heads of a token together.
-        pre_norm: attention and MLP get a normalised input.
-        post_norm: what they give is normalised.
+        mlp_bias: gate, up and down projections have biases.
+        expert_bias: these projections of the experts have biases, and so has the router.
+        sinks: each head has an additional learned score in its softmax, to which no value belongs.
+        qk_norm: queries and keys are normalised, each head separately unless ``all_heads_norm`` is set.
+        all_heads_norm: the norm of ``qk_norm`` is taken over all heads of a token together.
+        pre_norm: the inputs of attention and MLP are normalised.
+        post_norm: the outputs of attention and MLP are normalised.
         zero_centered_norm: norms scale by 1 + weight.
-        scaled_embedding: what is looked up is multiplied by sqrt(hidden size).
-        query_pre_attn_scalar: scores are divided by its square root; by that of the head size where it is None.
-        attention_softcap: c for which the scores become c tanh(score / c), None for none.
+        scaled_embedding: embeddings are multiplied by sqrt(hidden size).
+        query_pre_attn_scalar: scores are divided by its square root; None means the head size.
+        attention_softcap: the constant c if scores become c tanh(score / c); None for no cap.
         logit_softcap: the same for the logits.
-        swiglu_limit: the MLP's gate is at most, and the up projection within, this before they meet in
-            gate * sigmoid(swiglu_alpha * gate) * (up + 1); None for the activation's usual form.
-        swiglu_alpha: only beside the limit.
+        swiglu_limit: limit l of a clamped SwiGLU, gate * sigmoid(swiglu_alpha * gate) * (up + 1), in which the gate is
+            clamped to at most l and the up projection to [-l, l]; None for the unclamped activation in its usual form.
+        swiglu_alpha: set only together with the limit.
     """
 
     family: Family
@@ -100,7 +101,7 @@ class Architecture:
 
     @property
     def not_in_engine(self) -> tuple[str, ...]:
-        """What the model has and Transformer Engine's layers have not: with any of it, its layers are those on torch."""
+        """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
         parts = {
             "norms after attention and MLP": self.post_norm,
             "norms over all heads": self.all_heads_norm,
@@ -119,12 +120,12 @@ class Architecture:
 
     @property
     def attends_in_blocks(self) -> bool:
-        """Its attention is that of models/layers/block_attention.py."""
+        """Whether its attention is that of models/layers/block_attention.py."""
         return self.attention_softcap is not None or self.sinks
 
     @property
     def activation(self) -> str:
-        """Of the MLP's gate."""
+        """Name of the activation of the MLP's gate."""
         return self.family.activation[1]
 
     @property
@@ -133,10 +134,11 @@ class Architecture:
         return (False,) * self.num_layers if self.experts is None else self.experts.layers
 
     def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
-        """How often a parameter of the table exists: the number of the layer, and of the expert, where it has one.
+        """Yield the layer number, and the expert number for experts, of each instance of a parameter of the table.
 
         Args:
-            layers: the layers that are looked at, from 0; a parameter outside of the layers does not depend on them.
+            mapping: the parameter's entry in the table.
+            layers: layers to consider, from 0; parameters outside the layers do not depend on them.
         """
         if mapping.required_flag and not getattr(self, mapping.required_flag):
             return
@@ -152,40 +154,40 @@ class Architecture:
 
     @property
     def untied(self) -> bool:
-        """The output layer has a weight of its own."""
+        """Whether the output layer has its own weight."""
         return not self.tied
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of our embedding: the next multiple of the tensor-parallel size.
+        """Rows of the padded embedding: the next multiple of the tensor-parallel size.
 
-        Nothing in the computation asks for more than equal shards. Rounding to 128 a rank, as is often done, would only make
-        the embedding bigger; published vocabularies are already round where that makes the matrix product faster.
+        The computation requires only equal shards. The common rounding to a multiple of 128 per rank would only enlarge the
+        embedding; published vocabularies already have round sizes where these make the matrix product faster.
         """
         return _round_up(self.vocab_size, self.tensor_parallel)
 
     @property
     def padded_query_groups(self) -> int:
-        """Key-value heads of our model: as they are if the ranks can share them out, else the next multiple of the ranks.
+        """Padded number of key-value heads: unchanged if the ranks can share them, else the next multiple of the ranks.
 
-        With fewer key-value heads than ranks megatron-core lets several ranks share one, if each gets whole query heads.
+        With fewer key-value heads than ranks, megatron-core lets several ranks share one if each gets whole query heads.
         """
         shared = self.tensor_parallel % self.num_query_groups == 0 and self.num_attention_heads % self.tensor_parallel == 0
         return self.num_query_groups if shared else _round_up(self.num_query_groups, self.tensor_parallel)
 
     @property
     def padded_attention_heads(self) -> int:
-        """Query heads of our model."""
+        """Padded number of query heads."""
         return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
 
     @property
     def softmax_scale(self) -> float | None:
-        """The factor on the scores; None for 1 / sqrt(head size)."""
+        """Factor on the attention scores; None for 1 / sqrt(head size)."""
         return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by the names that the family tables use."""
+        """Sizes of weights, by the names that the family tables use."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
         return {
             "vocabulary": self.vocab_size,
@@ -207,23 +209,23 @@ class Architecture:
 def read_architecture(
     folder: str | Path, *, tensor_parallel: int, expert_tensor_parallel: int | None = None
 ) -> Architecture:
-    """Read config.json of a Hugging Face folder.
+    """Read the architecture from config.json in a Hugging Face folder.
 
     Args:
-        folder: the folder.
-        tensor_parallel: ranks that will share every layer; decides the padding.
-        expert_tensor_parallel: ranks that will share every expert; None for those that share every layer.
+        folder: the Hugging Face folder.
+        tensor_parallel: tensor-parallel size; determines the padding.
+        expert_tensor_parallel: expert-tensor-parallel size; None for the tensor-parallel size.
 
     Raises:
-        UserError: there is none, or it is not of a supported model; names what is wrong with it.
+        UserError: there is no config.json, or it does not describe a supported model; names the problem.
     """
     folder = Path(folder)
-    _, family = read_config_file(folder)  # before transformers sees it, whose own complaint would not say what is supported
+    _, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of a wrong field transformers may make anything
+    except Exception as error:  # for an invalid field transformers may raise any exception
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
         ) from error
@@ -257,7 +259,7 @@ def _architecture(
         for ours, theirs in family.numbers.items()
     }
     rotates = family.rotates(config)
-    # a norm after the rotation would take the factor out again
+    # a norm after the rotation would cancel the attention factor
     all_alike = all(rotates) and not family.local_rope and not flags.get("rotated_norm")
     rope, local_rope = _ropes(config, family, all_alike=all_alike)
     return Architecture(
@@ -288,8 +290,11 @@ def _architecture(
 
 
 def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tuple[Rope, Rope | None]:
-    """The rope, and that of layers with a window. The scale of the softmax is that of all layers, unlike an attention factor
-    where they are not all alike."""
+    """Return the RoPE of the model, and the separate one of its sliding-window layers, if any.
+
+    An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in all
+    layers; otherwise it is applied to cosines and sines.
+    """
     values = config.to_dict()
     ropes = [read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)]
     if family.local_rope:

@@ -1,6 +1,6 @@
-"""config.json of a Hugging Face folder: every field that is read has its type and range, before anything is made of it.
+"""Validation of config.json in a Hugging Face folder: type and range of every field are checked before it is used.
 
-Neither transformers nor megatron-core is needed here, so that a command line can be checked without them.
+Neither transformers nor megatron-core is imported, so that a command line can be checked without them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ CONFIG = "config.json"
 _REMEDY = "download the model again, or write it with save_pretrained"
 _LARGEST = 2**31 - 1
 _MAX_EXPERTS = 10_000
-# What models have that people may well try, by their model_type, and no table here can say.
+# Missing features of well-known unsupported models, by model_type.
 _LACKING = {
     "deepseek_v2": "attention whose keys and values are compressed",
     "deepseek_v3": "attention whose keys and values are compressed",
 }
-# Mixtures whose weights of a token's experts add up to 1, without a field that says so.
+# Mixture-of-experts models that normalise the weights of a token's experts to a sum of 1 without a field for it.
 _NORMALIZED = ("gpt_oss", "mixtral")
-_MAX_LAYERS = 10_000  # a thousand times too many would first be looked for in the files one after the other
+_MAX_LAYERS = 10_000  # a far too large number would first have every one of its layers looked up in the files
 
 
 class _Form(NamedTuple):
-    """What a field must be, and its name in a message."""
+    """A requirement on a field: a test, and its description for messages."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -87,7 +87,7 @@ _ROPE_FIELDS = {
     "short_factor": _POSITIVES, "long_factor": _POSITIVES, "truncate": _FLAG,
     "full_attention": _MAPPING, "sliding_attention": _MAPPING,
 }  # fmt: skip
-# Fields that transformers has a default for, which may be null or left out; null elsewhere is an error of its own.
+# Fields with a default in transformers, which may be null or absent; null in any other field is an error.
 _MAY_BE_NULL = {
     "architectures", "layer_types", "no_rope_layers", "num_key_value_heads", "head_dim", "sliding_window",
     "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
@@ -96,10 +96,10 @@ _MAY_BE_NULL = {
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
-    """The content of a folder's config.json, and the family that it names.
+    """Return the content of a folder's config.json and the model family it names.
 
     Raises:
-        UserError: there is none, or it is not of a supported model; lists everything that is wrong with it.
+        UserError: there is no config.json, or it does not describe a supported model; lists every problem.
     """
     path = folder / CONFIG
     if not os.path.exists(path):
@@ -128,7 +128,7 @@ def _wrong_forms(config: Mapping[str, Any], forms: Mapping[str, _Form], where: s
 
 
 def _without_unused_window(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration without a window of 0, which transformers writes for Qwen2-MoE where it uses none."""
+    """Return the configuration without a window of 0, which transformers writes for Qwen2-MoE models without a window."""
     if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
         return {name: value for name, value in config.items() if name != "sliding_window"}
     return config
@@ -144,7 +144,7 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a model that no table could make one of this program: it would say too little."""
+    """Raise a ValueError for kinds of models that cannot be trained, with a clearer message than the family lookup's."""
     if config.get("is_encoder_decoder"):
         told = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
         raise ValueError(f"{told}: a response must be the continuation of its prompt; choose a decoder-only model")
@@ -158,7 +158,7 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    """Raise a ValueError for a property that the model of this program does not have."""
+    """Raise a ValueError for a property that this program's model does not support."""
     if config.get("model_type") != family.name:
         got = config.get("model_type")
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {got!r}; {_REMEDY}")
@@ -210,13 +210,13 @@ def _check_experts(config: Mapping[str, Any]) -> None:
 
 
 def number_of_experts(config: Mapping[str, Any]) -> int | None:
-    """Experts of a layer, as a config.json says it; None for a dense model, or where it leaves that to the default."""
+    """Return the number of experts per layer in a config.json; None for a dense model or if the field is absent."""
     number: int | None = config.get("num_local_experts", config.get("num_experts"))
     return number
 
 
 def layers_with_experts(config: Mapping[str, Any], layers: int) -> set[int]:
-    """Which of the layers of a mixture have experts, from 0, as a config.json says it."""
+    """Return the numbers, from 0, of the layers of a mixture-of-experts model that have experts, from its config.json."""
     if (listed := config.get("moe_layers")) is not None:
         return {layer for layer in listed if layer < layers}
     step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))

@@ -1,4 +1,4 @@
-"""LoRA settings, and the names of adapted matrices in Hugging Face models and in ours."""
+"""LoRA settings, and the names of adapted matrices in Hugging Face models and in megatron-core's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import Family, ParamMapping, Split
 from nemo_kto.architecture.segments import split_dimension
 
-# Names of linear layers in Hugging Face's models, which PEFT uses, and NeMo's names for groups of them.
+# Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING = "embed_tokens"
-MAX_ALPHA = 1_000_000  # far above what is used, and far below what fp32 can hold
-# What Mixtral calls the projections of its experts.
+MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
+# Mixtral's names for the projections of its experts.
 OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -35,13 +35,13 @@ class LoRASettings:
         rank: rows of A and columns of B.
         alpha: the adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with ``rslora``.
         dropout: probability with which an input of A is dropped in training.
-        target_modules: of :data:`TARGET_MODULES`.
+        target_modules: names from :data:`TARGET_MODULES`.
         layers: numbers of the adapted layers, counted from 1; None for all.
         rslora: rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732).
-        dora: each row of the sum of weight and adapter has a magnitude that is trained (``models.dora``).
+        dora: each row of the sum of weight and adapter has a trained magnitude (``models.lora.dora``).
 
     Raises:
-        ValueError: a value is impossible or a name unknown; says what may stand there.
+        ValueError: a value is out of range or a name is unknown; the message lists what is allowed.
     """
 
     rank: int
@@ -69,35 +69,36 @@ class LoRASettings:
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by."""
+        """Factor on the adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def kind(self) -> str:
-        """The method by name."""
+        """Name of the method."""
         return "DoRA" if self.dora else "LoRA"
 
     @property
     def scale_text(self) -> str:
-        """How the scale comes about, in words."""
+        """Formula of the scale, for messages."""
         return f"alpha {self.alpha:g}" + (" / sqrt(rank)" if self.rslora else "")
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What is adapted by its Hugging Face names, in the order of :data:`HUGGING_FACE_TARGETS`, the embedding last."""
+        """Hugging Face names of the adapted modules, in the order of :data:`HUGGING_FACE_TARGETS`, the embedding last."""
         wanted = {module for name in self.target_modules for module in NEMO_TARGETS.get(name, (name,))}
         return tuple(module for module in (*HUGGING_FACE_TARGETS, EMBEDDING) if module in wanted)
 
 
 LORA_A, LORA_B, LORA_MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
-MAGNITUDE = "lora_magnitude_vector"  # in PEFT's files
+MAGNITUDE = "lora_magnitude_vector"  # name in PEFT's files
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
 def adaptable(family: Family) -> list[ParamMapping]:
-    """The parameters that can be adapted: matrices of layers, those of experts too, but no router; and the embedding.
+    """Return the adaptable parameters: the matrices of layers, including experts but not routers, and the embedding.
 
-    Of experts that transformers has in one parameter under a name of its own, peft adapts none with these names.
+    Joined experts are excluded: transformers has them in one parameter with its own name, so peft does not adapt them under
+    the names used here.
     """
     return [
         mapping
@@ -107,12 +108,12 @@ def adaptable(family: Family) -> list[ParamMapping]:
 
 
 def has_adaptable_experts(family: Family) -> bool:
-    """Whether the experts of a mixture can have adapters."""
+    """Return whether the experts of a mixture-of-experts model can have adapters."""
     return any(mapping.of_expert for mapping in adaptable(family))
 
 
 def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list[ParamMapping]:
-    """The parameters of the family whose weights are adapted, in whole or in part."""
+    """Return the family's parameters whose weights are adapted, in whole or in part."""
     return [
         mapping
         for mapping in adaptable(architecture.family)
@@ -121,7 +122,7 @@ def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list
 
 
 def embedding_problem(settings: LoRASettings, *, tied: bool) -> str | None:
-    """Why the embedding, which may be ``tied`` to the output layer, cannot be adapted; None where it can, or shall not."""
+    """Return why the embedding, which may be ``tied`` to the output layer, cannot be adapted; None if it can or is not."""
     if EMBEDDING not in settings.modules:
         return None
     if tied:
@@ -132,7 +133,7 @@ def embedding_problem(settings: LoRASettings, *, tied: bool) -> str | None:
 
 
 def adapts_experts(architecture: Architecture, settings: LoRASettings | None) -> bool:
-    """Whether an expert has adapters."""
+    """Return whether any expert has adapters."""
     if settings is None or not any(mapping.of_expert for mapping in adapted_mappings(architecture, settings)):
         return False
     numbers = {number for number, sparse in enumerate(architecture.sparse_layers, start=1) if sparse}
@@ -140,9 +141,9 @@ def adapts_experts(architecture: Architecture, settings: LoRASettings | None) ->
 
 
 def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[ParamMapping, ...]:
-    """The mappings of ``lora_a`` and ``lora_b`` of an adapted weight, with DoRA also of its magnitudes, in PEFT's names.
+    """Return the mappings of ``lora_a`` and ``lora_b`` of an adapted weight, and of DoRA's magnitudes, in PEFT's names.
 
-    To PEFT an embedding is W^T, so that its A is our B transposed, and its B our A.
+    PEFT treats an embedding as W^T, so that its A is our transposed B, and its B our transposed A.
     """
     is_column, rank = split_dimension(mapping) == 0, settings.rank
     inner = "base_model.model.{}.{}"
@@ -179,10 +180,10 @@ def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[Par
 
 
 def hf_module(name: str) -> str:
-    """``q_proj`` of ``model.layers.{layer}.self_attn.q_proj.weight`` and of the same under PEFT's names.
+    """Return the module in a weight's name: ``q_proj`` for ``model.layers.{layer}.self_attn.q_proj.weight``.
 
-    One of :data:`~nemo_kto.architecture.lora.HUGGING_FACE_TARGETS`, whatever the family calls it; or of others, or
-    empty where the name is not that of a matrix.
+    PEFT's names are accepted too. The result is one of :data:`~nemo_kto.architecture.lora.HUGGING_FACE_TARGETS`, also where
+    the family has another name for it, or the name of another module; it is empty if the name is not that of a matrix.
     """
     ends = [f".{end}" for end in (MAGNITUDE, EMBEDDING_A, EMBEDDING_B)]
     if not name.endswith((".weight", *ends)):

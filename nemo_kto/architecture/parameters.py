@@ -1,4 +1,4 @@
-"""The parameters that a rank will hold, from the table of the model's family: nothing is built."""
+"""Parameters held by a rank, computed from the table of the model's family without building the model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class RankParameter:
     """A parameter of a rank.
 
     Attributes:
-        name, shape: of the rank's part of it.
-        trained: False where adapters are trained instead.
-        is_replicated: every tensor-parallel rank holds all of it; of an expert it does not count.
+        name: name of the parameter.
+        shape: shape of the rank's shard.
+        trained: False if adapters are trained instead.
+        is_replicated: every tensor-parallel rank holds all of it; always False for a parameter of an expert.
     """
 
     name: str
@@ -31,17 +32,17 @@ class RankParameter:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of values in the rank's shard."""
         return math.prod(self.shape)
 
     @property
     def of_expert(self) -> bool:
-        """A parameter of an expert."""
+        """Whether this is a parameter of an expert."""
         return ".experts." in self.name
 
     @property
     def is_multiplied(self) -> bool:
-        """A matrix of a linear layer within the layers, which is what fp8 is for."""
+        """Whether this is the weight matrix of a linear layer within the transformer layers, to which fp8 applies."""
         return ".linear_" in self.name and self.name.endswith(".weight")
 
 
@@ -53,17 +54,17 @@ def rank_parameters(
     stage: int = 0,
     adapters: LoRASettings | None = None,
 ) -> list[RankParameter]:
-    """What a rank of a pipeline stage holds; padded heads and rows are counted. All ranks of a stage hold the same shapes.
+    """Return the parameters of a rank, including padded heads and rows. All ranks of a stage hold the same shapes.
 
     Args:
-        architecture: the model; also says the tensor-parallel size.
-        split: how the layers are shared out over the pipeline.
-        expert_parallel: ranks over which experts are shared out, which divides their number; the first of them is meant.
-        stage: from 0.
-        adapters: what is adapted; None where all weights are trained.
+        architecture: the model; also determines the tensor-parallel size.
+        split: partition of the layers across pipeline stages.
+        expert_parallel: expert-parallel size, which divides the number of experts; the first such rank is described.
+        stage: number of the pipeline stage, from 0.
+        adapters: LoRA settings; None if all weights are trained.
 
     Raises:
-        SplitError: the layers cannot be shared out like this.
+        SplitError: the layers cannot be partitioned in this way.
     """
     is_first, is_last = stage == 0, stage == split.stages - 1
     layers = [layer for chunk in split.layers(architecture.num_layers)[stage] for layer in chunk]
@@ -79,13 +80,13 @@ def rank_parameters(
             continue
         elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
             held.append(hold(name=name))
-        elif is_last and architecture.tied:  # the last stage has a copy of the embedding
+        elif is_last and architecture.tied:  # the last stage holds a copy of the embedding
             held.append(hold(name="output_layer.weight"))
     return held if adapters is None else [*held, *_adapters(architecture, adapters, layers, experts, is_first=is_first)]
 
 
 def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
-    """Shape of a rank's part of a parameter."""
+    """Return the shape of a rank's shard of a parameter."""
     shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
     if dimension is not None:
         whole = sum(segment.length for segment in segments(mapping, architecture))
@@ -107,6 +108,6 @@ def _adapters(
 
 
 def _form(mapping: ParamMapping, architecture: Architecture, *, trained: bool) -> Callable[..., RankParameter]:
-    """Makes one of those that a mapping describes, of its name."""
+    """Return a function that builds a parameter described by a mapping from its name."""
     is_replicated = not is_cut(mapping) and not mapping.of_expert
     return partial(RankParameter, shape=rank_shape(mapping, architecture), trained=trained, is_replicated=is_replicated)

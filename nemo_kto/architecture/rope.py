@@ -1,4 +1,4 @@
-"""Rotary position embeddings, as Hugging Face configurations describe them."""
+"""Rotary position embeddings (RoPE) as described by Hugging Face configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-# Each rope type and what it cannot do without; transformers has a default for the rest.
+# Required settings of each RoPE type; transformers has defaults for the others.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -24,20 +24,20 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 ROPE_TYPES = tuple(_NEEDED)
-# Families with a rope of their own for layers with a window.
+# Families with a separate RoPE for sliding-window layers.
 _BY_LAYER_TYPE = ("gemma3_text", "olmo3")
 _OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Which rotation a position means.
+    """Rotary position embedding: the rotation angles of a position.
 
     Attributes:
-        frequencies: radians a position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs are
-            not rotated.
-        attention_factor: factor on cosines and sines, and so twice on each score; yarn and longrope have one.
-        factor_in_table: cosines and sines have it; else the scale of the softmax has its square.
+        frequencies: radians per position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs
+            are not rotated.
+        attention_factor: factor on cosines and sines, and so squared on each score; yarn and longrope have one.
+        factor_in_table: the factor is applied to cosines and sines; otherwise its square is part of the softmax scale.
     """
 
     frequencies: tuple[float, ...]
@@ -45,19 +45,19 @@ class Rope:
     factor_in_table: bool = False
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return a description for messages."""
         told = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
         return told if self.attention_factor == 1.0 else f"{told} and attention factor {self.attention_factor:g}"
 
     def inverse_frequencies(self) -> Tensor:
-        """The frequencies, fp32 [rotated channels / 2]."""
+        """Return the frequencies, fp32 [rotated channels / 2]."""
         return torch.tensor(self.frequencies, dtype=torch.float32)
 
     def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
-        """The factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual one, 1 / sqrt(head size).
+        """Return the factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual 1 / sqrt(head size).
 
-        With the attention factor there, cosines and sines stay as they are, so that fused kernels, which have no factor on
-        them, can be used. The scalar is that of the configuration; None for the head size.
+        If the attention factor is part of it, cosines and sines are unscaled, so that fused kernels, which do not scale
+        them, can be used. ``scalar`` is that of the configuration; None means the head size.
         """
         factor = 1.0 if self.factor_in_table else self.attention_factor
         usual = factor == 1.0 and scalar in (None, head_dim)
@@ -65,26 +65,26 @@ class Rope:
 
 
 def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """A configuration with the rope of one of its layer types (full_attention, sliding_attention) as that of all layers.
+    """Return a configuration in which the RoPE of one layer type (full_attention, sliding_attention) is that of all layers.
 
-    That of a family which has one rope stays as it is.
+    The configuration of a family with a single RoPE is returned unchanged.
     """
     if config.get("model_type") not in _BY_LAYER_TYPE:
         return config
     parameters = config.get("rope_parameters") or {}
     if layer_type in parameters:
         return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
-    if layer_type == "sliding_attention":  # the old form
+    if layer_type == "sliding_attention":  # older configurations
         theta = config.get("rope_local_base_freq", config.get("rope_theta"))
         return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
     return config
 
 
 def check_rope_type(config: Mapping[str, Any]) -> str:
-    """The rope type that a configuration names, for layers without a window where others have another.
+    """Return the RoPE type in a configuration, of layers without a window if the others have a different one.
 
     Raises:
-        ValueError: it is not implemented, or differs between layers of a family that has one.
+        ValueError: the type is not implemented, or differs between layers of a family with a single RoPE.
     """
     _rope_type(layer_rope(config, "sliding_attention"))
     return _rope_type(layer_rope(config, "full_attention"))
@@ -98,17 +98,17 @@ def _rope_type(config: Mapping[str, Any]) -> str:
         raise ValueError(f"{told}; choose another model")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if config.get("model_type") == "phi3" and kind == "yarn":
-        kind = "longrope"  # as transformers reads it there
+        kind = "longrope"  # as in transformers
     if kind not in ROPE_TYPES:
         raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}; choose another model")
     return kind
 
 
 def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The most tokens of a sequence, None if the configuration does not say it, and the name of the field that does.
+    """Return the configuration's field that limits the sequence length, and its value in tokens; None if it is not set.
 
-    The frequencies of longrope and dynamic change beyond that length, for the whole batch: log-probs of a short sequence
-    would depend on those beside it, and so on the layout.
+    Beyond this length the frequencies of longrope and dynamic change for the whole batch: log-probs of a short sequence
+    would depend on the other sequences in its batch, and so on the layout.
     """
     config = layer_rope(config, "full_attention")
     settings = _settings(config)
@@ -119,15 +119,18 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
-    """Read the rotary embedding out of a Hugging Face configuration, in its old form (rope_theta, rope_scaling) or its new
-    one (rope_parameters). The numbers are those of transformers' own functions, for sequences up to ``longest_sequence``.
+    """Read the rotary embedding from a Hugging Face configuration.
+
+    Both the old form (rope_theta, rope_scaling) and the new one (rope_parameters) are supported. The values are computed by
+    transformers' own functions, for sequences up to ``longest_sequence``.
 
     Args:
-        config: the configuration as a dict, with the family's defaults filled in; of one layer type (``layer_rope``).
+        config: the configuration as a dict, with the family's defaults filled in, reduced to one layer type
+            (``layer_rope``).
         partial: the family has models that rotate only the first channels of each head.
 
     Raises:
-        ValueError: a rope type that is not implemented, one of its numbers is missing, or a partial rotation is impossible.
+        ValueError: the RoPE type is not implemented, one of its settings is missing, or a partial rotation is impossible.
     """
     settings, kind = _settings(config), _rope_type(config)
     given = {**config, **settings}
@@ -153,7 +156,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> tuple[Tensor, float]:
-    """Frequencies and attention factor, by transformers' function for this rope type."""
+    """Return frequencies and attention factor, computed by transformers' function for this RoPE type."""
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

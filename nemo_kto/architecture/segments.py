@@ -1,7 +1,7 @@
-"""Where each value of a Hugging Face weight lies in our parameters, at any tensor-parallel size.
+"""Mapping between Hugging Face weights and fused or sharded parameters, at any tensor-parallel size.
 
-A parameter of ours, put together over its tensor-parallel group, is a sequence of segments along one dimension: so many
-rows of this weight, so many of that, so many zeros. A rank holds an equal part of that sequence, or all of it.
+A megatron-core parameter, concatenated over its tensor-parallel group, is a sequence of segments along one dimension: some
+rows of one weight, some rows of another, some zeros. A rank holds an equal part of that sequence, or all of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """``length`` rows (or columns), from ``start`` of the mapping's weight number ``source``; zeros where that is None.
+    """``length`` rows (or columns) from ``start`` of weight number ``source`` of a mapping; zeros if ``source`` is None.
 
-    In the weight the next one is ``step`` further.
+    Successive rows are ``step`` rows apart in the weight.
     """
 
     source: int | None
@@ -32,14 +32,14 @@ class Segment:
 
     @property
     def where(self) -> slice:
-        """The rows of the weight."""
+        """Slice of the segment's rows in the weight."""
         stop = self.start + (self.length - 1) * self.step + 1
         return slice(self.start, stop) if self.step == 1 else slice(self.start, stop, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The slice ``where`` of the mapping's weight number ``source`` lies in ``place``, a view of a parameter."""
+    """The slice ``where`` of weight number ``source`` of a mapping, and the view ``place`` of a parameter that stores it."""
 
     source: int
     where: tuple[slice, ...]
@@ -47,51 +47,53 @@ class Piece:
 
 
 def split_dimension(mapping: ParamMapping) -> int | None:
-    """The dimension along which segments divide the parameter; None if it is one weight, which every rank holds."""
+    """Return the dimension that segments divide; None if the parameter is a single weight that every rank holds."""
     if mapping.split is Split.REPLICATED:
         return None
     return 1 if mapping.split in (Split.HEADS, Split.ROW_PARALLEL) else 0
 
 
 def is_cut(mapping: ParamMapping) -> bool:
-    """True if the ranks of a tensor-parallel group hold parts of the parameter; else each holds all of it."""
+    """Return True if a parameter is sharded over the tensor-parallel group; else each rank holds all of it."""
     return mapping.split not in (Split.REPLICATED, Split.STACKED)
 
 
 def source_shapes(mapping: ParamMapping, architecture: Architecture) -> list[tuple[int, ...]]:
-    """Shape of each weight that the mapping names, in its order."""
+    """Return the shape of each weight that the mapping names, in its order."""
     sizes = architecture.sizes
     return [tuple(size if isinstance(size, int) else sizes[size] for size in shape) for shape in mapping.hf_names.values()]
 
 
 def shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
-    """Shape of a tensor of the file: of one that holds a weight of this shape, or that of every expert."""
+    """Return the shape of the file's tensor that holds a weight of this shape, or such weights of all experts."""
     shape = shape[::-1] if mapping.transposed else shape
     return (architecture.sizes["experts"], *shape) if mapping.joins_experts else shape
 
 
 def place_in_file(mapping: ParamMapping, place: Mapping[str, int], where: tuple[slice, ...]) -> tuple[slice | int, ...]:
-    """The slice ``where`` of a weight, as a slice of the tensor of the file that holds it.
+    """Convert the slice ``where`` of a weight into a slice of the file's tensor that holds it.
 
     Args:
-        place: number of the expert, where it belongs to one.
+        mapping: mapping of the weight.
+        place: number of the expert, for an expert's weight.
+        where: the slice of the weight.
     """
-    if mapping.transposed:  # a matrix
+    if mapping.transposed:  # only matrices are
         where = (*where, slice(None))[:2][::-1]
     return (place["expert"], *where) if mapping.joins_experts else where
 
 
 def shards(mapping: ParamMapping, architecture: Architecture) -> int:
-    """The number of ranks over which a parameter is cut, if it is."""
+    """Return the number of ranks over which a parameter is sharded, if it is."""
     return architecture.expert_tensor_parallel if mapping.of_expert else architecture.tensor_parallel
 
 
 def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]:
-    """The segments of a parameter, put together over the tensor-parallel group."""
+    """Return the segments of a parameter, concatenated over the tensor-parallel group."""
     parts = _segments(mapping, architecture)
     if len(mapping.hf_names) > 1 or mapping.split not in (Split.QKV, Split.GATED):
         return parts
-    # one tensor of the file holds all the weights, each below the one before
+    # one tensor of the file holds all these weights, concatenated along the rows
     sizes, rows = architecture.sizes, source_shapes(mapping, architecture)[0][0]
     of_each = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
     starts = [0, *itertools.accumulate(of_each)]
@@ -114,7 +116,7 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         return _padded(width, width)
     if mapping.split is Split.GATED:
         ranks = shards(mapping, architecture)
-        # of the gate, or of gate and up projection in one tensor
+        # width of the gate, which the file has as a weight of its own or in one tensor with the up projection
         part = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2) // ranks
         return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
     if mapping.split is Split.INTERLEAVED:
@@ -131,7 +133,7 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
 
 
 def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:
-    """The parts of the segments that lie in [start, start + length), each with its offset from ``start``."""
+    """Yield the parts of the segments within [start, start + length), each with its offset from ``start``."""
     position = 0
     for part in parts:
         first, last = max(start, position), min(start + length, position + part.length)
@@ -142,21 +144,25 @@ def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[
 
 
 def held(mapping: ParamMapping, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
-    """The segments of a tensor-parallel rank's part of a parameter, each with its offset in that part.
+    """Yield the segments of a tensor-parallel rank's shard of a parameter, each with its offset in the shard.
 
     Args:
-        rank: in the tensor-parallel group.
-        length: of the rank's part.
+        mapping: mapping of the parameter.
+        architecture: the model's architecture.
+        rank: rank in the tensor-parallel group.
+        length: length of the rank's shard.
     """
     return cut(segments(mapping, architecture), start=rank * length if is_cut(mapping) else 0, length=length)
 
 
 def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
-    """What belongs into a parameter. Its padding is set to zero on the way.
+    """Yield the pieces of weights to be stored in a parameter, and set its padding to zero.
 
     Args:
         values: the parameter's values on this rank.
-        rank: this one's, in the tensor-parallel group; of an expert's parameter, in the expert-tensor-parallel group.
+        mapping: mapping of the parameter.
+        architecture: the model's architecture.
+        rank: this rank in the tensor-parallel group, or in the expert-tensor-parallel group for a parameter of an expert.
     """
     dimension = split_dimension(mapping)
     if dimension is None:
@@ -174,7 +180,7 @@ def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *,
 def _query_key_value(architecture: Architecture) -> list[Segment]:
     head = architecture.head_dim
     query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
-    widths = (query, head, head)  # of query, key and value in a group
+    widths = (query, head, head)  # widths of query, key and value in a group
     parts = [
         Segment(source=source, start=group * width, length=width)
         for group in range(architecture.num_query_groups)

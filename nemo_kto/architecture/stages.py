@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage holds, and in which order it works on micro-batches: megatron-core's, in arithmetic.
+"""Assignment of layers to pipeline stages, and the order of micro-batches in a stage: megatron-core's rules as arithmetic.
 
 A stage may hold several model chunks (a virtual pipeline: Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A
-micro-batch then goes around the stages once for each chunk, and the pipeline fills and drains in so much less time.
+micro-batch then passes through all stages once per chunk, and the time to fill and drain the pipeline shrinks accordingly.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from itertools import groupby
 
 
 class SplitError(ValueError):
-    """Layers that cannot be shared out as they should be.
+    """Layers cannot be partitioned across pipeline stages as requested.
 
     Attributes:
-        name: the attribute of the split that does not fit.
-        constraint: what it must do, such as "must divide the 5 layers"; ends with the word layers.
+        name: the attribute of the split that is invalid.
+        constraint: the requirement on it, such as "must divide the 5 layers"; ends with the word layers.
     """
 
     def __init__(self, name: str, constraint: str, value: object) -> None:
@@ -26,14 +26,14 @@ class SplitError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSplit:
-    """How layers are shared out over a pipeline: evenly, but for what is said of its ends.
+    """Partition of layers across pipeline stages: even, except for the settings of the first and last stage.
 
     Attributes:
-        stages: ranks of the pipeline.
-        chunks: model chunks of each stage; more than one are a virtual pipeline.
-        first, last: layers of the first and of the last stage; None for as many as the others.
-        counts_embedding: the embedding takes the place of a layer in the first stage.
-        counts_loss: the loss takes the place of a layer in the last stage.
+        stages: pipeline-parallel size.
+        chunks: model chunks per stage; more than one make a virtual pipeline.
+        first, last: number of layers of the first and of the last stage; None for the same number as the other stages.
+        counts_embedding: the embedding counts as a layer of the first stage.
+        counts_loss: the loss counts as a layer of the last stage.
     """
 
     stages: int = 1
@@ -44,10 +44,10 @@ class PipelineSplit:
     counts_loss: bool = False
 
     def layers(self, num_layers: int) -> list[list[range]]:
-        """For each stage the layers of each of its chunks, from 0.
+        """Return the layers of each chunk of each stage, counted from 0.
 
         Raises:
-            SplitError: they cannot be shared out like this.
+            SplitError: the layers cannot be partitioned in this way.
         """
         sizes = self._sizes(num_layers)
         held: list[list[range]] = [[] for _ in sizes]
@@ -59,7 +59,7 @@ class PipelineSplit:
         return held
 
     def fits(self, num_layers: int) -> bool:
-        """Whether so many layers can be shared out like this."""
+        """Return whether this number of layers can be partitioned in this way."""
         try:
             self._sizes(num_layers)
         except SplitError:
@@ -67,11 +67,11 @@ class PipelineSplit:
         return True
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """The number of layers of each stage. Raises as :meth:`layers` does."""
+        """Return the number of layers of each stage. Raises like :meth:`layers`."""
         return [sum(map(len, chunks)) for chunks in self.layers(num_layers)]
 
     def text(self, num_layers: int) -> str:
-        """Such as "stages of 7, 14 x 8 and 7 layers" or "2 chunks of each stage"; empty for one chunk and even stages."""
+        """Return text such as "stages of 7, 14 x 8 and 7 layers" or "2 chunks of each stage"; empty if neither applies."""
         runs = [(size, len(list(group))) for size, group in groupby(self.stage_sizes(num_layers))]
         sizes = [part for size, count in runs for part in ([f"{count} x {size}"] if count > 2 else [str(size)] * count)]
         uneven = len(runs) > 1
@@ -81,25 +81,25 @@ class PipelineSplit:
 
     @property
     def group(self) -> int:
-        """What the number of micro-batches must be a multiple of: chunks take turns for as many as there are stages."""
+        """Divisor of the number of micro-batches: chunks alternate after as many micro-batches as there are stages."""
         return self.stages if self.chunks > 1 else 1
 
     def micro_batches(self, wanted: int) -> int:
-        """How many the schedule gets where there are ``wanted``; the last ones are empty."""
+        """Return ``wanted`` rounded up to the schedule's multiple; the additional micro-batches are empty."""
         return -(-wanted // self.group) * self.group
 
     def bubble(self, micro_batches: int) -> float:
-        """The part of a step in which a stage waits for the pipeline to fill and to drain, where all stages work alike."""
+        """Return the fraction of a step that a stage waits for the pipeline to fill and drain, if all are equally fast."""
         waits = self.stages - 1
         return waits / (self.chunks * self.micro_batches(micro_batches) + waits)
 
     def most_kept(self, stage: int, micro_batches: int, sizes: Sequence[float]) -> float:
-        """The most that a stage keeps for backward passes at one time.
+        """Return the peak size of the values that a stage keeps for backward passes.
 
         Args:
-            stage: from 0.
-            micro_batches: of a step.
-            sizes: what each chunk keeps of one micro-batch.
+            stage: number of the stage, from 0.
+            micro_batches: micro-batches per step.
+            sizes: size of the values that each chunk keeps for one micro-batch.
         """
         now = most = 0.0
         for is_forward, chunk in self.passes(stage, min(self.micro_batches(micro_batches), 4 * self.stages)):
@@ -108,10 +108,10 @@ class PipelineSplit:
         return most
 
     def passes(self, stage: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
-        """The order in which a stage works: whether a pass is forward, and of which chunk.
+        """Yield the passes of a stage in order: whether each is a forward pass, and the number of its chunk.
 
-        That of 1F1B, and with several chunks of its interleaved form: a stage first goes forward as often as it takes until
-        the first gradient comes back, then forward and backward in turn.
+        The schedule is 1F1B, or its interleaved form for several chunks: forward passes until the first gradient comes back,
+        then forward and backward passes in turn.
         """
         turns = [
             chunk for _ in range(micro_batches // self.group) for chunk in range(self.chunks) for _ in range(self.group)
@@ -127,14 +127,14 @@ class PipelineSplit:
             yield False, self.chunks - 1 - chunk
 
     def _sizes(self, num_layers: int) -> list[list[int]]:
-        """Layers of each chunk of each stage."""
+        """Return the number of layers of each chunk of each stage."""
         sizes = [[count // self.chunks] * self.chunks for count in self._whole_stages(num_layers)]
         sizes[0][0] -= self.counts_embedding
         sizes[-1][-1] -= self.counts_loss
         return sizes
 
     def _whole_stages(self, num_layers: int) -> list[int]:
-        """Layers of each stage, with what is counted as one; those of each are divisible by the chunks."""
+        """Return the number of layers of each stage, with embedding and loss if these count; divisible by the chunks."""
         if self.stages == 1 and self != PipelineSplit():
             raise SplitError("stages", "must be at least 2 for chunks, or an uneven split, of the layers", 1)
         counted = [name for name, is_one in (("embedding", self.counts_embedding), ("loss", self.counts_loss)) if is_one]
@@ -153,7 +153,7 @@ class PipelineSplit:
         return counts
 
     def _uneven_stages(self, num_layers: int) -> list[int]:
-        """Where the number of layers of the first or of the last stage is given."""
+        """Return the number of layers of each stage for a given number in the first or the last stage."""
         if self.counts_embedding or self.counts_loss:
             name = "first" if self.last is None else "last"
             raise SplitError(

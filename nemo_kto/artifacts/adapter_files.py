@@ -1,6 +1,6 @@
-"""The folder of an adapter in PEFT's format as it is read: its configuration, and the shapes of its tensors.
+"""Reading of an adapter folder in PEFT's format: its configuration, and the shapes of its tensors.
 
-No megatron-core here, so that a command line can be checked without it.
+megatron-core is not imported, so that a command line can be checked without it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TENSOR = re.compile(
     rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.(?:lora_[AB]\.weight|{MAGNITUDE})"
 )
 _EMBEDDING = re.compile(rf"base_model\.model\.model\.{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
-# What transformers has in the place of the gate and up projections of experts, and peft's pattern for that name.
+# transformers' name for the joined gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
 JOINED_PATTERN = rf".*\.{JOINED}"
-# Entries of PEFT's configuration that may hold anything: read here, or without meaning for trained adapters. Any other that
-# is set asks for something that our adapters are not.
+# Entries of PEFT's configuration that may have any value: read here, or without effect on trained adapters. Any other entry
+# that is set asks for a feature that our adapters lack.
 _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
@@ -44,14 +44,14 @@ _HARMLESS = {
     "runtime_config", "target_modules", "target_parameters", "task_type",
     "use_dora", "use_rslora",
 }  # fmt: skip
-# What to do about tensors that are none of ours, by a part of their names.
+# Remedies for tensors that are not supported, by a part of their names.
 _REMEDIES = {
     ".experts.": "; experts need names of their own",
     f"{EMBEDDING}.base_layer": "; save adapters of an embedding with save_embedding_layers=False",
 }
-# Ways to start that leave the base model as it is; others (PiSSA, OLoRA, ...) train against another one.
+# Initialisations that leave the base model unchanged; others (PiSSA, OLoRA, ...) modify it and train on the result.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Fields that are numbers: whether a value is possible, and what is.
+# Numeric fields: a test of the value, and the requirement in words.
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "r": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
     "lora_alpha": (lambda value: 0 < value <= MAX_ALPHA, f"above 0 and at most {MAX_ALPHA}"),
@@ -60,10 +60,11 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
-    """What the adapter in a folder in PEFT's format adapts, and how.
+    """Return the settings of the adapter in a folder in PEFT's format.
 
     Raises:
-        UserError: it is no adapter, or asks for what our adapters are not; lists all of it. Or it has a file outside.
+        UserError: the folder holds no adapter, the adapter has unsupported features (all are listed), or a file is a link
+            out of the folder.
     """
     config, shapes = _read(Path(folder))
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
@@ -94,7 +95,7 @@ def _adapts_embedding(shapes: Shapes) -> bool:
 
 
 def is_our_adapter(folder: Path) -> bool:
-    """Whether this program wrote the folder."""
+    """Return whether this program wrote the folder."""
     try:
         return read_metadata(folder / ADAPTER_WEIGHTS).get("written_by") == WRITTEN_BY
     except UserError:
@@ -102,7 +103,7 @@ def is_our_adapter(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """The configuration, and the shape of each tensor."""
+    """Return the configuration, and the shape of each tensor."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     kinds = {name: irregular(folder / name) or "not there" for name in files if not (folder / name).is_file()}
     if kinds:
@@ -115,7 +116,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
 
 
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
-    """What is wrong with an adapter of this configuration, these tensors, and these modules of each adapted layer."""
+    """Yield the problems of an adapter with this configuration, these tensors, and these modules of each adapted layer."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type must be LORA, got {printable(str(config.get('peft_type')), 60)}"
         return
@@ -131,7 +132,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield f"target_modules must be a list of names, got {show(targets)}"
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
-            value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # of no tensor in the file
+            value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # matches no tensor
         if value and key not in _HARMLESS:
             yield f"{printable(key, 60)} must not be set, got {printable(str(value), 60)}"
     if others := [name for name in shapes if not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name))]:
@@ -155,7 +156,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
 
 
 def _wrong_shapes(rank: object, shapes: Shapes) -> Iterator[str]:
-    """The first tensor whose rank is not that of the configuration."""
+    """Yield a message about the first tensor whose rank differs from the configuration's."""
     for name, shape in shapes.items():
         if name.endswith(MAGNITUDE) or not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name)):
             continue

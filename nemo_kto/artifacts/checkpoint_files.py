@@ -1,7 +1,7 @@
-"""The folder of one of our own checkpoints as it is: what it shows without megatron-core, which loads it.
+"""Files of our own checkpoints, read and verified without megatron-core, which loads them.
 
-Its trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Checkpoints of earlier versions
-have only sizes.
+trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Checkpoints of earlier versions have
+only sizes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from nemo_kto.artifacts.saved_info import DTYPES, adapter_settings, find_wrong
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import read_bytes, read_json
 
-CHECKPOINTS = "checkpoints"  # their folder in that of a run
+CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in the folder of a run
 INFO = "trainer.json"
 _NAME = re.compile(r"step_(\d+)")
 _REMEDY = "take another checkpoint of the run"
-_THREADS = 8  # hashlib lets other threads run while it works
+_THREADS = 8  # hashlib releases the GIL
 _CHUNK_BYTES = 2**24
-# What a disk answers where a file is gone or cannot be read any more. Anything else, such as a missing permission or a
-# server that does not answer, says nothing of the file.
+# Errors that mean a file is gone or has become unreadable. Any other error, such as a missing permission or a server that
+# does not answer, does not show that the file is damaged.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 
 
 class Info(TypedDict, total=False):
-    """The content of a trainer.json; earlier versions lack reference, run and checksum, plain models the adapters."""
+    """Content of a trainer.json; earlier versions lack moving_reference, run and checksum; full models lack adapters."""
 
     trainer: dict[str, Any]
     metrics: dict[str, float]
     dtype: str
     layout: dict[str, int]
     distributed_optimizer: bool
-    files: dict[str, Any]  # {"size": bytes, "sha256": hexadecimal}; of earlier versions the size alone
+    files: dict[str, Any]  # {"size": bytes, "sha256": hexadecimal}; in earlier versions only the size
     adapters: dict[str, object]
     moving_reference: bool
     run: dict[str, Any]
@@ -54,38 +54,38 @@ class Checkpoint:
     """A complete checkpoint: its folder, and the content of its trainer.json."""
 
     folder: Path
-    step: int  # 0 where the folder has another name than a run gives it
+    step: int  # 0 if the folder's name is not the one that a run gives it
     info: Info
 
 
 class Written(NamedTuple):
-    """What a file held when it was written: its size in bytes, and its SHA-256, which earlier versions did not note."""
+    """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
 
     size: int
     sha256: str | None
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not as it was written; says what is not."""
+    """A checkpoint is not as it was written; the message names the damage."""
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of our own checkpoints."""
+    """Return whether a folder is one of our own checkpoints."""
     return os.path.isfile(folder / INFO)
 
 
 def config_folder(source: Path) -> Path:
-    """Where the configuration and the tokenizer of a model lie: in ``source``, or in ``hf`` of a checkpoint."""
+    """Return the folder with a model's configuration and tokenizer: ``source``, or ``hf`` in a checkpoint."""
     return source / "hf" if is_checkpoint(source) else source
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """The name of a checkpoint in the folder of checkpoints."""
+    """Return the path of a checkpoint in the folder of checkpoints."""
     return folder / f"step_{step:06d}"
 
 
 def named_checkpoints(folder: Path) -> dict[Path, int]:
-    """All that has the name of a checkpoint, whole or not, with its step; oldest first.
+    """Return all paths named like a checkpoint, complete or not, with their steps; oldest first.
 
     Raises:
         UserError: the folder cannot be read.
@@ -101,26 +101,26 @@ def named_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, oldest first: all files are there and have their sizes. Contents are not read.
+    """Return the complete checkpoints of a run, oldest first: all files exist with their sizes. Contents are not read.
 
     Raises:
-        UserError: a file cannot be looked at, which does not mean that it is damaged.
+        UserError: a file cannot be accessed, which does not mean that it is damaged.
     """
     found = []
     for path in named_checkpoints(folder):
         try:
             found.append(read_checkpoint(path))
-        except DamagedCheckpoint:  # is said where a run looks for the one to resume from
+        except DamagedCheckpoint:  # reported when a run looks for the checkpoint to resume from
             continue
     return found
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint by its trainer.json, with a look at the sizes of its files.
+    """Read the trainer.json of a checkpoint and check the sizes of its files.
 
     Raises:
-        DamagedCheckpoint: it is not as it was written.
-        UserError: a file cannot be looked at.
+        DamagedCheckpoint: the checkpoint is not as it was written.
+        UserError: a file cannot be accessed.
     """
     info, records = _read_info(folder)
     for name, record in records.items():
@@ -129,16 +129,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _step_of(folder: Path) -> int | None:
-    """The step in the name of a checkpoint; None where its folder has another name."""
+    """Return the step in the name of a checkpoint; None if its folder has another name."""
     named = _NAME.fullmatch(folder.name)
     return int(named[1]) if named else None
 
 
 def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
-    """What the files of a checkpoint held when it was written, by their names.
+    """Return the size and hash of each file of a checkpoint when it was written, by file name.
 
     Raises:
-        DamagedCheckpoint: ``info`` is not what this program writes.
+        DamagedCheckpoint: ``info`` is not as this program writes it.
     """
     kept = info.get("files")
     if not isinstance(kept, dict):
@@ -156,9 +156,9 @@ def _record(entry: Any) -> tuple[int, str | None]:
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
-    """Read files of a checkpoint, several at once, and say which are not as they were written.
+    """Read files of a checkpoint, several at once, and return a message about each that is not as it was written.
 
-    Files of earlier versions have no hash, and only their sizes are looked at.
+    Files of earlier versions have no hash, so only their sizes are checked.
 
     Raises:
         UserError: a file cannot be read.
@@ -176,7 +176,7 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
 
 
 def hash_file(file: Path) -> Written:
-    """What a file holds."""
+    """Return the size and hash of a file."""
     found, size = hashlib.sha256(), 0
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
@@ -186,29 +186,29 @@ def hash_file(file: Path) -> Written:
 
 
 def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str, Written]:
-    """The records of what lies in some folders of a checkpoint, such as state."""
+    """Return the records of files in some folders of a checkpoint, such as state."""
     starts = tuple(f"{folder}/" for folder in folders)
     return {name: record for name, record in records.items() if name.startswith(starts)}
 
 
 def size_text(count: int) -> str:
-    """A number of bytes in words."""
+    """Format a number of bytes in GB or MB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def info_text(info: Mapping[str, Any]) -> str:
-    """The text of a trainer.json, with the hash of all else that it holds."""
+    """Return the text of a trainer.json, with the hash of all its other content."""
     return json.dumps({**info, "checksum": _checksum(info)}, indent=2)
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Look whether a checkpoint is as it was written: its trainer.json and hf, and the sizes of the other files.
+    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files.
 
     Returns:
         The base model of a checkpoint that holds only adapters; None for one that holds all weights.
 
     Raises:
-        UserError: its trainer.json is not what this program writes, or a file is missing or damaged; names it.
+        UserError: trainer.json is not as this program writes it, or a file is missing or damaged; names it.
     """
     file = folder / INFO
     info = read_json(file, remedy=_REMEDY)
@@ -232,10 +232,10 @@ def check_checkpoint(folder: Path) -> Path | None:
 
 
 def refuse_damaged(folder: Path, wrong: list[str]) -> None:
-    """Refuse a checkpoint that is not as it was written.
+    """Reject a checkpoint that is not as it was written.
 
     Raises:
-        UserError: something is ``wrong``; names the first of it.
+        UserError: ``wrong`` is not empty; gives the first message in it.
     """
     if wrong:
         raise UserError(f"{folder} must be as it was written, but {wrong[0]}; {_REMEDY}")
@@ -264,16 +264,16 @@ def _read_info(folder: Path) -> tuple[Info, dict[str, Written]]:
 
 def _checksum(info: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in info.items() if name != "checksum"}
-    if isinstance(adapters := rest.get("adapters"), dict):  # its user may correct where the base model lies now
+    if isinstance(adapters := rest.get("adapters"), dict):  # the user may edit the path of the base model
         rest["adapters"] = {name: value for name, value in adapters.items() if name != "base_model"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _check_kind(folder: Path, name: str) -> os.stat_result:
-    """What is known of a file, which is a regular one: others, such as a fifo, could be read for ever."""
+    """Return the status of a regular file; others are rejected, because reading one, such as a fifo, may never end."""
     try:
         found = os.stat(folder / name)
-    except ValueError as error:  # a zero byte
+    except ValueError as error:  # a null byte in the name
         raise DamagedCheckpoint(f"{name!r} is no name of a file") from error
     if not stat.S_ISREG(found.st_mode):
         raise DamagedCheckpoint(f"{name} is no file")

@@ -18,15 +18,15 @@ from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
 from nemo_kto.utils.files import file_inside, read_bytes
 from nemo_kto.utils.hashes import hash_once
 
-_THREADS = 8  # hashlib lets other threads run while it works
+_THREADS = 8  # hashlib releases the GIL
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files that decide what a model or an adapter computes: its weights and its configuration.
+    """Return the files that determine what a model or an adapter computes: its weights and its configuration.
 
-    ``folder``: a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, which has its weights in
-    state/. A checkpoint of adapters, and a folder in PEFT's format, also need their base model, which lies elsewhere.
+    ``folder`` is a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, whose weights are in
+    state/. A checkpoint of adapters, or a folder in PEFT's format, also needs its base model, which is stored elsewhere.
     """
     if is_checkpoint(folder):
         weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
@@ -38,19 +38,19 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that decide how a row becomes tokens, with the chat template."""
+    """Return the files of a Hugging Face folder that determine how a row is tokenised, including the chat template."""
     files = [file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_FILES)]
     return sorted(file for file in [*files, *folder.glob("additional_chat_templates/*")] if file.is_file())
 
 
 def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared: bool = False) -> str:
-    """Hash of the names and the content of files in ``folder``.
+    """Return a hash of the names and the content of files in ``folder``.
 
     Args:
-        folder: the names count from here on.
+        folder: names are relative to this folder.
         files: in any order; all below ``folder``.
-        cache_dir: where the hashes of large files are kept; made if absent.
-        shared: others may read these, as the umask says; else only the user.
+        cache_dir: folder where the hashes of large files are cached; created if absent.
+        shared: others may read the cached hashes, as the umask allows; else only the user may.
     """
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -61,8 +61,8 @@ def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared
 
 logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 2**28  # the largest tokenizers have a tenth of that
-# Named where they cannot be copied; other files of a tokenizer are copied where they are files.
+_MAX_BYTES = 2**28  # the largest tokenizers have a tenth of this size
+# A warning names these if they cannot be copied; other files of a tokenizer are copied if they are files.
 _EXPECTED = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -70,14 +70,14 @@ _EXPECTED = (
 
 
 def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
-    """Path below ``folder`` -> content of the configuration, the tokenizer's files and the chat templates.
+    """Read the configuration, the tokenizer's files and the chat templates of a model: path below ``folder`` -> content.
 
-    What has such a name and cannot be copied (no regular file, not readable, larger than 256 MiB, a link to nothing) is left
-    out, with a warning that names it: transformers, which has read the tokenizer, did not need it.
+    A file that cannot be copied (not regular, not readable, larger than 256 MiB, or a broken link) is left out, with a
+    warning that names it: transformers, which has read the tokenizer, did not need it.
 
     Args:
-        folder: of a Hugging Face model.
-        into: where the files will go, for the warning: "the checkpoints".
+        folder: folder of a Hugging Face model.
+        into: destination of the files, for the warning: "the checkpoints".
 
     Raises:
         UserError: a file is a link that leads out of the folder.
@@ -93,7 +93,7 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy them all but the configuration into an export, with plain permissions; as :func:`read_companions` does.
+    """Copy all companions but the configuration into an export, with default permissions, like :func:`read_companions`.
 
     Raises:
         OSError: ``target`` cannot be written.
@@ -105,6 +105,6 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """What transformers may read beside the weights, as names below the folder, sorted."""
+    """Return the names below the folder of all that transformers may read beside the weights, sorted."""
     names = {*_EXPECTED, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
     return sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name))

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: which weight lies where, and writing a sharded set of them."""
+"""The safetensors files of a Hugging Face folder: locating weights, and writing a sharded set of files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"  # the one file of a model without an index
-WRITTEN_BY = "nemo_kto"  # in the metadata of what this program writes
+SINGLE = "model.safetensors"  # the only file of a model without an index
+WRITTEN_BY = "nemo_kto"  # marks files of this program in their metadata
 _REMEDY = "download or write it again"
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
-BLOCKS, SCALES = "_blocks", "_scales"  # what the names of weights in MXFP4 end in (huggingface/mxfp4.py), whose type is
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4 weights (huggingface/mxfp4.py), stored as _PACKED
 _PACKED = "U8"
-_FORMAT_BYTES = 64  # which show a file of another format
+_FORMAT_BYTES = 64  # enough to recognise a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 Shapes = dict[str, tuple[int, ...]]
@@ -31,20 +31,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class _Broken(ValueError):
-    """What is wrong with a header."""
+    """A header is invalid; the message describes the problem."""
 
 
 def tensor_shapes(file: Path) -> Shapes:
-    """Shape of every tensor in a safetensors file; reads only its header.
+    """Return the shape of every tensor in a safetensors file; reads only its header.
 
     Raises:
-        UserError: it is no safetensors file, is cut short, or holds something else than floats.
+        UserError: the file is not a safetensors file, is truncated, or holds other types than floats.
     """
     return _read_header(file)[0]
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What the writer of a safetensors file noted in it; raises as :func:`tensor_shapes` does."""
+    """Return the metadata in a safetensors file; raises like :func:`tensor_shapes`."""
     return _read_header(file)[1]
 
 
@@ -54,7 +54,7 @@ def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(0)
             start = handle.read(_FORMAT_BYTES)
-            # the format's own header begins with "{", after a length that may begin like another format
+            # a safetensors header begins with "{", after a length whose bytes may look like another format
             if start[8:9] != b"{" and (told := other_format(start)) is not None:
                 raise UserError(f"{file} must be a safetensors file, but it is {told}")
             handle.seek(0)
@@ -99,14 +99,14 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
 
 
 def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """File and shape of every weight in a folder; reads only the headers of the files.
+    """Return file and shape of every weight in a folder; reads only the headers of the files.
 
-    Where there is an index, only the files that it names are read, and each weight must be in the one file that it is mapped
-    to. Weights in these files that the index leaves out are weights too, as in transformers.
+    If there is an index, only the files that it names are read, and each weight must be in the one file that the index gives
+    for it. Weights in these files that the index omits are weights too, as in transformers.
 
     Raises:
-        UserError: there are no safetensors, not all that the index names, they cannot be read, or the index contradicts
-            them; lists all such files. Or one lies outside the folder.
+        UserError: there are no safetensors files, some that the index names are missing, they cannot be read, or the index
+            contradicts them; lists all such files. Or a file is a link out of the folder.
     """
     weight_map = _read_index(folder)
     files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
@@ -115,7 +115,7 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
             "load the model with transformers and write it with save_pretrained"
         )
-    if folder / SINGLE not in files and (folder / SINGLE).is_file():  # which transformers would read, and not the index
+    if folder / SINGLE not in files and (folder / SINGLE).is_file():  # transformers would read it instead of the index
         told = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
         raise UserError(f"{told}; remove the one that is not the model")
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
@@ -145,7 +145,7 @@ def _first_of(mistakes: Sequence[str]) -> str:
 
 
 def is_our_model(folder: Path) -> bool:
-    """Whether this program wrote the folder."""
+    """Return whether this program wrote the folder."""
     try:
         return read_json(folder / INDEX)["metadata"]["written_by"] == WRITTEN_BY
     except (UserError, LookupError, TypeError):
@@ -153,7 +153,7 @@ def is_our_model(folder: Path) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, Path] | None:
-    """File of each weight that the index names; None for a model in a single file, which has no index."""
+    """Return the file of each weight that the index names; None for a model in a single file, which has no index."""
     index = folder / INDEX
     if not index.is_file():
         return None
@@ -166,11 +166,11 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
 
 @dataclass(kw_only=True, eq=False)
 class ShardWriter:
-    """Writes weights into safetensors files of limited size, holding no more than one file's worth at a time.
+    """Writer of weights into safetensors files of limited size, which keeps at most one file's weights in memory.
 
     Attributes:
         folder: an existing folder.
-        max_shard_bytes: a file is closed before it would grow beyond this, unless a single weight is bigger.
+        max_shard_bytes: a file is closed before it would exceed this size, unless a single weight is larger.
     """
 
     folder: Path
@@ -182,7 +182,7 @@ class ShardWriter:
         self._parts: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one weight; it must not change before the next call of ``add`` or ``close`` that writes it."""
+        """Add one weight; it must not change until the call of ``add`` or ``close`` that writes it."""
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._shard_bytes + size > self.max_shard_bytes:
             self._flush()
@@ -191,7 +191,7 @@ class ShardWriter:
         self._total_bytes += size
 
     def close(self, *, mark: str) -> None:
-        """Write what is left, give the files their final names, and write the index, with ``mark`` in its metadata."""
+        """Write the remaining weights, give the files their final names, and write the index, with ``mark`` as metadata."""
         self._flush()
         weight_map = {}
         for number, names in enumerate(self._parts):

@@ -1,4 +1,4 @@
-"""The values of a trainer.json, checked before they are used: whoever gives a checkpoint away can write anything there."""
+"""Validation of the values of a trainer.json: a checkpoint from someone else can contain anything."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from nemo_kto.architecture.lora import LoRASettings
 
 DTYPES = ("bfloat16", "float32")
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters of a wrong value shown in a message
 
 
 class _Kind(NamedTuple):
-    """What a value must be: a test, and the same in words."""
+    """A requirement on a value: a test, and its description for messages."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -35,12 +35,12 @@ def _is_none(value: object) -> bool:
 
 
 def _is_total(value: object) -> bool:
-    """A sum, and of how many it is."""
+    """Return whether a value is a pair of a sum and the number of its terms, which is above 0."""
     return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_count(value[1]) and value[1] > 0
 
 
 def _is_fact(value: object) -> bool:
-    """A value, or the hash of a content and where it is from."""
+    """Return whether a value is a plain value, or an object with a content hash and its origin (sha256, from)."""
     content = isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("sha256", "from"))
     return content or not isinstance(value, dict)
 
@@ -87,17 +87,17 @@ _STOPPING = {
 
 
 def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
-    """The settings in the ``adapters`` of a trainer.json; raises all that Python does where they are none."""
+    """Build the settings from the ``adapters`` of a trainer.json; invalid content raises various Python exceptions."""
     kept = adapters["settings"].items()
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept}
     return LoRASettings(**settings)
 
 
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> str | None:
-    """The first value of a trainer.json that this program does not write, and what it must be; None if there is none.
+    """Return a message about the first value of a trainer.json that this program would not write; None if all are valid.
 
     Args:
-        step: by the name of the checkpoint's folder; None where it has another name.
+        step: the step in the name of the checkpoint's folder; None if the folder has another name.
     """
     if (wrong := _first_wrong(info, _INFO, required=("trainer", "metrics", "dtype", "layout"))) is not None:
         return wrong
@@ -105,7 +105,7 @@ def find_wrong(info: Mapping[str, Any], *, step: int | None) -> str | None:
     if (wrong := _first_wrong(trainer, _TRAINER, required=("step",), prefix="trainer.")) is not None:
         return wrong
     for part, kinds in (("unlogged", _UNLOGGED), ("early_stopping", _STOPPING)):
-        saved = trainer.get(part)  # empty, or absent, where there is nothing to tell
+        saved = trainer.get(part)  # empty or absent if there is nothing to record
         wrong = _first_wrong(saved, kinds, required=tuple(kinds), prefix=f"trainer.{part}.") if saved else None
         if wrong is not None:
             return wrong

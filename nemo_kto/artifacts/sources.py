@@ -1,6 +1,6 @@
-"""What a folder that names a model holds: a whole model, or adapters and where their base model is.
+"""Model folders: a whole model, or adapters with the location of their base model.
 
-Only small JSON files are read and nothing heavy is imported, so that a command line can be checked with it.
+Only small JSON files are read and no heavy packages are imported, so that a command line can be checked with it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SHAPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where the weights of a model come from.
+    """Source of a model's weights.
 
     Attributes:
         base: a Hugging Face folder, or one of our checkpoints of a whole model.
-        adapters: a folder in PEFT format, or one of our checkpoints of adapters; None for the base model as it is.
+        adapters: a folder in PEFT format, or one of our checkpoints of adapters; None for the base model without adapters.
     """
 
     base: Path
     adapters: Path | None = None
 
     def resolve(self) -> ModelSource:
-        """The same with absolute paths, to be compared."""
+        """Return the source with absolute paths, for comparisons."""
         return ModelSource(base=self.base.resolve(), adapters=self.adapters and self.adapters.resolve())
 
     def __str__(self) -> str:
@@ -43,14 +43,15 @@ class ModelSource:
 
 
 def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSource:
-    """The model that ``folder`` names.
+    """Return the source of the model in ``folder``.
 
     Args:
         folder: a Hugging Face folder, one of our checkpoints, or a folder in PEFT format.
-        default_base: the base model of adapters in PEFT format that name none, or one of a hub, which has no folder here.
+        default_base: base model for adapters in PEFT format that name none, or that name a hub model, which has no local
+            folder.
 
     Raises:
-        UserError: it is none of these, or it is adapters whose base model is not there.
+        UserError: the folder is none of these, or it holds adapters whose base model does not exist.
     """
     if is_checkpoint(folder):
         adapters = read_json(folder / INFO).get("adapters")
@@ -73,36 +74,36 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
 
 
 def irregular_files(folder: Path) -> str:
-    """Such as ", where config.json is a folder", of the files by which a model or adapters are known; mostly empty."""
+    """Return text such as ", where config.json is a folder" about irregular model files; usually empty."""
     kinds = {name: irregular(folder / name) for name in (CONFIG, INFO, ADAPTER_CONFIG)}
     return "".join(f", where {name} is {kind}" for name, kind in kinds.items() if kind is not None)
 
 
 def is_whole_model(folder: Path) -> bool:
-    """True for a Hugging Face folder and for one of our checkpoints that is no checkpoint of adapters."""
+    """Return True for a Hugging Face folder, and for one of our checkpoints that is not a checkpoint of adapters."""
     if is_checkpoint(folder):
         return read_json(folder / INFO).get("adapters") is None
     return os.path.isfile(folder / CONFIG)
 
 
 def is_peft_folder(folder: Path) -> bool:
-    """True for adapters in PEFT format without the weights of a whole model beside them."""
+    """Return True for adapters in PEFT format without the weights of a whole model beside them."""
     has_adapters = os.path.isfile(folder / ADAPTER_CONFIG) and not is_checkpoint(folder)
     return has_adapters and not any(folder.glob("model*.safetensors"))
 
 
 def named_base(adapters: Path) -> Path | None:
-    """The base model that adapters in PEFT format name, if it is a folder of this machine and not only a name of a hub."""
+    """Return the base model named by adapters in PEFT format, if it is a local folder and not only a hub name."""
     name = read_json(adapters / ADAPTER_CONFIG).get("base_model_name_or_path")
     base = Path(str(name)).expanduser()
     return base if name and is_whole_model(base) else None
 
 
 def check_same_shape(policy: Path, other: Path) -> None:
-    """Refuse a model whose config.json says that it is not of the policy's shape; the whole comparison takes the models.
+    """Reject a model whose config.json shows that its shape differs from the policy's; a full check needs both models.
 
     Raises:
-        UserError: it is not.
+        UserError: the shapes differ.
     """
     ours, theirs = _config(policy), _config(other)
     pairs = {key: (theirs[key], ours[key]) for key in _SHAPE if key in ours and key in theirs}
@@ -110,10 +111,15 @@ def check_same_shape(policy: Path, other: Path) -> None:
 
 
 def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[object, object]]) -> None:
-    """Refuse a model that differs from the policy in values, if there are any: name -> (its own, the policy's).
+    """Reject a model that differs from the policy in any value.
+
+    Args:
+        policy: the policy's folder.
+        other: folder of the other model.
+        differing: name -> (value of the other model, value of the policy).
 
     Raises:
-        UserError: there are.
+        UserError: ``differing`` is not empty.
     """
     if differing:
         values = ", ".join(f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in differing.items())
@@ -124,7 +130,7 @@ def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[
 
 
 def _config(folder: Path) -> dict[str, object]:
-    """The Hugging Face configuration of a whole model; empty where it is not there."""
+    """Return the Hugging Face configuration of a whole model; empty if the file does not exist."""
     file = config_folder(folder) / CONFIG
     return read_json(file) if os.path.isfile(file) else {}
 
@@ -133,7 +139,7 @@ def _peft_base(folder: Path, default_base: Path | None) -> Path:
     if (base := named_base(folder)) is not None:
         return base
     name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else of a hub: organisation/model
+    is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else a hub name: organisation/model
     return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
 
 

@@ -1,4 +1,4 @@
-"""The files of a tokenizer as they are: what they show without the libraries that load it."""
+"""Checks of a tokenizer's files that need none of the libraries that load it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from nemo_kto.utils.files import irregular, open_file, other_format, read_json, 
 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_FORMAT_BYTES = 64  # which show a file of another format
+_FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
-    """Look whether a folder holds a tokenizer that fits its model.
+    """Check that a folder holds a tokenizer that fits its model.
 
     Args:
-        vocab_size: rows of the model's embedding; None where not known.
+        vocab_size: rows of the model's embedding; None if unknown.
 
     Raises:
-        UserError: it has none, a file is damaged, it brings code of its own, it has no EOS token, or a token that training
-            needs has no row in the embedding (:func:`check_ids`).
+        UserError: there is no tokenizer, a file is damaged, it brings its own code, it has no EOS token, or a token that
+            training needs has no row in the embedding (:func:`check_ids`).
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
@@ -41,13 +41,13 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         every_row = _every_row(config)
         ids |= {token: added[token] for token in every_row if token in added}
         check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
-        following = max([*ids.values(), *added.values()]) + 1  # which transformers gives to a token that is not there
+        following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
         new = {token: following for token in every_row if token not in ids}
         check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
 
 
 def _check_format(file: Path, *, needed: bool) -> None:
-    """Refuse a file of another format; if it is ``needed``, anything else too that transformers would skip."""
+    """Reject a file of another format; if it is ``needed``, also reject other irregular files, which transformers skips."""
     if needed and (kind := irregular(file)) is not None:
         raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
     if not file.is_file():
@@ -62,18 +62,18 @@ def _check_format(file: Path, *, needed: bool) -> None:
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
-    """Look whether tokens have rows in the model's embedding.
+    """Check that tokens have rows in the model's embedding.
 
-    Not asked of tokens that were added for something else, such as Gemma 3's for images beside a model of text: a row of the
-    data that has one is refused when it is tokenised.
+    Tokens that were added for other purposes, such as Gemma 3's image tokens beside a text model, are not checked: a row of
+    the data that contains one is rejected when it is tokenised.
 
     Args:
         ids: token -> its id.
-        vocab_size: rows of the embedding; None where not known.
-        file: where the tokens are from.
+        vocab_size: rows of the embedding; None if unknown.
+        file: file that defines the tokens, for the error message.
 
     Raises:
-        UserError: a token has none.
+        UserError: a token has no row.
     """
     token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
     if vocab_size is not None and highest >= vocab_size:
@@ -83,12 +83,12 @@ def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> 
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether any file of a folder holds a chat template; raises as :func:`check_tokenizer` does."""
+    """Return whether any file of a folder holds a chat template; raises like :func:`check_tokenizer`."""
     return chat_template_file(folder).name != _CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
 
 
 def chat_template_file(folder: Path) -> Path:
-    """Where a chat template of the folder stands if it has one."""
+    """Return the file that holds the folder's chat template, if it has one."""
     return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / _CONFIG)
 
 
@@ -97,18 +97,18 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _every_row(config: Mapping[str, Any]) -> list[str]:
-    """The tokens of a tokenizer_config.json that rows get whatever their text is: BOS and EOS."""
+    """Return the tokens of a tokenizer_config.json that every data row gets, independent of its text: BOS and EOS."""
     values = (config.get("bos_token"), config.get("eos_token"))
     texts = (value.get("content") if isinstance(value, dict) else value for value in values)
     return [text for text in texts if isinstance(text, str)]
 
 
 def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Token -> id, of a tokenizer.json: those of its model, and those that were added."""
+    """Return token -> id from a tokenizer.json: the tokens of its model, and the added tokens."""
     content = read_json(file, remedy=_REMEDY)
     try:
         vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
-        if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+        if isinstance(vocabulary, list):  # Unigram models list pairs of a token and its score
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         ids = {str(token): int(number) for token, number in dict(vocabulary).items()}
         new = {str(token["content"]): int(token["id"]) for token in added}

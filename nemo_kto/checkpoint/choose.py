@@ -1,4 +1,4 @@
-"""Which checkpoint is used: rank 0 looks, all ranks share the reading of its files, and all come to the same verdict."""
+"""Selection and verification of checkpoints: rank 0 lists them, all ranks share the hashing, and all get the same result."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written, every byte of it; None where there never was one. Collective.
+    """Return the newest checkpoint whose every byte is as it was written; None if the run has no checkpoint. Collective.
 
-    A damaged one is named, and the one before it is looked at.
+    A damaged checkpoint is reported in a warning, and the one before it is tried.
 
     Args:
-        folder: of the checkpoints of a run.
+        folder: the folder of a run's checkpoints.
 
     Raises:
-        UserError: there are checkpoints and all are damaged, or a file cannot be read; on every rank alike.
+        UserError: there are checkpoints but all are damaged, or a file cannot be read; raised on every rank.
     """
     reasons = []
     for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
@@ -56,14 +56,14 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
-    """The checkpoint of a run with the best metric, the newest of equals; None if none has that metric.
+    """Return the checkpoint of a run with the best metric, the newest among equals; None if no checkpoint has that metric.
 
     Collective: rank 0 decides for all ranks.
 
     Args:
-        folder: of the checkpoints.
+        folder: the folder of a run's checkpoints.
         monitor: name of the metric that ranks checkpoints.
-        mode: 'min' or 'max', whether small or large is good.
+        mode: 'min' or 'max', whether small or large values are better.
     """
 
     def find() -> Checkpoint | None:
@@ -75,16 +75,16 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
-    """The smaller, the better."""
+    """Return the sort key of a checkpoint: smaller is better, and newer is better among equals."""
     value, sign = checkpoint.info["metrics"].get(monitor), 1.0 if mode == "min" else -1.0
     return (math.inf if value is None else sign * value, -checkpoint.step)
 
 
 def verify(folder: Path, parts: Sequence[str]) -> None:
-    """Make sure that parts of a checkpoint, such as state, are as they were written; collective.
+    """Verify that parts of a checkpoint, such as state, are as they were written; collective.
 
     Raises:
-        UserError: they are not; names the first file that is not, on every rank alike.
+        UserError: a file is missing or damaged; names the first such file, on every rank.
     """
     found = state.from_rank_zero(lambda: _look(folder))
     if isinstance(found, str):
@@ -94,7 +94,7 @@ def verify(folder: Path, parts: Sequence[str]) -> None:
 
 
 def _look(path: Path) -> Checkpoint | str:
-    """A checkpoint, or what is wrong with its trainer.json or the sizes of its files."""
+    """Return the checkpoint in a folder, or a description of the damage to its trainer.json or to the sizes of its files."""
     try:
         return read_checkpoint(path)
     except DamagedCheckpoint as error:
@@ -102,7 +102,7 @@ def _look(path: Path) -> Checkpoint | str:
 
 
 def _damage_together(folder: Path, records: Mapping[str, Written]) -> list[str]:
-    """What is wrong with files of a checkpoint; every rank reads its share, and all know of all."""
+    """Return the damage to files of a checkpoint: each rank reads a share of the bytes, and every rank gets all results."""
     if state.world_size() == 1:
         return damage(folder, records)
     loads = [0] * state.world_size()

@@ -1,15 +1,15 @@
-"""Checkpoints of a run: megatron-core's dist_checkpointing, and what the trainer needs to resume as if nothing had happened.
+"""Checkpoints of a run: megatron-core's dist_checkpointing and the trainer state that an exact resume needs.
 
     checkpoints/step_000100/
-      state/        weights, optimizer and schedule, loadable at any layout
-      rng/          generators of each rank, used at the same layout
+      state/        weights, optimizer state and learning rate schedule, loadable at any layout
+      rng/          random generators of each rank, restored only at the same layout
       hf/           configuration and tokenizer: the checkpoint needs no other folder
-      trainer.json  where the run stands, what it is of, its metrics, the layout, the versions, and the hashes of all files
+      trainer.json  trainer state, values a resumed run must match, metrics, layout, versions, and the hashes of all files
 
-A model with adapters is saved as only its adapters; trainer.json then names the base model.
+A checkpoint of a model with adapters holds only the adapters; its trainer.json then names the base model.
 
-A checkpoint is written under another name, by a thread of each rank while training continues. It gets its own by one rename,
-when the part of every rank is on disk: a folder with a checkpoint's name is complete.
+A checkpoint is written under a temporary name, by a thread of each rank while training continues. It is renamed once, when
+the parts of all ranks are on disk: a folder with a checkpoint's name is complete.
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ _MORE_ROOM = "free some room, or keep fewer with exp_manager.checkpoint_callback
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
-    """The dtype of the weights in a checkpoint."""
+    """Return the dtype of the weights in a checkpoint."""
     info = json.loads((path / INFO).read_text(encoding="utf-8"))
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
 
 
 def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
-    """What a checkpoint says of its adapters; None if it holds all weights of a model."""
+    """Return the adapter entry of a checkpoint's trainer.json; None if the checkpoint holds all weights of a model."""
     return model_state.adapters_in(json.loads((path / INFO).read_text(encoding="utf-8")))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Load the weights of a checkpoint, at whatever layout it was written, and nothing else; collective.
+    """Load only the weights of a checkpoint, written at any layout; collective.
 
-    Of a checkpoint of adapters only these are loaded, and the base model stays as it is; of any other checkpoint all but
-    the adapters.
+    From a checkpoint of adapters only the adapters are loaded, and the base model keeps its weights; from any other
+    checkpoint everything but the adapters is loaded.
 
     Raises:
         ValueError: the checkpoint holds other adapters than the model has.
-        UserError: it is damaged, or a file of it holds what could run.
+        UserError: it is damaged, or one of its files could run code when loaded.
     """
     verify(path, ("state", "hf"))
     saved = saved_adapters(path)
@@ -102,12 +102,12 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenCheckpoint:
-    """A checkpoint that is complete.
+    """A complete checkpoint.
 
     Attributes:
-        step: of the run.
-        seconds: from the request to the complete checkpoint.
-        stall_seconds: of these, how long training waited.
+        step: step of the run at which it was saved.
+        seconds: time from the request until the checkpoint was complete.
+        stall_seconds: the part of ``seconds`` during which training waited.
     """
 
     step: int
@@ -122,7 +122,7 @@ class _Save:
     final: Path
     step: int
     info: dict[str, Any]
-    need: int  # bytes, over all ranks
+    need: int  # bytes to write, over all ranks
     started: float
     stall_seconds: float = 0.0
     thread: FileWriter | None = None
@@ -131,24 +131,24 @@ class _Save:
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Writes the checkpoints of a run, loads one, and removes those that are no longer wanted.
+    """Writer and loader of a run's checkpoints, which also removes those that are no longer kept.
 
     Attributes:
-        folder: where the checkpoints go.
+        folder: folder of the checkpoints.
         chunks: this rank's model chunks.
-        optimizer: of these chunks.
-        scheduler: of the learning rate.
+        optimizer: optimizer of these chunks.
+        scheduler: schedule of the learning rate.
         monitor: name of the metric that ranks checkpoints.
-        mode: 'min' or 'max', whether small or large is good.
+        mode: 'min' or 'max', whether small or large values are better.
         save_top_k: checkpoints to keep besides the last; -1 keeps all.
         async_save: whether training continues while a checkpoint is written.
-        hugging_face_source: folder whose configuration and tokenizer belong to the model.
-        base_model: of a model with adapters, where its other weights came from; ``hugging_face_source`` where None.
-        reference_weights: the weights of a reference that is synced; None for a reference that never changes.
-        run: what must stay when the run is resumed; kept in every checkpoint.
+        hugging_face_source: folder with the configuration and the tokenizer of the model.
+        base_model: for a model with adapters, the source of its base weights; None means ``hugging_face_source``.
+        reference_weights: weights of a reference that is synced; None for a reference that never changes.
+        run: values that a resumed run must share with this one; stored in every checkpoint.
 
     Raises:
-        UserError: a file that belongs into every checkpoint lies outside its folder.
+        UserError: a file to be copied into every checkpoint is a link out of its folder.
     """
 
     folder: Path
@@ -167,11 +167,11 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         self._adapters = model_state.adapters_of(self.chunks)
         self._planned = PlannedSave()
-        # What several data-parallel ranks hold is shared out among them, once: its structure stays the same.
+        # Values replicated over data-parallel ranks are divided among them once: the structure never changes.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._strategy = FullyParallelSaveStrategyWrapper(self._planned, group, do_cache_distribution=True)
         # megatron-core would start a server process for the results of a save, which costs seconds and outlives a rank that
-        # is killed. They do not go that way here.
+        # is killed. Results do not pass through that queue here, so a plain queue takes its place.
         filesystem_async._results_queue = queue.Queue()
         self._save: _Save | None = None
         self._removing = FolderRemover(folders=[])
@@ -180,14 +180,15 @@ class CheckpointManager:
         state.on_rank_zero(self._prepare, "{}")
 
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
-        """Begin a checkpoint of what is now; collective. One that is being written is finished first.
+        """Start a checkpoint of the current state; collective. A checkpoint still being written is finished first.
 
         Returns:
-            The checkpoint, without ``async_save``; else :meth:`poll` gives it, and this the earlier one it had to finish.
+            Without ``async_save``, the new checkpoint. With it, the earlier checkpoint that had to be finished first, if
+            any; :meth:`poll` returns the new one later.
 
         Raises:
-            UserError: there is no room for it; says how much it needs, on every rank.
-            RuntimeError: it could not be written; says why on every rank.
+            UserError: there is not enough free space; says how much is needed, on every rank.
+            RuntimeError: the checkpoint could not be written; gives the reason on every rank.
         """
         started = time.monotonic()
         earlier = self._finish_writing()
@@ -201,7 +202,7 @@ class CheckpointManager:
         try:
             self._plan(sharded, partial_folder(final) / "state")
             files, save.results = self._planned.take_files()
-        except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is no subclass of Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
         generators = io.BytesIO()
         torch.save(get_rng_state(), generators)
@@ -213,31 +214,31 @@ class CheckpointManager:
         return earlier if self.async_save else self.finish()
 
     def poll(self) -> WrittenCheckpoint | None:
-        """The checkpoint that is being written, once the parts of all ranks are on disk: it then gets its name. Collective.
+        """Publish the pending checkpoint once the parts of all ranks are on disk, and return it; else None. Collective.
 
         Raises:
-            UserError: the disk is full; says how much it needs, on every rank.
-            RuntimeError: some rank could not write its part; says why, on every rank.
+            UserError: the disk is full; says how much space is needed, on every rank.
+            RuntimeError: a rank could not write its part; gives the reason, on every rank.
         """
         return self._complete_if_written(waiting_since=None)
 
     def finish(self) -> WrittenCheckpoint | None:
-        """Wait for the checkpoint that is being written, if there is one; collective. Raises as :meth:`poll` does."""
+        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
         written = self._finish_writing()
         self._removing.join()
         return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Put everything back as a checkpoint has it; collective.
+        """Restore the state of a checkpoint; collective.
 
-        Generators are put back where the layout is the one that was saved.
+        The random generators are restored only if the layout equals the saved one.
 
         Returns:
             The trainer's state.
 
         Raises:
-            ValueError: it holds other adapters.
-            UserError: a file of it is not what this program writes; names it.
+            ValueError: the checkpoint holds other adapters.
+            UserError: one of its files is not as this program writes it; names the file.
         """
         model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
         folder, trainer = checkpoint.folder, dict(checkpoint.info["trainer"])
@@ -264,7 +265,7 @@ class CheckpointManager:
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _info(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The trainer.json of a checkpoint, without its files."""
+        """Return the content of a checkpoint's trainer.json, without its list of files."""
         info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
         info["dtype"] = model_state.dtype_name(self.chunks)
         if self._adapters is not None:
@@ -281,10 +282,10 @@ class CheckpointManager:
                 shutil.rmtree(leftover)
 
     def _begin(self, save: _Save) -> None:
-        """Make the folder that is written to, with the files of the model, where there is room for all."""
+        """Create the partial folder with the model's companion files, if the disk has room for the whole checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if save.need > shutil.disk_usage(self.folder).free:
-            self._removing.join()  # which makes room
+            self._removing.join()  # a pending removal frees space
         if save.need > shutil.disk_usage(self.folder).free:
             raise self._no_room(save)
         partial = start_folder(save.final)
@@ -297,8 +298,8 @@ class CheckpointManager:
             save.info["files"][f"hf/{name}"] = write_file(file, writes(content))
 
     def _plan(self, sharded: ShardedStateDict, folder: Path) -> None:
-        """Let megatron-core write what all ranks have in common, and say what each has to write; collective."""
-        newer = {"async_strategy": "mcore"}  # of which megatron-core 0.19 has several
+        """Let megatron-core write the common state and plan what each rank writes; collective."""
+        newer = {"async_strategy": "mcore"}  # megatron-core 0.19 has several strategies
         options = newer if newer.keys() <= inspect.signature(dist_checkpointing.save).parameters.keys() else {}
         dist_checkpointing.save(
             sharded,
@@ -332,7 +333,7 @@ class CheckpointManager:
         return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
 
     def _complete(self, save: _Save) -> None:
-        """Let a checkpoint whose parts are all on disk appear under its name; collective."""
+        """Publish a checkpoint whose parts are all on disk; collective."""
         assert save.thread is not None
         of_ranks: list[Any] = [None] * state.world_size()
         mine = (save.results, save.thread.written)
@@ -344,10 +345,10 @@ class CheckpointManager:
         self._planned.write_index([results for results, _ in of_ranks])
         files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
         small = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
-        files |= {f"state/{file.name}": hash_file(file) for file in small}  # which megatron-core has written
+        files |= {f"state/{file.name}": hash_file(file) for file in small}  # written by megatron-core
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
         (partial / INFO).write_text(info_text(info), encoding="utf-8")
-        publish_folder(save.final)  # a folder of this name is damaged, or the run would have been resumed from it
+        publish_folder(save.final)  # an existing folder of this name is damaged: else the run would have resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
             ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
@@ -356,7 +357,7 @@ class CheckpointManager:
             self._removing.start()
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
-        """Do a part of the present save on rank 0; all ranks succeed, or all fail and nothing of it is left."""
+        """Run a part of the current save on rank 0; either all ranks succeed, or all fail and its files are removed."""
         error = None
         try:
             if state.is_rank_zero():
@@ -367,7 +368,7 @@ class CheckpointManager:
             self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:
-        """Give up the present save for the error of some rank, remove what was written, and raise; collective."""
+        """Abort the current save because of an error on some rank, remove its files, and raise; collective."""
         save = self._save
         assert save is not None
         self._save = None
@@ -376,7 +377,7 @@ class CheckpointManager:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             error = self._no_room(save, error)
         problem = None if error is None else state.Problem.of(error)
-        torch.distributed.barrier()  # all have stopped
+        torch.distributed.barrier()  # every rank's writer has stopped
         if state.is_rank_zero():
             shutil.rmtree(partial_folder(save.final), ignore_errors=True)
         state.raise_together(problem, _NOT_WRITTEN)

@@ -26,7 +26,7 @@ from nemo_kto.models.lora.adapters import is_adapter
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The states of all generators of this rank, in tensors and plain data."""
+    """Return the states of all random generators of this rank, as tensors and plain data."""
     kept = np.random.get_state(legacy=False)
     assert isinstance(kept, dict)
     return {
@@ -39,10 +39,10 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(kept: Mapping[str, Any]) -> None:
-    """Put back what :func:`get_rng_state` gave.
+    """Restore the states returned by :func:`get_rng_state`.
 
     Raises:
-        ValueError: there are other generators of model-parallel regions; torch, Python and numpy raise their own errors.
+        ValueError: the generators of model-parallel regions differ; torch, Python and numpy raise their own errors.
     """
     tracker = get_cuda_rng_tracker()
     kinds, ours = (
@@ -59,11 +59,11 @@ def set_rng_state(kept: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """What a checkpoint that holds only adapters says of them.
+    """The adapter entry of a checkpoint that holds only adapters.
 
     Attributes:
-        base_model: where the weights of the base model came from: a Hugging Face folder or one of our own checkpoints.
-        settings: what is adapted and how.
+        base_model: source of the base model's weights: a Hugging Face folder or one of our own checkpoints.
+        settings: the LoRA settings.
     """
 
     base_model: Path
@@ -71,32 +71,32 @@ class SavedAdapters:
 
 
 def dtype_name(chunks: Sequence[nn.Module]) -> str:
-    """The dtype of a model's weights, such as "bfloat16"."""
+    """Return the dtype of a model's weights, such as "bfloat16"."""
     return str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> LoRASettings | None:
-    """What is adapted in a model; None where its own weights are trained."""
+    """Return the LoRA settings of a model; None if its own weights are trained."""
     return unwrap_model(chunks[0]).adapters
 
 
 def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, object]:
-    """What trainer.json keeps of adapters."""
+    """Return the adapter entry for trainer.json."""
     return {"base_model": str(base_model.absolute()), "settings": asdict(settings)}
 
 
 def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
-    """What the content of a trainer.json says of adapters; None if the checkpoint holds all weights of a model."""
+    """Return the adapter entry of a trainer.json; None if the checkpoint holds all weights of a model."""
     if (kept := info.get("adapters")) is None:
         return None
     return SavedAdapters(base_model=Path(kept["base_model"]), settings=adapter_settings(kept))
 
 
 def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:
-    """Make sure that the adapters of a model are those of a checkpoint; their dropout may differ.
+    """Check that a model has the adapters of a checkpoint; their dropout may differ.
 
     Raises:
-        UserError: they are not.
+        UserError: the adapters differ.
     """
     theirs, ours = _described(None if saved is None else saved.settings), _described(adapters_of(chunks))
     if theirs != ours:
@@ -107,13 +107,13 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
 
 
 def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
-    """The sharded state of only the adapters, or of all that is no adapter: ``model0`` for the first chunk and so on.
+    """Return the sharded state of the adapters, or of everything but the adapters: ``model0`` for the first chunk and so on.
 
-    Weights and nothing else, so that it is the same whether layers are megatron-core's or Transformer Engine's: what these
-    note of fp8 besides is left out: with the scales that are used here there is nothing to note.
+    It holds only weights, so that it is the same for layers of megatron-core and of Transformer Engine. The extra fp8 state
+    of these layers is left out: with the fp8 scaling used in this program it is empty.
     """
     finish_gathers(chunks)
-    # Where only some layers are adapted they are entries of their own, and not parts of one entry for all layers.
+    # If only some layers are adapted, they need entries of their own instead of parts of one entry for all layers.
     metadata = {"non_homogeneous_layers": True} if adapters else None
     states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
     return {
@@ -123,10 +123,10 @@ def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStat
 
 
 def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
-    """Put back what :func:`sharded_state` gave the form of.
+    """Load weights that were read into the form of :func:`sharded_state`.
 
     Raises:
-        RuntimeError: it is not all that this should be.
+        RuntimeError: weights are missing or unexpected.
     """
     for number, chunk in enumerate(chunks):
         state = loaded.get(f"model{number}", {})  # a stage without adapters has none
@@ -137,9 +137,9 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
 
 
 def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> ShardedStateDict:
-    """The sharded state of a reference that is synced: that of the model, with the reference's fp32 values in it.
+    """Return the sharded state of a synced reference: the model's entries, with the reference's fp32 values.
 
-    Of a model with adapters these are the adapters, and the base model too where the reference has another one.
+    For a model with adapters these are the adapters, and also the base model if the reference has a different one.
     """
     base, adapters = (sharded_state(chunks, adapters=adapters) for adapters in (False, True))
     whole: ShardedStateDict = {}
@@ -155,7 +155,7 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
 
 
 def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
-    """Put back what :func:`sharded_reference` gave the form of."""
+    """Load reference weights that were read into the form of :func:`sharded_reference`."""
     for number, held in enumerate(_reference_values(chunks, weights)):
         for name, values in loaded.get(f"reference{number}", {}).items():
             held[name].copy_(values)
@@ -163,7 +163,7 @@ def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded:
 
 
 def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> Iterator[dict[str, Tensor]]:
-    """The reference's values of each chunk, by the names of its parameters."""
+    """Yield the reference's values for each chunk, by parameter name."""
     values_of = {id(parameter): values for parameter, values in zip(weights.parameters, weights.values, strict=True)}
     for chunk in chunks:
         named = unwrap_model(chunk).named_parameters()
@@ -171,7 +171,7 @@ def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> I
 
 
 def _is_weight(name: str) -> bool:
-    """False for what layers of Transformer Engine, and megatron-core's for their sake, add to a state_dict (for fp8)."""
+    """Return False for the fp8 entries that Transformer Engine, and megatron-core for its sake, add to a state_dict."""
     return not name.endswith("._extra_state")
 
 

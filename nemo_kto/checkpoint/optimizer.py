@@ -1,10 +1,10 @@
-"""The optimizer's state in and out of a checkpoint, where megatron-core needs help with the counters of Adam.
+"""Saving and loading of the optimizer's state, with Adam's step counters, which megatron-core does not convert.
 
-torch's AdamW counts its steps in a tensor of each parameter's state, the fused Adam of Transformer Engine (v2.9,
-pytorch/optimizers/fused_adam.py) and apex's in a number of each group, ``group["step"]``; Transformer Engine's refuses a
-state that has more than moments and main weights. So the counter goes its own way here: one number, saved by any of them
-and put back in the form of the one that loads. The moments have the same names everywhere. An optimizer of which a part lies
-on the host is made of several: torch's there, and a fused one on the GPU.
+torch's AdamW counts its steps in a tensor in each parameter's state; the fused Adam of Transformer Engine (v2.9,
+pytorch/optimizers/fused_adam.py) and that of apex count in an integer of each group, ``group["step"]``. Transformer Engine's
+refuses a state that has more than moments and main weights. The counter is therefore stored separately: one integer, saved
+by any of these optimizers and restored in the form of the one that loads it. The moments have the same names in all of them.
+An optimizer that is partly offloaded to the host consists of several: torch's on the host and a fused one on the GPU.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.device import device
 
-# Canonical tensors, in the shapes of the weights, that any layout can read; what a rank writes is up to optimizer_slices.
+# Canonical tensors in the shapes of the weights, readable at any layout; optimizer_slices decides what a rank writes.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """The optimizer's sharded state: what to save, or the form to load into.
+    """Return the optimizer's sharded state, either to save or as the form to load into.
 
-    ``is_loading`` gives the optimizer a state first, if it has none, for the load to overwrite.
+    With ``is_loading``, an optimizer without a state gets one first, which the load overwrites.
     """
     step = _adam_step(optimizer)
     parts = _parts(optimizer)
@@ -51,16 +51,19 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> None:
-    """Put back the moments, main weights and counters that :func:`optimizer_state` saved.
+    """Restore the moments, main weights and counters that :func:`optimizer_state` saved.
 
     Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them.
+
+    Raises:
+        ValueError: the saved step counter is not an integer of at least 0.
     """
     if type(loaded["adam_step"]) is not int or loaded["adam_step"] < 0:
         raise ValueError(f"adam_step must be an integer of at least 0, got {loaded['adam_step']!r}")
     parts = _parts(optimizer)
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
     for part, its_state in zip(parts, states, strict=True):
-        # megatron-core would look for Adam's counters among the saved tensors, so these are loaded without them
+        # megatron-core would look for Adam's counters among the saved tensors, so the tensors are loaded separately
         tensors = its_state.pop("param_state", None)
         inner = its_state.get("optimizer", its_state)
         _take_over_settings(inner["param_groups"], part.param_groups)
@@ -72,10 +75,10 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
 
 
 def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], *, step: int) -> None:
-    """Put back the schedule of the learning rate, as it was after ``step`` steps.
+    """Restore the learning rate schedule as it was after ``step`` steps.
 
     Raises:
-        ValueError: a number is not finite, or the schedule has not taken as many steps as the run.
+        ValueError: a value is not finite, or the schedule's step count is not an integer from 0 to ``step``.
     """
     for name, value in saved.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -86,9 +89,9 @@ def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], 
 
 
 def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mapping[str, object]]) -> None:
-    """Give saved groups of parameters the settings of the present ones: all but the parameters and a counter.
+    """Give saved parameter groups the settings of the current ones: everything but the parameters and the step counter.
 
-    Before they are loaded, because megatron-core 0.19 looks for a group by its learning rates too.
+    This happens before the groups are loaded, because megatron-core 0.19 also matches groups by their learning rates.
     """
 
     def kind(group: Mapping[str, object]) -> tuple[object, ...]:
@@ -100,17 +103,17 @@ def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mappin
 
 
 def _put_back_counters(state: StateDict, step: int, *, of_torch: bool) -> None:
-    """Give a state that is about to be loaded the number of steps, where the optimizer that loads it looks for it."""
+    """Put the step count into a state to be loaded, in the place where the loading optimizer reads it."""
     for group in state["param_groups"]:
         group["step"] = step
-    if "state" in state:  # megatron-core spreads this one over the parameters
+    if "state" in state:  # megatron-core copies common_step to the state of every parameter
         state["state"].pop("common_step", None)
         if of_torch:
             state["state"]["common_step"] = torch.tensor(float(step))
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """True if the state is spread over the data-parallel ranks: it is then stored in another form."""
+    """Return True if the state is sharded over the data-parallel ranks, which is stored in another form."""
     return any(hasattr(part, "load_parameter_state_from_fully_reshardable") for part in _parts(optimizer))
 
 
@@ -119,23 +122,23 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _adams(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, or what it is made of."""
+    """Return the optimizer, or the optimizers that a hybrid one consists of."""
     return list(optimizer.sub_optimizers) if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Adam)  # AdamW is one too
+    return isinstance(optimizer, torch.optim.Adam)  # AdamW is a subclass
 
 
 def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Give each Adam the number of steps, after a load."""
+    """Set the step count of each Adam after a load."""
     if isinstance(optimizer, HybridDeviceOptimizer):
-        for group in optimizer.param_groups:  # what it has here would be given to those that count, before every step
+        for group in optimizer.param_groups:  # a counter in these groups would overwrite the inner optimizers' at every step
             group.pop("step", None)
     for adam in _adams(optimizer):
         if _is_torchs(adam):
             for kept in adam.state.values():
-                # one counter each: megatron-core gives all parameters the same tensor, which each of them then moves
+                # one tensor each: megatron-core gives all parameters the same tensor, which each would then increment
                 kept["step"] = torch.tensor(float(step))
         else:
             for group in adam.param_groups:
@@ -143,9 +146,9 @@ def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def _adam_step(optimizer: MegatronOptimizer) -> int:
-    """Steps that Adam has counted: torch's a parameter, others a group.
+    """Return the steps that Adam has counted: torch's counts per parameter, others per group.
 
-    The largest over all ranks: a pipeline stage may have nothing to train, and so no counter.
+    The maximum over all ranks is taken, because a pipeline stage with nothing to train has no counter.
     """
     mine = 0
     for adam in (adam for part in _parts(optimizer) for adam in _adams(part.optimizer)):
@@ -157,7 +160,7 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def _leave_classes_out(state: StateDict) -> None:
-    """Drop the classes of optimizers that megatron-core notes beside the settings of a group: a checkpoint is plain data."""
+    """Drop the optimizer classes that megatron-core stores with the settings of a group: a checkpoint is plain data."""
     if "param_groups" in state:
         for group in state["param_groups"]:
             for name in [name for name, value in group.items() if isinstance(value, type)]:
@@ -169,9 +172,10 @@ def _leave_classes_out(state: StateDict) -> None:
 
 @contextlib.contextmanager
 def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
-    """Let the distributed optimizer give its state as slices, in the place of its own form.
+    """Make the distributed optimizer return its state as slices instead of its own form.
 
-    After that one megatron-core collects garbage, because it has gathered much. Here this would only hold up training.
+    For its own form megatron-core runs the garbage collector afterwards, because it has gathered large tensors. With slices
+    this would only stall training, so it is disabled.
     """
 
     def of_part(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
@@ -188,10 +192,10 @@ def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer give its state in the types that it has.
+    """Make an optimizer return its state in the dtypes in which it is held.
 
-    Transformer Engine's would make fp32 copies of all moments that are in bf16, and the distributed optimizer, which asks
-    for the settings of the groups, would drop them.
+    Transformer Engine's would make fp32 copies of all bf16 moments, and the distributed optimizer, which needs only the
+    settings of the groups, would discard them.
     """
     optimizer.state_dict = functools.partial(torch.optim.Optimizer.state_dict, optimizer)  # type: ignore[method-assign]
     try:
@@ -202,13 +206,13 @@ def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counter_of_nothing(optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-    """The distributed optimizer asks torch's Adam for its counter, also where it has none.
+    """Give an empty torch Adam a placeholder step counter, because the distributed optimizer reads one from each.
 
-    That is on a stage that has nothing to train, and where no step has been taken.
+    Adam's state is empty on a stage that has nothing to train, and before the first step.
     """
     nothing = isinstance(optimizer, torch.optim.Adam) and not optimizer.state
     if nothing:
-        # a string where parameters are expected: what is no tensor passes through state_dict as it is
+        # a string as key instead of a parameter: state_dict leaves keys that are no tensors unchanged
         optimizer.state["nothing"] = {"step": torch.tensor(float(step))}  # type: ignore[index]
     try:
         yield

@@ -1,10 +1,10 @@
-"""The state of megatron-core's distributed optimizer in a checkpoint: each rank writes and reads only what it holds.
+"""Checkpoint format of megatron-core's distributed optimizer in which each rank writes and reads only its own slices.
 
-That optimizer cuts each parameter's flat values at any place and gives every data-parallel rank one piece. megatron-core's
-own form that any layout can read ("fully_reshardable") gathers all pieces on every rank first: 12 bytes for each parameter
-of the model, in host memory. A checkpoint of torch takes rectangles of a tensor, and a piece of a flat tensor is a few of
-these: the rest of a row, whole rows, the beginning of a row. So the pieces go into the same tensors, under the same names,
-without any exchange between ranks, and checkpoints of either form are read alike.
+The distributed optimizer cuts each parameter's flat values at arbitrary positions and gives every data-parallel rank one
+slice. megatron-core's own layout-independent form ("fully_reshardable") first gathers all slices on every rank: 12 bytes for
+each parameter of the model, in host memory. A torch checkpoint accepts rectangles of a tensor, and a slice of a flat tensor
+consists of a few: the rest of a row, whole rows, and the beginning of a row. The slices are therefore written into the same
+tensors under the same names, without communication between ranks, and checkpoints of both forms are read in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")  # main weights and moments
 
 
 class Block(NamedTuple):
-    """A rectangle of a tensor that is one piece of its flat values: from ``start`` on, of ``sizes`` at ``offsets``."""
+    """A rectangle of a tensor, contiguous in its flat values: it begins at ``start`` and has ``sizes`` at ``offsets``."""
 
     start: int
     offsets: tuple[int, ...]
@@ -30,15 +30,15 @@ class Block(NamedTuple):
 
 
 def blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[Block]:
-    """The rectangles that make up the flat values ``start`` to ``end`` of a tensor, in their order: 2 D - 1 at most."""
+    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a tensor, in order: at most 2 D - 1."""
     if start >= end:
         return
     if len(shape) == 1:
         yield Block(start, (start,), (end - start,))
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows
-    if first > last:  # all within one row
+    first, last = -(-start // row), end // row  # range of the whole rows
+    if first > last:  # the slice is within one row
         yield from _of_row(shape, last, start, end)
         return
     yield from _of_row(shape, first - 1, start, first * row)
@@ -54,12 +54,12 @@ def _of_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
 
 
 def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """What this rank holds of the optimizer's state: number of a parameter -> state -> number of a rectangle -> its values.
+    """Return this rank's optimizer state: parameter number -> state name -> rectangle number -> values.
 
     Args:
         optimizer: megatron-core's DistributedOptimizer.
-        model_state: of the model that it trains.
-        is_loading: leave the values out, for the load to bring them.
+        model_state: sharded state of the model that it trains.
+        is_loading: leave the values out, because the load provides them.
     """
     forms = {
         id(form.data): form for form in nested_values(model_state) if isinstance(form, ShardedTensor | ShardedTensorFactory)
@@ -78,7 +78,7 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
 
 @torch.no_grad()
 def load_slices(optimizer: Any, loaded: StateDict) -> None:
-    """Put back what :func:`sharded_slices` gave the form of."""
+    """Load optimizer values that were read into the form of :func:`sharded_slices`."""
     for number, (parameter, _, _) in enumerate(_held(optimizer)):
         states = loaded[number]
         for name, held in _values(optimizer, parameter).items():
@@ -86,7 +86,7 @@ def load_slices(optimizer: Any, loaded: StateDict) -> None:
 
 
 def _values(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Main weight and moments of the piece of a parameter, wherever they lie; no moments before the first step."""
+    """Return main weight and moments of a parameter's slice, on the host or the device; no moments before the first step."""
     inner = optimizer.optimizer
     group, place = optimizer.model_param_group_index_map[parameter]
     piece = inner.param_groups[group]["params"][place]
@@ -96,7 +96,7 @@ def _values(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Te
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """The parameters of which this rank has a piece, and where in the parameter's flat values it begins and ends."""
+    """Yield each parameter of which this rank has a slice, with the slice's start and end in the parameter's flat values."""
     for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
@@ -107,7 +107,7 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
 def _pieces(
     form: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
 ) -> Iterator[ShardedTensor]:
-    """The rectangles of the global tensors that the flat values from ``start`` to ``end`` of a parameter are."""
+    """Yield the rectangles of the global tensors that cover the flat values from ``start`` to ``end`` of a parameter."""
     for part, begin in _parts(form):
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         length = math.prod(shape)
@@ -121,14 +121,14 @@ def _pieces(
                 local_shape=block.sizes,
                 global_shape=part.global_shape,
                 global_offset=tuple(own + inner for own, inner in zip(part.global_offset, block.offsets, strict=True)),
-                axis_fragmentations=None,  # no regular grid
-                replica_id=(*part.replica_id[:-1], 0),  # of the data-parallel ranks only this one has it
+                axis_fragmentations=None,  # the rectangles form no regular grid
+                replica_id=(*part.replica_id[:-1], 0),  # main replica: no other data-parallel rank holds this slice
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
 
 
 def _parts(form: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """What a parameter is in the checkpoint, such as gate and up projection, and where each begins in its flat values."""
+    """Yield a parameter's tensors in the checkpoint, such as gate and up projection, and where each starts in its values."""
     if isinstance(form, ShardedTensor):
         yield form, 0
         return

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, loaded without running anything that they hold.
+"""Loading the files of a checkpoint without running code that they may contain.
 
-A pickle can have any function of any module called while it is read, and some files of a checkpoint are pickles: its
-metadata, its common state, its shards and its generators. megatron-core leaves the reading of the first and of objects in
-shards to torch.distributed.checkpoint, which restricts neither. Here all are read with lists of what they may name.
+A pickle can call any function of any module while it is read, and some files of a checkpoint are pickles: its metadata, its
+common state, its shards and its random generators. megatron-core leaves reading the metadata, and objects in shards, to
+torch.distributed.checkpoint, which restricts neither. This module reads all of them with lists of allowed names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
-import pickle  # nosec B403  # what it reads here may only name what is listed
+import pickle  # nosec B403  # only names on an allowlist are loaded
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ from nemo_kto.utils.files import open_file, read_json
 
 _REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER says which are as they were written)"
 _METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
-# Classes without any action, and one function, which looks a name up in a table.
+# Classes whose construction has no side effects, and one function, which looks up a name in a table.
 _NAMED_BY_METADATA = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -45,7 +45,7 @@ _NAMED_BY_METADATA = {
 
 
 class _Foreign(pickle.UnpicklingError):
-    """What a pickle names and may not."""
+    """A pickle refers to a name that is not allowed."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -61,7 +61,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(owner: object, name: str) -> enum.Enum:
-    """What Python 3.11.0 to 3.11.3 write getattr for."""
+    """Return a member of an enum: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise _Foreign("builtins.getattr")
     return owner[name]
@@ -69,18 +69,18 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A block that uses what a file or folder of a checkpoint holds: whatever fails there is said of it.
+    """Turn errors in a block that uses a checkpoint's file or folder into a UserError that names it.
 
-    Python and torch may raise anything where a value is not of the type or the shape that it has in a checkpoint of this
-    program. Errors of the machine and of other ranks stay as they are.
+    Python and torch may raise any exception for a value whose type or shape differs from what this program writes. Errors of
+    the machine and of other ranks pass unchanged.
 
     Raises:
-        UserError: names the path, what failed, and the remedy.
+        UserError: names the path, the failure, and the remedy.
     """
     try:
         yield
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, where)
+    except (Exception, CheckpointException) as error:  # CheckpointException is no subclass of Exception
+        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, traceback)
         cause = next((failure for failure, _ in failures.values()), error)
         if isinstance(cause, UserError):
             raise cause from error
@@ -88,7 +88,7 @@ def reading(path: Path) -> Iterator[None]:
             raise
         if isinstance(cause, OSError) and cause.strerror:
             raise UserError(f"{cause.filename or path} cannot be read: {cause.strerror}; {_REMEDY}") from error
-        if (refused := re.search(r"GLOBAL ([\w.]+)", str(cause))) is not None:  # the name that torch does not load
+        if (refused := re.search(r"GLOBAL ([\w.]+)", str(cause))) is not None:  # the name that torch refuses to load
             raise UserError(f"{path} must hold only tensors and plain data, got {refused[1]}; {_REMEDY}") from error
         told = (str(cause).splitlines() or [""])[0][:200]
         got = f"something else ({type(cause).__name__}: {told})"
@@ -96,10 +96,14 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
-    """The metadata of a checkpoint in torch's distributed format, from an open file; ``file``: its path, if it has no name.
+    """Read the metadata of a checkpoint in torch's distributed format from an open file.
+
+    Args:
+        stream: the open file.
+        file: path of the file, for a stream without a name.
 
     Raises:
-        UserError: it names anything but metadata, or a file outside the folder; names the file.
+        UserError: it refers to anything but metadata, or to a file outside the folder; names the file.
     """
     file = Path(stream.name) if file is None else file
     must = f"{file} must hold only checkpoint metadata"
@@ -108,7 +112,7 @@ def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
         paths = [info.relative_path for info in metadata.storage_data.values()]
     except _Foreign as error:
         raise UserError(f"{must}, got {error}; {_REMEDY}") from None
-    except Exception as error:  # of a broken pickle Python may make anything
+    except Exception as error:  # a broken pickle can raise any exception
         raise UserError(f"{must}, got something else ({error}); {_REMEDY}") from error
     if not isinstance(metadata, Metadata):
         raise UserError(f"{must}, got {type(metadata).__name__}; {_REMEDY}")
@@ -118,7 +122,7 @@ def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
 
 
 def load_plain(file: Path) -> Any:
-    """What torch.save wrote to a file: tensors and plain data.
+    """Load tensors and plain data from a file written by torch.save.
 
     Raises:
         UserError: it holds anything else, or cannot be read; names the file.
@@ -128,23 +132,23 @@ def load_plain(file: Path) -> Any:
 
 
 def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
-    """``dist_checkpointing.load`` from the ``state`` folder of a checkpoint; collective.
+    """Load the ``state`` folder of a checkpoint with ``dist_checkpointing.load``; collective.
 
-    The pickles are looked at first, so that the error is that of the rank, with the file. While megatron-core loads, torch
-    reads them by the same rules: what was changed in between is refused too.
+    The pickles are checked first, so that the rank that finds a problem raises an error that names the file. While
+    megatron-core loads, torch reads the pickles by the same rules, so that changes made in between are refused too.
 
     Raises:
-        UserError: a file holds what could run, or is not what this program writes.
+        UserError: a file could run code when loaded, or is not as this program writes it.
     """
     backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
     found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))
-    if found != ("torch_dist", "torch"):  # those of other formats have readers of their own, with pickles of their own
+    if found != ("torch_dist", "torch"):  # other formats have their own readers, which load other pickles
         raise UserError(f"{folder / _BACKENDS} must name the formats torch_dist and torch, got {found}; {_REMEDY}")
     with reading(folder / _METADATA), open_file(folder / _METADATA) as stream:
         metadata = read_metadata(stream, file=folder / _METADATA)
     with reading(folder):
         for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
-            open_file(folder / name).close()  # torch would wait for a pipe
+            open_file(folder / name).close()  # refuses a pipe, on which torch would wait
     if (folder / _COMMON).exists():
         load_plain(folder / _COMMON)
     restricted = SimpleNamespace(load=read_metadata, dump=pickle.dump, dumps=pickle.dumps)
@@ -160,7 +164,7 @@ _load_trusted_bytes = DefaultLoadPlanner.load_bytes
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Give torch's own function, which would unpickle anything, what the restricted reader made of the bytes."""
+    """Call torch's own function, which would unpickle anything, with bytes that the restricted reader has loaded."""
     plain = io.BytesIO()
     torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
     plain.seek(0)

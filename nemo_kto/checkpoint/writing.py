@@ -1,8 +1,8 @@
-"""The files of a checkpoint, written by a thread of each rank while training continues.
+"""Writing the files of a checkpoint in a thread of each rank while training continues.
 
-A thread, and not a forked process as megatron-core has it: a fork of a rank keeps the sockets of the rank open, so that the
-others do not notice that it was killed, and shares its threads' locks. The thread has a copy of the values of one step. What
-it does (writing, hashing, waiting for the disk) lets other threads run.
+A thread is used instead of megatron-core's forked process: a fork of a rank keeps the rank's sockets open, so that the other
+ranks do not notice when it is killed, and it inherits the locks of the rank's threads. The writer thread works on a copy of
+the values of one step, and its work (writing, hashing, waiting for the disk) releases the GIL.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 Write = Callable[[IO[bytes]], object]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PER_ENTRY_BYTES = 4096  # what torch's format adds to a tensor, at most
+_PER_ENTRY_BYTES = 4096  # upper bound of the overhead of torch's format per tensor
 
 
 class PlannedSave(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy up to the point where every rank knows what it has to write; the writing is left to others.
+    """megatron-core's save strategy up to the plan of what each rank writes; the caller does the writing.
 
-    It hands over at a method that megatron-core 0.16 and 0.19 have both, where it would make up its forked writer.
+    It takes over at a method that exists in megatron-core 0.16 and 0.19, where these would create their forked writer.
 
     Attributes:
-        of_copies: write copies, which training does not change. Their memory is kept for the next save.
+        of_copies: whether to write host copies, which training does not change. Their memory is kept for the next save.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self.of_copies = False
         self._copies: list[torch.Tensor] = []
         self._writer: Any = None
-        self._metadata: Any = None  # of the whole checkpoint, on rank 0
+        self._metadata: Any = None  # metadata of the whole checkpoint, on rank 0
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *options: Any) -> AsyncRequest:
-        """Plan what this rank writes, collective. ``options``: megatron-core 0.19 has one, and 0.16 none."""
+        """Plan what this rank writes; collective. ``options``: megatron-core 0.19 passes one, 0.16 none."""
         if self.of_copies:
             entries = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
             mine = [entry for entry in entries if is_main_replica(entry.replica_id)]
@@ -64,26 +64,26 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         return super().async_save(sharded_state_dict, checkpoint_dir, *options)
 
     def take_files(self) -> tuple[dict[str, Write], list[WriteResult]]:
-        """What this rank has to write of the state that was planned.
+        """Return what this rank has to write of the planned state.
 
         Returns:
-            Name of a file -> what writes it; and a list that then gets what :meth:`write_index` needs.
+            File name -> function that writes it; and a list that these functions fill with the input of :meth:`write_index`.
         """
         results: list[WriteResult] = []
         buckets = self._writer.write_buckets
         files = {name: _bucket_writer(name, [*objects, *tensors], results) for _, name, (objects, tensors) in buckets}
-        self._writer.write_buckets = []  # the threads' now
+        self._writer.write_buckets = []  # owned by the writer thread from now on
         return files, results
 
     def write_index(self, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Write what says which tensor lies where, on rank 0; ``results`` are those of all ranks."""
+        """Write the index of where each tensor is stored, on rank 0; ``results`` are those of all ranks."""
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._writer.checkpoint_dir))
 
     def _copied(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """On the host, in the memory of the last save: to get new memory takes longer than to copy into it."""
+        """Copy tensors to the host, into the memory of the last save: allocating takes longer than copying."""
         if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in live]:
-            self._copies = []  # freed before there are others
+            self._copies = []  # freed before the new ones are allocated
             self._copies = device.host_tensors(live)
         for copy, tensor in zip(self._copies, live, strict=True):
             copy.copy_(tensor, non_blocking=True)
@@ -95,7 +95,7 @@ class PlannedSave(TorchDistSaveShardedStrategy):
 
 
 def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[WriteResult]) -> Write:
-    """Writes tensors and objects one after the other, as torch.distributed.checkpoint does."""
+    """Return a function that writes tensors and objects one after the other, as torch.distributed.checkpoint does."""
 
     def write(stream: IO[bytes]) -> None:
         for item, value in entries:
@@ -112,23 +112,23 @@ def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[Writ
 
 
 def writes(content: bytes) -> Write:
-    """What writes these bytes."""
+    """Return a function that writes these bytes."""
     return lambda stream: stream.write(content)
 
 
 def bytes_to_write(sharded: ShardedStateDict) -> int:
-    """How much this rank adds to a checkpoint: of copies on several ranks only the first one counts."""
+    """Return the bytes this rank adds to a checkpoint; of replicated values only the main replica counts."""
     entries = [each for each in nested_values(sharded) if isinstance(each, ShardedBase)]
     tensors = [each.data for each in entries if is_main_replica(each.replica_id) and isinstance(each.data, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() + _PER_ENTRY_BYTES for tensor in tensors)
 
 
 class FileWriter(threading.Thread):
-    """Writes files below a folder, one after the other, hashed and flushed to the disk.
+    """Thread that writes files below a folder one after the other, hashes them, and flushes them to the disk.
 
     Attributes:
-        written: what each file holds, once it is done.
-        problem: why it ended early.
+        written: size and hash of each finished file.
+        problem: the error that stopped the thread early, if any.
     """
 
     def __init__(self, *, folder: Path, files: Mapping[str, Write]) -> None:
@@ -140,32 +140,32 @@ class FileWriter(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Write all files, or as many as can be written."""
+        """Write all files, or stop at the first error and keep it in ``problem``."""
         try:
             while self._files:
                 name = next(iter(self._files))
                 self.written[name] = write_file(self._folder / name, self._files[name], stopped=self._stopped)
-                del self._files[name]  # and with it the copies that it holds
+                del self._files[name]  # releases the copies it holds
         except Exception as error:
             self.problem = error
         finally:
             self._files = {}
 
     def stop(self) -> None:
-        """Write no more than the piece at hand, and wait for that."""
+        """Stop after the write in progress, and wait for it."""
         self._stopped.set()
         self.join()
 
 
 class FolderRemover(threading.Thread):
-    """Removes checkpoints that are no longer wanted: of large files that takes seconds."""
+    """Thread that removes checkpoints that are no longer kept: removing large files takes seconds."""
 
     def __init__(self, *, folders: Sequence[Path]) -> None:
         super().__init__(name="checkpoint removal", daemon=True)
         self._folders = folders
 
     def run(self) -> None:
-        """Remove them; what cannot be removed is named in a warning, and its leftovers go with the next start of the run."""
+        """Remove the folders; a failure is logged as a warning, and the next start of the run removes the leftovers."""
         for folder in self._folders:
             try:
                 remove_folder(folder)
@@ -174,12 +174,12 @@ class FolderRemover(threading.Thread):
 
 
 class _HashingStream:
-    """A binary file that is only written to, from its start to its end, and hashed on the way."""
+    """A write-only, sequential binary stream that hashes what passes through it."""
 
     def __init__(self, file: IO[bytes], stopped: threading.Event | None) -> None:
         self._file, self._stopped = file, stopped
         self.hash, self.size = hashlib.sha256(), 0
-        self.problem: OSError | None = None  # torch.save raises an error of its own after it
+        self.problem: OSError | None = None  # kept because torch.save replaces it with an error of its own
 
     def write(self, data: Any) -> int:
         if self._stopped is not None and self._stopped.is_set():
@@ -202,11 +202,11 @@ class _HashingStream:
 
 
 def write_file(file: Path, write: Write, *, stopped: threading.Event | None = None) -> Written:
-    """Write a file, flush it to the disk, and say what it holds.
+    """Write a file, flush it to the disk, and return its size and hash.
 
     Raises:
-        OSError: it cannot be written.
-        InterruptedError: it was to be ``stopped``.
+        OSError: the file cannot be written.
+        InterruptedError: ``stopped`` was set.
     """
     with file.open("wb") as plain:
         stream = _HashingStream(plain, stopped)

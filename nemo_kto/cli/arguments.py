@@ -1,4 +1,4 @@
-"""Types of the arguments of a command line, for argparse."""
+"""Argument types for argparse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def integer_from(least: int) -> Callable[[str], int]:
-    """What makes an integer of an argument of the command line."""
+    """Return an argparse type for integers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

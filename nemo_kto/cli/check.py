@@ -1,4 +1,7 @@
-"""`nemo-kto data check`: what files of rows hold, before anything is trained on them. Nothing of it loads megatron-core."""
+"""Command `nemo-kto data check`: statistics and errors of data files before training.
+
+It does not load megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ are broken. With --model in tokens too, and what --seq-length would truncate.
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command, without its name.
+    """Run the command.
+
+    Args:
+        argv: arguments after the command's name.
 
     Raises:
-        UserError: the command line cannot be used; or rows are broken, which is raised after the report.
+        UserError: If the command line is invalid, or, after the report, if rows are invalid.
     """
     flags = _parser().parse_args(list(argv))
     files = _files(flags.file)
@@ -74,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _files(named: Sequence[str]) -> list[Path]:
-    """The files, each once.
+    """Return the files that the arguments name, each once.
 
     Raises:
-        UserError: some are not there; names all of them.
+        UserError: If files are missing; the message lists all of them.
     """
     files, missing = list[Path](), []
     for name in named:

@@ -1,6 +1,6 @@
-"""`nemo-kto checkpoint ls` and `verify`: what the checkpoints of a run are, and whether they are as they were written.
+"""Commands `nemo-kto checkpoint ls` and `verify`: list the checkpoints of a run, and check their files against hashes.
 
-Nothing of it loads torch, so that it answers at once, on any machine that sees the folder.
+They do not load torch, so that they respond at once on any machine that can access the folder.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from nemo_kto.artifacts.checkpoint_files import (
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import WRITING
 
-DAMAGED = 1  # the exit status
+DAMAGED = 1  # exit status of verify
 _METRICS = ("loss", "acc", "rewards_margin")
 _HEADER = ("step", "written", "size", "data x tensor x pipeline", "metrics", "state")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command, without its name.
+    """Run the command.
+
+    Args:
+        argv: arguments after the command's name.
 
     Returns:
         The exit status: 1 if ``verify`` finds damage.
 
     Raises:
-        UserError: the folder has no checkpoints, or a file cannot be read.
+        UserError: If the folder has no checkpoints, or a file cannot be read.
     """
     arguments = _parser().parse_args(list(argv))
     command: Callable[[Path], int] = arguments.command
@@ -92,9 +95,9 @@ def _row(path: Path) -> tuple[str, ...]:
 
 
 def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Those of the last validation, set after set, or of training where there was none."""
+    """Yield the metrics of the last validation, set by set, or those of training if there was no validation."""
     losses = (key.removesuffix("loss") for key in metrics if key.startswith("val_") and key.endswith("_loss"))
-    # a set has rows; what stands before the loss in val_preference_loss has none
+    # only a validation set has a rows metric; the prefix in val_preference_loss has none
     validated = [prefix for prefix in losses if prefix == "val_" or f"{prefix}rows" in metrics]
     for prefix, name in product(validated or ["train_"], _METRICS):
         if (value := metrics.get(f"{prefix}{name}")) is not None:
@@ -130,10 +133,10 @@ def _look(path: Path) -> Checkpoint | str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Of the checkpoints of a run, oldest first.
+    """Return the paths of the checkpoints of a run, oldest first.
 
     Raises:
-        UserError: there are none.
+        UserError: If there are none.
     """
     if not os.path.isdir(folder):
         raise UserError(f"RUN must be a folder that exists, got {folder}; correct the path")

@@ -1,4 +1,4 @@
-"""What `nemo-kto` starts: the commands that need neither torch nor Hydra are run without loading them."""
+"""Entry point of `nemo-kto`; commands that need neither torch nor Hydra run without loading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nemo_kto.telemetry import output
 
 
 def main() -> None:
-    """The command `nemo-kto`."""
+    """Run the command `nemo-kto`."""
     output.protect()
     if sys.argv[1:2] == ["checkpoint"]:
         with output.is_the_result():
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def look_at_checkpoints(argv: list[str]) -> None:
-    """`nemo-kto checkpoint`; ends the process."""
+    """Run `nemo-kto checkpoint` and exit."""
     from nemo_kto.cli.checkpoint import main as command
     from nemo_kto.errors import UserError
 

@@ -1,4 +1,4 @@
-"""One job of a command line: its configuration is checked as a whole, then it trains here or in ranks started for it."""
+"""A job: check its whole configuration, then train in this process or in ranks started for it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from nemo_kto.telemetry.logs import set_up_logging, take_over
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the command line runs, once or several times.
+    """The job of a command line, which runs once, or several times in a sweep.
 
     Attributes:
-        world: the ranks of this process.
-        script: the one that was called, if it was not the command.
-        elsewhere: a launcher of Hydra's brings each job of a sweep to a machine of its own, in another process.
+        recipe: the algorithm.
+        source: location of the configuration.
+        world: the ranks that this process belongs to; None if none were started.
+        script: the script that was called; None for the command `nemo-kto`.
+        elsewhere: whether a Hydra launcher runs each job of a sweep in another process, on another machine.
     """
 
     recipe: Recipe
@@ -47,17 +49,17 @@ class Job:
     elsewhere: bool = False
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
-        """Everything that is wrong with a command line; with ``sweep``, of all its jobs."""
+        """Find all errors in a command line; with ``sweep``, in all its jobs."""
         judge = partial(self.judge, sweep=sweep)
         return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
-        """Explain why a command line does not compose, and exit."""
+        """Print why a command line does not compose, and exit."""
         unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
         refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [unexplained], self.world)
 
     def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
-        """Everything that is wrong with a configuration; ``fallback`` has values for the wrong ones."""
+        """Find all errors in a configuration; values of ``fallback`` replace invalid ones."""
         cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
         wrong = {mistake.key for mistake in mistakes}
         here = not self.elsewhere
@@ -65,11 +67,11 @@ class Job:
         return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
 
     def run_in_hydra(self, config: DictConfig) -> None:
-        """One job, as Hydra hands it over; each job of a sweep has a run folder of its own."""
+        """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
         settings = HydraConfig.get()
         sweep = settings.mode == RunMode.MULTIRUN
         if sweep:
-            redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote it before the first job
+            redact_file(Path(settings.sweep.dir) / "multirun.yaml")  # Hydra wrote the file before the first job
             config.exp_manager.explicit_log_dir = settings.runtime.output_dir
             ranks.begin_now()
         job = self
@@ -81,7 +83,13 @@ class Job:
         job.run(config, list(settings.overrides.task), sweep=sweep)
 
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
-        """Check a configuration, which was composed with the overrides, and train here or in ranks started for it."""
+        """Check a configuration, then train in this process or in ranks started for it.
+
+        Args:
+            config: the configuration, composed with ``overrides``.
+            overrides: the overrides on the command line.
+            sweep: whether this is one of several jobs.
+        """
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
         if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
             refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
@@ -104,11 +112,12 @@ class Job:
             self._train(cfg)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
-        """Arguments with which the interpreter comes here again: by the script that was called, or by this module.
+        """Return the interpreter's arguments that run this job again: with the script that was called, or with the module.
 
-        With -P, nothing is imported from the working directory: it may be the folder of a model that somebody else made. A
-        script may need the modules beside it, as it did when it was called. -P is for this interpreter and the processes of
-        multiprocessing that it starts; a variable of the environment would reach the programs of a user's callbacks as well.
+        With -P, nothing is imported from the working directory, which may be the folder of an untrusted model. A script is
+        called without -P unless it was called with it, because it may need the modules in its folder. -P affects this
+        interpreter and the multiprocessing processes that it starts; an environment variable would also affect programs
+        started by a user's callbacks.
         """
         if self.script is None:
             program = ["-P", "-m", "nemo_kto.cli.main", self.recipe.name]
@@ -126,7 +135,7 @@ class Job:
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
         except Exception as error:
-            if (stopped := signals.raised()) is not None:  # what was interrupted may fail in its own way
+            if (stopped := signals.raised()) is not None:  # the interrupted code may fail with another error
                 self._end_early(stopped, cfg)
             from nemo_kto.processes import watchdog
 
@@ -136,28 +145,33 @@ class Job:
 
     def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
         if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
-            requeue(os.environ)  # else done with the checkpoint
+            requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
 
     def _import_and_train(self, cfg: RunConfig) -> None:
-        # All that is imported stays. Collections meanwhile would look through millions of objects and free none: 0.6 s.
+        # Imported objects are never freed. Collecting garbage during the imports would scan millions of them in vain: 0.6 s.
         gc.disable()
         check_transformer_engine()
         from nemo_kto.run import build
 
         gc.freeze()
         gc.enable()
-        # Again, because each job of a sweep warns of what is its own.
+        # Repeated, because each job of a sweep prints its own warnings.
         set_up_logging(rank=0 if self.world is None else self.world.rank)
         take_over()
         build.train(cfg, check_memory=check_memory)
 
 
 def check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
-    """Compare what a run of so many ranks, ``local`` of them on this machine, needs with the memory of its machines.
+    """Check that the memory of the machines suffices for a run.
+
+    Args:
+        cfg: the configuration.
+        ranks: number of ranks.
+        local: number of ranks on this machine.
 
     Raises:
-        UserError: it cannot fit.
+        UserError: If the run cannot fit.
     """
     from nemo_kto.planner import plan_run
 
@@ -165,14 +179,14 @@ def check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
 
 
 def _gpus(cfg: RunConfig) -> int:
-    """GPUs of this machine that the run may use."""
+    """Return the number of GPUs of this machine that the run may use."""
     return 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
-    """Say what is wrong, once, and exit.
+    """Print the errors, once, and exit.
 
-    Every rank comes to the same verdict and rank 0 speaks, except about files that are missing only on another machine.
+    All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
     lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
     count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
@@ -182,5 +196,5 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
     else:
-        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun ends rank 0 when this one is gone, and it may not have spoken yet
+        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
     sys.exit(ranks.USAGE_ERROR)

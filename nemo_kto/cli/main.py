@@ -1,7 +1,7 @@
-"""The commands: `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint` and `data preview|check`, and what examples/ calls.
+"""Commands `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint`, `data preview|check`; entry point of examples/.
 
-A command line is checked as a whole before anything starts. Then it either joins the ranks it finds (torchrun, srun), or
-starts its own, or runs here as the one rank there is.
+A command line is checked as a whole before anything starts. A training command then joins existing ranks (torchrun, srun),
+starts its own ranks, or runs in this process as the only rank.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import output
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
-# Hydra, and what imports it, is imported by those commands alone that compose a configuration.
+# Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from nemo_kto.cli.job import Job
 
-# Flags that only hydra.main understands. It composes twice; without these flags a command line is composed here, once.
+# Flags that only hydra.main handles. hydra.main composes twice, so command lines without these flags bypass it.
 _SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
 _VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
@@ -87,7 +87,7 @@ Keys and their defaults:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `nemo-kto`."""
+    """Run the command `nemo-kto`."""
     output.protect()
     try:
         _run(list(sys.argv[1:] if argv is None else argv))
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in RECIPES:
-        gc.disable()  # most of what a refused command line costs are imports, and what they bring stays
+        gc.disable()  # imports dominate the time to reject a command line, and imported objects are never freed
         try:
             train(RECIPES[command], arguments[1:])
         finally:
@@ -111,7 +111,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _show(command: str, arguments: Sequence[str]) -> None:
-    """A command that only shows something."""
+    """Run a command that only prints."""
     if command == "plan":
         _plan(arguments[1:])
     elif command == "checkpoint":
@@ -144,7 +144,7 @@ def _export(argv: Sequence[str]) -> None:
     if not os.path.isdir(arguments.checkpoint):
         parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
     set_up_logging(rank=0)
-    device.force_cpu()  # it computes nothing, and a model may be larger than a GPU
+    device.force_cpu()  # export computes nothing, and a model may exceed the memory of a GPU
     try:
         from nemo_kto.run.policy import export_checkpoint
 
@@ -155,7 +155,7 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def _data(name: str, argv: Sequence[str]) -> None:
-    gc.disable()  # most of what comes here are imports, and what they bring stays
+    gc.disable()  # imports dominate the time, and imported objects are never freed
     try:
         importlib.import_module(f"nemo_kto.cli.{name}").main(argv)
     except UserError as error:
@@ -166,7 +166,7 @@ def _data(name: str, argv: Sequence[str]) -> None:
 
 
 def _plan(argv: Sequence[str]) -> None:
-    gc.disable()  # as above
+    gc.disable()  # as in _data
     set_up_logging(rank=0)
     from nemo_kto.cli.plan import main as plan
     from nemo_kto.config.saved_config import redacted
@@ -179,7 +179,12 @@ def _plan(argv: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
-    """What `nemo-kto NAME` and the scripts of examples/ run. ``argv``, by default sys.argv: overrides and Hydra's flags."""
+    """Train with an algorithm: `nemo-kto NAME` and the scripts in examples/.
+
+    Args:
+        recipe: the algorithm.
+        argv: overrides and Hydra's flags; by default those of sys.argv.
+    """
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
     from nemo_kto.config.keys import as_text
@@ -207,20 +212,20 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     try:
         own_file = compose.own_file(source)
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
-        # such as hydra.mode=MULTIRUN, or ${hydra:job.num}
+        # such as hydra.mode=MULTIRUN or ${hydra:job.num}
         about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
         plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
         config = compose.load(flags.overrides, source=source) if plain else None
-    except (*compose.WRONG, ValueError) as error:  # the last of an override that Hydra takes apart before it reads it
+    except (*compose.WRONG, ValueError) as error:  # ValueError: raised where Hydra splits an override before parsing it
         job.refuse(flags.overrides, error, sweep=flags.multirun)
     if config is not None:
         job.run(config, flags.overrides)
         return
-    # Hydra would write its logs before anything is checked, where no defaults bring our settings for them.
+    # A file without defaults lacks our logging settings for Hydra, so that Hydra would write logs before any check.
     without_defaults = own_text is not None and "defaults:" not in own_text
     if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
         refuse_mistakes(mistakes, world)
-    # Hydra reads the command line itself, and only understands flags before overrides.
+    # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
     overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
     sys.argv = [sys.argv[0], *modes, *compose.adopted(source).flags(), *overrides]
@@ -228,7 +233,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
 
 
 def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
-    """Let Hydra read sys.argv and run the job, once or several times."""
+    """Let Hydra parse sys.argv and run the job, once or, in a sweep, several times."""
     import hydra
 
     from nemo_kto.config import compose
@@ -240,21 +245,21 @@ def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
         began = True
         job.run_in_hydra(config)
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print otherwise
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         hydra.main(version_base="1.3", config_path=compose.config_path(), config_name=job.recipe.config_name)(run)()
-    except signals.Stopped:  # between two jobs of a sweep
+    except signals.Stopped:  # stopped between two jobs of a sweep
         ranks.end_early("", world=job.world)
     except (*compose.WRONG, ValueError) as error:
         if began:
             raise
         job.refuse(
             flags.overrides, error, sweep=flags.multirun
-        )  # of its own flags Hydra complains with a ValueError, of its folders with an OSError
+        )  # Hydra raises a ValueError for invalid flags, an OSError for its folders
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Hydra's flags, which may stand among the overrides, and the overrides."""
+    """Parse Hydra's flags, which may be mixed with overrides, and the overrides."""
     parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, allow_abbrev=False, parents=[_source_parser()])
     for names in _SWITCHES:
         parser.add_argument(*names.split(), action="store_true")
@@ -266,7 +271,7 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _source_parser() -> argparse.ArgumentParser:
-    """Hydra's flags that say where configurations come from."""
+    """Return a parser for Hydra's flags that set the location of the configuration."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _SOURCE:
         parser.add_argument(*names.split())
@@ -274,7 +279,11 @@ def _source_parser() -> argparse.ArgumentParser:
 
 
 def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line that Hydra knows, and --NAME=VALUE of those that other trainers' command lines have."""
+    """Separate arguments that Hydra knows from options in the style of other trainers.
+
+    Returns:
+        The arguments for Hydra, and the other options as --NAME=VALUE.
+    """
     known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
     words, others = [], list[str]()
     rest = list(argv)
@@ -291,7 +300,7 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _own_script() -> Path | None:
-    """The script that was called, such as one of examples/, which stands for its algorithm; None for a command."""
+    """Return the script that was called, such as one in examples/, which implies its algorithm; None for a command."""
     script = Path(sys.argv[0]).resolve()
     return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
 

@@ -1,4 +1,7 @@
-"""`nemo-kto plan`: what a run needs and how fast it may be, on this machine or on others. Nothing is loaded or started."""
+"""Command `nemo-kto plan`: estimate memory and speed of a run, on this machine or on others.
+
+Nothing is loaded or started.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +36,33 @@ What a run needs, rank by rank, and how fast it may be; of the model only config
 With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size): the five
 fastest of the layouts that fit. Without --gpus: on this machine. Exit status 1 if the run does not fit.
 """
-DOES_NOT_FIT = 1  # the exit status
+DOES_NOT_FIT = 1  # exit status
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command, without its name.
+    """Run the command.
+
+    Args:
+        argv: arguments after the command's name.
 
     Returns:
         The exit status.
 
     Raises:
-        UserError: all mistakes in the command line.
+        UserError: If the command line has errors; the message lists all of them.
     """
     flags = _parser().parse_intermixed_args(list(argv))
     recipe, searches = RECIPES[flags.algorithm], flags.gpus is not None and not _names_layout(flags.overrides)
     given = list(flags.overrides)
     if not any(text.startswith(f"{_DATA}=") for text in given):
-        given.append(f"{_DATA}=rows.jsonl")  # not looked at
+        given.append(f"{_DATA}=rows.jsonl")  # required, but not read
     source = compose.Source(flags.config_name or recipe.config_name, None, flags.config_dir)
     check = partial(_broken, ranks=None if searches else flags.gpus)
     cfg = with_precision(_config(recipe, given, source, check), on_gpu=True if flags.gpus else None)
     machines = these_machines(cfg) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     if flags.memory is not None:
         machines = machines.with_memory(flags.memory * 1e9)
-    # what others' machines have is their affair
+    # other machines are assumed to have a sufficient Transformer Engine
     computes = (
         computes_here(on_gpu=machines.on_gpu)
         if flags.gpus is None
@@ -102,10 +108,11 @@ def _names_layout(overrides: Sequence[str]) -> bool:
 
 
 def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check: Check) -> RunConfig:
-    """The configuration of a training with these overrides.
+    """Return the configuration of a training run with these overrides.
 
     Raises:
-        UserError: all mistakes in it, but for those about files that only the training reads.
+        UserError: If the configuration has errors other than those in files that only training reads; the message lists
+            all of them.
     """
     try:
         cfg, mistakes = compose.to_config(compose.load(given, source=source), recipe=recipe)
@@ -129,7 +136,10 @@ def _refusal(mistakes: Sequence[ConfigError]) -> UserError:
 
 
 def _broken(cfg: RunConfig, *, ranks: int | None) -> list[ConfigError]:
-    """The rules that are broken, but for those of this machine, of rows, and of weights, which may all be elsewhere."""
+    """Return violations of the rules.
+
+    Those about this machine, data and weights are left out, because the run and its files may be on other machines.
+    """
     world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
     described = error_of(lambda: read_config_file(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)))) is None
     found = broken_rules(cfg, gpus=0, world=world, here=False)

@@ -1,6 +1,6 @@
-"""`nemo-kto data preview`: the first rows of a file as the model sees them.
+"""Command `nemo-kto data preview`: show the first rows of a file as the model sees them.
 
-The rows go through what training sends them through, in a folder of their own. Nothing of it loads megatron-core.
+The rows are processed by the same code as in training, in a temporary folder. The command does not load megatron-core.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ their numbers, the label, and the answer that a prompt is paired with in a KL ex
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command, without its name.
+    """Run the command.
+
+    Args:
+        argv: arguments after the command's name.
 
     Raises:
-        UserError: the command line, the model's tokenizer or the rows cannot be used.
+        UserError: If the command line, the model's tokenizer or the rows are invalid.
     """
     flags = _parser().parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
@@ -66,16 +69,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quoted(text: str) -> str:
-    """A string as Hydra reads it."""
+    """Quote a string for Hydra."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a training with these overrides.
+    """Return the configuration of a training run with these overrides.
 
     Raises:
-        UserError: all mistakes in what concerns the rows.
+        UserError: If the keys that concern the rows have errors; the message lists all of them.
     """
     source = compose.Source(recipe.config_name)
     try:
@@ -97,7 +100,10 @@ def _judge(config: DictConfig, fallback: DictConfig, *, recipe: Recipe) -> list[
 
 
 def _about_rows(cfg: RunConfig) -> list[ConfigError]:
-    """The rules that are broken, but for those of the machine and the run, which may be elsewhere."""
+    """Return violations of the rules for data, model and loss.
+
+    Those about the machine and the run are left out, because training may run on another machine.
+    """
     sections = ("model.data.", "pretrained_checkpoint.", f"model.{cfg.recipe.name}.")
     return [mistake for mistake in broken_rules(cfg, gpus=0) if mistake.key.startswith(sections)]
 
@@ -132,7 +138,7 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
 
 
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:
-    """The lines of a file up to its row of this number; lines without a row are kept, so that rows keep their numbers."""
+    """Yield the lines of a file up to row ``count``; blank lines are kept, so that line numbers stay the same."""
     found = 0
     for _, line in WHOLE_FILE.lines(file):
         yield line

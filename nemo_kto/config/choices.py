@@ -1,4 +1,4 @@
-"""What a configuration leaves to the program, and what several of its keys say together."""
+"""Values derived from the configuration: automatic choices, and settings that combine several keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_kto.config.schema import GPTConfig, PeftConfig, RunConfig
 
 
 def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
-    """What is to be adapted; adapters that are there already say it themselves."""
+    """Return the LoRA settings from the configuration or from an existing adapter; None without adapters."""
     if cfg.peft_scheme == "none":
         return None
     tuning = cfg.lora_tuning
@@ -29,7 +29,7 @@ def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
 
 
 def pipeline_split(cfg: GPTConfig) -> PipelineSplit:
-    """How the layers are shared out over the pipeline."""
+    """Return how the layers are partitioned across pipeline stages."""
     return PipelineSplit(
         stages=cfg.pipeline_model_parallel_size,
         chunks=cfg.virtual_pipeline_model_parallel_size or 1,
@@ -41,12 +41,16 @@ def pipeline_split(cfg: GPTConfig) -> PipelineSplit:
 
 
 def recompute_modules(cfg: GPTConfig) -> tuple[str, ...]:
-    """The modules of a layer that selective recomputation recomputes: those of the configuration, or the MLP."""
+    """Return the modules of a layer that selective recomputation recomputes; by default the MLP.
+
+    The activations of the MLP are the largest. megatron-core's default is the core attention, which is fused here and saves
+    little, so that recomputing it would only be slower.
+    """
     return tuple(cfg.recompute_modules or ("mlp",))
 
 
 def choose_mode(cfg: RunConfig) -> tuple[str, str]:
-    """How the reference is held (swap, adapter, cached or none), and why."""
+    """Return the reference mode (swap, adapter, cached or none), and the reason for it."""
     settings = cfg.model.reference
     if not cfg.loss.record.needs_reference:
         return "none", f"{cfg.loss.preference_loss} needs no reference"
@@ -65,12 +69,17 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
 
 
 def has_new_kl_examples(cfg: RunConfig) -> bool:
-    """Whether later epochs have sequences that the first has not: KL examples, which are formed within a batch."""
+    """Return whether later epochs have sequences that the first lacks: KL examples, which are formed within a batch."""
     return cfg.loss.record.needs_z0 and cfg.loop.max_epochs > 1
 
 
 def reference_passes(cfg: RunConfig) -> tuple[int, int]:
-    """Passes of a step in which the model itself is the reference: with other weights, and with its adapters disabled."""
+    """Return the number of passes per step in which the model itself serves as the reference.
+
+    Returns:
+        Passes with swapped weights, and passes with the adapters disabled.
+    """
     mode, _ = choose_mode(cfg)
-    is_bare = mode == "adapter" and cfg.model.peft.restore_from_path is None  # else the adapters that it starts from
+    # If training starts from existing adapters, the reference is the model with those, which are swapped in.
+    is_bare = mode == "adapter" and cfg.model.peft.restore_from_path is None
     return int(mode in ("swap", "adapter") and not is_bare), int(is_bare)

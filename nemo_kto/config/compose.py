@@ -1,4 +1,4 @@
-"""Configuration files of the user's own: where their keys stand, and those of NeMo-Aligner, which are laid over ours."""
+"""Composition of the configuration with Hydra, including files of NeMo-Aligner, and detection of errors in it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,23 @@ from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.losses.loss import Loss
 from nemo_kto.utils.field_errors import echo, mistakes, names
 
-_LENGTH = "${model.encoder_seq_length}"  # which NeMo-Aligner reads from its checkpoints
+_LENGTH = "${model.encoder_seq_length}"  # NeMo-Aligner reads this value from its checkpoints
 
 
 def lay_over(ours: DictConfig, theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
-    """The name under which Hydra finds the two merged, with their values over ours; ``hardware=...`` comes after both."""
+    """Merge a configuration of NeMo-Aligner over ours and register the result with Hydra.
+
+    ``hardware=...`` on the command line takes precedence over both.
+
+    Args:
+        ours: our configuration of the same algorithm.
+        theirs: the configuration of NeMo-Aligner, whose values take precedence.
+        recipe: the algorithm.
+        name: name of the configuration of NeMo-Aligner.
+
+    Returns:
+        The name under which Hydra finds the merged configuration.
+    """
     ours, theirs = ours.copy(), theirs.copy()
     for config in (ours, theirs):
         OmegaConf.set_struct(config, False)
@@ -49,7 +61,7 @@ def lay_over(ours: DictConfig, theirs: DictConfig, recipe: Recipe, *, name: str)
 
 
 def _drop_nulls(given: dict[str, Any], recipe: Recipe) -> None:
-    """Leave out what is null and cannot be: there null stands for "not given"."""
+    """Remove keys that are null although their type does not allow it: NeMo-Aligner writes null for "not given"."""
     for key, field in names(config_type(recipe)).items():
         *above, last = key.split(".")
         section = _section(given, above)
@@ -58,7 +70,7 @@ def _drop_nulls(given: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _section(given: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """The section of that path; an empty one where there is none."""
+    """Return the section at a path, or an empty one if it does not exist."""
     section: object = given
     for name in path:
         section = section.get(name) if isinstance(section, dict) else None
@@ -66,11 +78,11 @@ def _section(given: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 def brings_our_keys(file: Path) -> bool:
-    """Whether one of our files is among its defaults, and not one of the same name beside it."""
+    """Return whether the defaults of a file include one of our files that no file in its own folder shadows."""
     try:
         content = yaml.safe_load(file.read_bytes())
     except yaml.YAMLError:
-        return False  # composing says why
+        return False  # composing reports the error
     brought = content.get("defaults") if isinstance(content, dict) else None
     ours = [recipe.config_name for recipe in RECIPES.values()]
     names_brought = brought if isinstance(brought, list) else []
@@ -78,7 +90,7 @@ def brings_our_keys(file: Path) -> bool:
 
 
 def key_lines(file: Path) -> dict[str, int]:
-    """Dotted name -> line, counted from 1, of all keys of a YAML file."""
+    """Return dotted name -> line number, counted from 1, for all keys of a YAML file."""
     return dict(_key_lines(yaml.compose(file.read_bytes()), ""))
 
 
@@ -89,32 +101,32 @@ def _key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]
 
 
 PACKAGE = "nemo_kto.conf"
-Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, one with right values) -> what is wrong
-_FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings, so anything may lie under them
+Judge = Callable[[DictConfig, DictConfig], list[ConfigError]]  # (configuration, configuration with valid values) -> errors
+_FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings with arbitrary keys
 _UNDER_FREE_FORM = tuple(f"{key}." for key in _FREE_FORM)
-# what Hydra raises of files and overrides that do not compose; the last three of a file that is no text, or names itself
+# Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
 WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
-# for expressions in the YAML files
+# For expressions in the YAML files.
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
 
 
 def config_path() -> str:
-    """Where the YAML files are, in the form hydra.main takes: the installed package, or conf/ of a bare checkout."""
+    """Return the location of the YAML files as hydra.main takes it: the installed package, or conf/ in a bare checkout."""
     if importlib.util.find_spec(PACKAGE) is not None:
         return f"pkg://{PACKAGE}"
     return str(Path(__file__).resolve().parents[2] / "conf")
 
 
 class Source(NamedTuple):
-    """What the command line says about where configurations come from (Hydra's flags of the same names)."""
+    """The location of the configuration as given on the command line (Hydra's flags of the same names)."""
 
     config_name: str = next(iter(RECIPES.values())).config_name
     config_path: str | None = None
     config_dir: str | None = None
 
     def flags(self) -> list[str]:
-        """The same on a command line."""
+        """Return the equivalent command-line flags."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self._asdict().items() if value is not None]
 
 
@@ -122,7 +134,7 @@ DEFAULT_SOURCE = Source()
 
 
 class _Compose(NamedTuple):
-    """Composes overrides, with files found where hydra.main finds them."""
+    """Composer of configurations from overrides, with the same search path as hydra.main."""
 
     config_name: str
     search: list[str]
@@ -133,29 +145,29 @@ class _Compose(NamedTuple):
             return compose(self.config_name, overrides=[*self.search, *texts])
         except WRONG:
             raise
-        except (ValueError, yaml.YAMLError) as error:  # a file that is not YAML, or whose defaults are no list
+        except (ValueError, yaml.YAMLError) as error:  # a file that is not YAML, or whose defaults are not a list
             raise HydraException(" ".join(str(error).split())) from error
 
     def choices(self, key: str) -> list[str]:
-        """The files that a key such as ``hardware`` chooses from."""
+        """Return the options of a config group such as ``hardware``."""
         loader = GlobalHydra.instance().config_loader()
         return loader.get_group_options(key.split("@")[0], config_name=self.config_name, overrides=self.search)
 
 
 def own_file(source: Source) -> Path | None:
-    """The file of the user's own; None where the source is one of ours."""
+    """Return the user's configuration file; None if the source is one of our files."""
     files = [Path(folder, f"{source.config_name}.yaml") for folder in (source.config_dir, source.config_path) if folder]
     return next((file for file in files if file.is_file()), None)
 
 
 def adopted(source: Source) -> Source:
-    """A configuration of NeMo-Aligner, with our defaults where it says nothing; any other source as it is."""
+    """Return a source that completes a configuration of NeMo-Aligner with our defaults; any other source unchanged."""
     file = own_file(source)
     if file is None or brings_our_keys(file):
         return source
     try:
         with _opened_as_it_is(source) as composed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NeMo-Aligner's files do not say where they stand among their defaults
+            warnings.simplefilter("ignore")  # NeMo-Aligner's files lack _self_ in their defaults
             theirs = composed([])
         sections = [section for name in ("trainer", "model") if isinstance(section := theirs.get(name), DictConfig)]
         recipe = next((each for each in RECIPES.values() if any(each.name in section for section in sections)), None)
@@ -163,7 +175,7 @@ def adopted(source: Source) -> Source:
             return source
         return Source(lay_over(load(source=Source(recipe.config_name)), theirs, recipe, name=source.config_name))
     except WRONG:
-        return source  # find_mistakes says why
+        return source  # find_mistakes reports the error
 
 
 @contextlib.contextmanager
@@ -189,10 +201,10 @@ def _opened_as_it_is(source: Source) -> Iterator[_Compose]:
 
 
 def recipe_of(config: DictConfig) -> Recipe:
-    """What a composed configuration is of.
+    """Return the algorithm of a composed configuration.
 
     Raises:
-        UserError: none of the known files is among its defaults.
+        UserError: If the defaults include none of our files.
     """
     name = config.get("algorithm")
     if name not in RECIPES:
@@ -202,7 +214,7 @@ def recipe_of(config: DictConfig) -> Recipe:
 
 
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
-    """The configuration as Hydra composes it, nothing resolved or checked."""
+    """Compose the configuration with Hydra, without resolving or checking it."""
     with _opened(source) as composed:
         return composed(overrides)
 
@@ -210,14 +222,20 @@ def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> D
 def to_config(
     config: DictConfig, *, recipe: Recipe | None = None, fallback: DictConfig | None = None
 ) -> tuple[RunConfig | None, list[ConfigError]]:
-    """The typed configuration with everything resolved, and all that is wrong with it.
+    """Resolve a configuration and convert it to its type.
 
-    The values of ``fallback``, if there is one, take the place of wrong ones; else a wrong configuration gives None.
+    Args:
+        config: the composed configuration.
+        recipe: the algorithm; by default that of ``config``.
+        fallback: a configuration whose values replace invalid ones.
+
+    Returns:
+        The typed configuration, and all errors. Without ``fallback``, an invalid configuration gives None.
     """
     recipe, config = recipe or recipe_of(config), config.copy()
     OmegaConf.set_struct(config, False)
     found: list[ConfigError] = []
-    for _ in range(4):  # wrong values, then values that are made of those, then what is still wrong
+    for _ in range(4):  # invalid values, then values interpolated from them, then remaining errors
         values, errors = _resolved(config)
         errors += [verdict.error for verdict in migration.judge(values, recipe.name) if verdict.error is not None]
         values = {key: value for key, value in values.items() if migration.aligner_key(key, recipe.name) is None}
@@ -237,13 +255,13 @@ def to_config(
 
 
 def notes(config: DictConfig) -> list[str]:
-    """What is to be said of a configuration that is right: keys of NeMo-Aligner that mean nothing here."""
+    """Return the notes on a valid configuration: keys of NeMo-Aligner that have no effect."""
     values, _ = _resolved(config)
     return [verdict.note for verdict in migration.judge(values, recipe_of(config).name) if verdict.note is not None]
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]:
-    """Dotted name -> resolved value of all keys, ??? for those that must still be given; and what does not resolve."""
+    """Return dotted name -> resolved value for all keys, ??? for required keys not given; and resolution errors."""
     values: dict[str, object] = {}
     errors = []
     for key in known_keys(config):
@@ -256,7 +274,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]
 
 
 def _find_loss(values: Mapping[str, object], recipe: Recipe, errors: list[ConfigError]) -> Loss | None:
-    """The loss that preference_loss names; None, and a further error, where there is none."""
+    """Return the loss that preference_loss names; if there is none, append an error and return None."""
     key = f"model.{recipe.name}.preference_loss"
     try:
         return recipe.find_loss(echo(values[key])) if key in values else None
@@ -283,13 +301,13 @@ def _typed(values: Mapping[str, object], recipe: Recipe, loss: Loss | None) -> t
 
 
 def _got(key: str, values: Mapping[str, object]) -> str:
-    """The value of an unknown key, or the first key in an unknown section with its value."""
+    """Return the value of an unknown key as text; for an unknown section, its first key with its value."""
     below = next((name for name in values if name.startswith(f"{key}.")), None)
     return echo(values.get(key)) if below is None else f"{below}={echo(values[below])}"
 
 
 def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
-    """Put the value of another configuration in the place of a wrong one."""
+    """Replace an invalid value with the value from another configuration."""
     section, last = _parent(config, key)
     other, _ = _parent(fallback, key)
     if other is None or last not in other.keys():  # noqa: SIM118  (a mapping of omegaconf does not hold what is missing)
@@ -304,7 +322,7 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") -> list[str]:
-    """Dotted names of all values (and, with ``sections``, of what holds them), in the order of the files."""
+    """Return the dotted names of all values (and, with ``sections``, of all sections) in the order of the files."""
     keys = []
     for name in map(str, config):
         given = not (OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name))
@@ -319,11 +337,14 @@ def known_keys(config: DictConfig, *, sections: bool = False, prefix: str = "") 
 def find_mistakes(
     overrides: Sequence[str], *, source: Source, recipe: Recipe, judge: Judge, sweep: bool = False
 ) -> list[ConfigError]:
-    """Everything that is wrong with a command line.
+    """Find all errors in a command line.
 
     Args:
-        judge: what is wrong with a configuration; the second one has right values in the place of wrong ones.
-        sweep: several values for a key are allowed; each is looked at, with the first ones of the other keys.
+        overrides: the overrides on the command line.
+        source: location of the configuration.
+        recipe: the algorithm.
+        judge: finds the errors in a configuration; its second argument has valid values to replace invalid ones.
+        sweep: whether a key may have several values; each is checked together with the first values of the other keys.
     """
     ours, file = Source(recipe.config_name), f"{source.config_name}.yaml"
     fallback = load(source=ours)
@@ -363,7 +384,7 @@ def find_mistakes(
 
 
 def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[str]) -> list[ConfigError]:
-    """The same with file and line where a key stands in the user's own file and not on the command line."""
+    """Return the errors with file and line added for keys set in the user's file and not on the command line."""
     file, given = own_file(source), {text.lstrip("+~-").split("=")[0] for text in overrides}
     lines = {} if file is None else key_lines(file)
     places = {key: f"({file}:{line}) " for key, line in lines.items() if key not in given}
@@ -371,12 +392,12 @@ def _located(errors: Sequence[ConfigError], source: Source, overrides: Sequence[
 
 
 def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, sweep: bool) -> ConfigError | list[str]:
-    """An override, or all of a sweep; or what is wrong with its form or key."""
+    """Parse an override; return it, or all overrides of a sweep, or the error in its form or key."""
     name = text.split("=")[0]
     if not name.strip("+~ "):
         return ConfigError("An override", f"must be written KEY=VALUE, got {text!r}; give the key")
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
-    if name.startswith("--"):  # as other trainers' command lines have it
+    if name.startswith("--"):  # as on the command lines of other trainers
         key = name.removeprefix("--")
         remedy = f"must be written KEY=VALUE, without hyphens before it, got {text}"
         return ConfigError(key, remedy) if key in known else _unknown(key, text, known, recipe)
@@ -387,7 +408,7 @@ def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, swee
             return ConfigError(name, f"must be written KEY=VALUE, got {text}")
         return ConfigError(name, f"has a value that cannot be read, got {text}; put it in quotes: '{name}=\"...\"'")
     key = override.key_or_group
-    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # perhaps those of the user's own loss
+    options = override.is_add() and key.rpartition(".")[0] == f"model.{recipe.name}"  # may be options of a user-defined loss
     foreign = migration.aligner_key(key, recipe.name) is not None
     free = key.startswith(("hydra.", "hydra/", *_UNDER_FREE_FORM))
     if not (key in known or foreign or options or free or composed.choices(key)):
@@ -403,7 +424,7 @@ def _read(text: str, basis: DictConfig, composed: _Compose, recipe: Recipe, swee
 
 
 def _fault(text: str, composed: _Compose, recipe: Recipe) -> ConfigError | None:
-    """Why Hydra cannot apply an override."""
+    """Return the error if Hydra cannot apply an override; otherwise None."""
     key, _, value = text.lstrip("+").partition("=")
     try:
         composed([text])
@@ -430,7 +451,7 @@ def _unknown(key: str, got: str, known: Sequence[str], recipe: Recipe) -> Config
 
 
 def reason(error: BaseException) -> str:
-    """Why something does not compose or resolve, in one line and without Hydra's search paths."""
+    """Return the message of a composition or resolution error, in one line and without Hydra's search paths."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(cause).split("\n\nConfig search path")[0]
     text, _, where = text.partition("\n    full_key: ")

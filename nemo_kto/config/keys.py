@@ -1,6 +1,6 @@
-"""The keys of the configuration with their defaults and comments, read from the YAML files themselves.
+"""Configuration keys with defaults and comments, read from the YAML files.
 
-`python -m nemo_kto.config.keys > docs/configuration.md` writes the page that a test compares with the files.
+`python -m nemo_kto.config.keys > docs/configuration.md` writes the page; a test compares the page with the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE
 
 
 class Key(NamedTuple):
-    """One key: dotted name, default as written, comment; type and constraint in words."""
+    """One key: dotted name, default as written, comment, description of type and constraints."""
 
     name: str
     default: str
@@ -32,7 +32,10 @@ class Key(NamedTuple):
 
 
 def all_keys(recipe: Recipe) -> list[Key]:
-    """Every key of an algorithm's configuration once; where its file changes a default, its own line counts."""
+    """Return every key of an algorithm's configuration once.
+
+    Where the algorithm's file overrides a default, its line is used.
+    """
     text = _read(recipe.config_name)
     keys: dict[str, Key] = {}
     for file, package in _DEFAULTS.findall(text):
@@ -52,7 +55,7 @@ def _read(name: str) -> str:
 
 
 def _keys(text: str, prefix: str) -> Iterator[Key]:
-    """The keys of one file; sections are indented by two spaces a level."""
+    """Yield the keys of one file; each level of sections is indented by two spaces."""
     above: list[str] = []
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
@@ -78,7 +81,7 @@ anything starts.
 
 
 def as_markdown() -> str:
-    """The page docs/configuration.md: the keys that all algorithms have, then those of one algorithm."""
+    """Return the page docs/configuration.md: the keys common to all algorithms, then those specific to each."""
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
@@ -99,7 +102,7 @@ def _line(key: Key) -> str:
 
 
 def as_text(recipe: Recipe) -> str:
-    """The keys for the terminal."""
+    """Return the keys formatted for the terminal."""
     return "\n".join(f"  {key.name}={key.default}\n      {key.comment}" for key in all_keys(recipe))
 
 

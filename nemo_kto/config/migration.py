@@ -1,10 +1,9 @@
-"""What the keys of other trainers mean here.
+"""Translation of the configuration keys of other trainers.
 
-Keys of NeMo-Aligner's configuration files that have no meaning here are accepted, so that its files run unchanged
-(:data:`ALIGNER`). Names of TRL, Hugging Face, Megatron-LM and NeMo-RL are not, but the error names our key
-(:data:`ALIASES`).
+Keys of NeMo-Aligner's configuration files that this package does not have are accepted, so that these files run unchanged
+(:data:`ALIGNER`). Names from TRL, Hugging Face, Megatron-LM and NeMo-RL are errors that name our key (:data:`ALIASES`).
 
-`python -m nemo_kto.config.migration > docs/migration.md` writes the page that a test compares with the tables.
+`python -m nemo_kto.config.migration > docs/migration.md` writes the page; a test compares the page with the tables.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config.migration_tables import ALIASES, ALIGNER, WITHOUT, AlignerKey
 from nemo_kto.errors import ConfigError, either
 
-_PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # of +KEY=VALUE; groups, as in +hardware=cpu, have no dot
+_PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # the plus of +KEY=VALUE; config groups, as in +hardware=cpu, have no dot
 
 
 def aligner_key(key: str, algorithm: str) -> AlignerKey | None:
-    """The entry of a key that NeMo-Aligner has and we have not, or of a key in a section that it has; else None."""
+    """Return the entry for a key that only NeMo-Aligner has, or for the section that contains it; otherwise None."""
     entries, sections = _aligner_keys(algorithm), itertools.accumulate(key.split("."), "{}.{}".format)
     return next((entries[name] for name in sections if name in entries), None)
 
@@ -36,9 +35,10 @@ def _aligner_keys(algorithm: str) -> dict[str, AlignerKey]:
 
 
 def forced(override: str, algorithms: Sequence[str]) -> str:
-    """The override as Hydra takes it although our files lack the key: with two plus signs.
+    """Return an override with two plus signs if Hydra would otherwise reject it.
 
-    NeMo-Aligner's users write a plus where its files lack a key, and ours have it.
+    This applies to keys of NeMo-Aligner that our files lack, and to +KEY=VALUE, which users of NeMo-Aligner write for keys
+    that its files lack and ours have.
     """
     key = override.lstrip("+").partition("=")[0]
     if any(aligner_key(key, algorithm) is not None for algorithm in algorithms):
@@ -47,14 +47,14 @@ def forced(override: str, algorithms: Sequence[str]) -> str:
 
 
 class Verdict(NamedTuple):
-    """What is to be said of a key of NeMo-Aligner: a mistake, or a line at the start of the run, or nothing."""
+    """Result of checking a key of NeMo-Aligner: an error, a note to print at the start of the run, or neither."""
 
     error: ConfigError | None = None
     note: str | None = None
 
 
 def judge(values: Mapping[str, object], algorithm: str) -> Iterator[Verdict]:
-    """Of each key of NeMo-Aligner among the values (dotted name -> value) what is to be said of it."""
+    """Check each key of NeMo-Aligner in ``values`` (dotted name -> value)."""
     for key, value in values.items():
         entry = aligner_key(key, algorithm)
         if entry is not None:
@@ -80,17 +80,23 @@ def _echo(value: object) -> str:
 
 
 class Meant(NamedTuple):
-    """What an unknown key most likely stands for: in words what another trainer's name is here, or a key of ours."""
+    """The most likely meaning of an unknown key.
+
+    Attributes:
+        words: explanation, if the key is the name that another trainer uses.
+        nearest: our key that is spelled most similarly.
+    """
 
     words: str | None = None
     nearest: str | None = None
 
 
 def meant(key: str, recipe: Recipe, known: Sequence[str]) -> Meant:
-    """What an unknown key stands for: another trainer's name for it first, then what is spelled almost like it.
+    """Find the meaning of an unknown key: first among the names of other trainers, then among keys with similar spelling.
 
     Args:
-        key: as it was given; its sections may be missing or wrong, and hyphens stand for underscores.
+        key: the key as given; its sections may be missing or wrong, and hyphens stand for underscores.
+        recipe: the algorithm.
         known: our keys.
     """
     name = key.lstrip("-").replace("-", "_")
@@ -109,13 +115,13 @@ def meant(key: str, recipe: Recipe, known: Sequence[str]) -> Meant:
 
 
 def _in_words(alias: str, recipe: Recipe, known: Sequence[str]) -> str | None:
-    """Our key for another trainer's, and what there is to say of its value."""
+    """Return our key for the name that another trainer uses, and a hint about its value; None if there is no such key."""
     name, _, hint = ({**ALIASES, **recipe.aliases}).get(alias, "").format(algorithm=recipe.name).partition(" ")
     return f"{name} here {hint}".rstrip() if name in known else None
 
 
 def _nearest(name: str, last: str, known: Sequence[str]) -> str | None:
-    """The known key with the same last name elsewhere, or a few letters apart."""
+    """Return the known key with the same last component in another section, or with similar spelling; None if none."""
     elsewhere = [each for each in known if each.rsplit(".", 1)[-1] == last and each != name]
     if elsewhere:
         return max(elsewhere, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio())
@@ -173,7 +179,7 @@ prompt.
 
 
 def as_markdown() -> str:
-    """The page docs/migration.md."""
+    """Return the page docs/migration.md."""
     own = [(alias, key) for recipe in RECIPES.values() for alias, key in recipe.aliases.items()]
     aliases = [f"| `{alias}` | {_as_code(key)} |" for alias, key in (*ALIASES.items(), *own)]
     aliases += [f"| `{name}` | none: {why} |" for name, why in WITHOUT.items()]

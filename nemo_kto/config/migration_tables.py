@@ -1,4 +1,4 @@
-"""Keys of NeMo-Aligner without a meaning here, and our names for those of TRL, Hugging Face, Megatron-LM and NeMo-RL."""
+"""Tables: keys that only NeMo-Aligner has, and our names for keys of TRL, Hugging Face, Megatron-LM and NeMo-RL."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class AlignerKey(NamedTuple):
-    """A key of NeMo-Aligner's files, or a section, that we have not.
+    """A key or section of NeMo-Aligner's files that this package does not have.
 
     Attributes:
         key: dotted name; {algorithm} stands for the name of the algorithm.
-        why: why it is not needed, or what to do instead.
-        agrees: values that ask for what is done here anyway.
-        same_as: our key; its value agrees too.
-        ignored: other values are accepted with a line that says why; otherwise they are mistakes.
+        why: why the key is not needed, or what to do instead.
+        agrees: values that request the behavior of this package, which are accepted silently.
+        same_as: our key whose value is accepted silently as well.
+        ignored: whether other values are accepted, with a line that prints ``why``; otherwise they are errors.
     """
 
     key: str
@@ -23,7 +23,7 @@ class AlignerKey(NamedTuple):
     ignored: bool = False
 
     def of(self, algorithm: str) -> AlignerKey:
-        """The same for one algorithm."""
+        """Return the entry with {algorithm} replaced by the name of an algorithm."""
         same_as = None if self.same_as is None else self.same_as.format(algorithm=algorithm)
         key, why = (text.format(algorithm=algorithm) for text in (self.key, self.why))
         return self._replace(key=key, why=why, same_as=same_as)
@@ -131,7 +131,7 @@ ALIGNER = (
     AlignerKey("model.data.apply_ftfy", "clean the file first, e.g. with ftfy", agrees=(False,)),
 )  # fmt: skip
 
-# Name there -> our key; after a blank, what there is to say of the value.
+# Name in another trainer -> our key; a hint about the value may follow a space.
 _LOOP = "trainer.{algorithm}"
 _LOSS = "model.{algorithm}"
 _SCHEDULES = "CosineAnnealing, CosineWithRestarts, LinearAnnealing, WSD or constant"
@@ -312,7 +312,7 @@ _OTHERS = {
     "chat_template": "pretrained_checkpoint.restore_from_path (the template of its tokenizer is used)",
 }
 
-# Names of which there is nothing here, and why.
+# Names without an equivalent in this package, and the reason.
 WITHOUT = {
     "logging_first_step": "it is logged with those after it (log_every_n_steps)",
     "ld_alpha": "no loss weighs the tokens of a response by their place",

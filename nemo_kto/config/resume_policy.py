@@ -1,6 +1,6 @@
 """Keys that must stay the same in a resumed run, and keys that may change.
 
-`python -m nemo_kto.config.resume_policy` prints the table of docs/checkpoints.md, which a test compares.
+`python -m nemo_kto.config.resume_policy` prints the table in docs/checkpoints.md; a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """Keys, which may be patterns and where NAME is the algorithm, and what becomes of them in a resumed run."""
+    """Keys that are treated the same in a resumed run.
+
+    Attributes:
+        keys: dotted names or fnmatch patterns; NAME stands for the algorithm.
+        meaning: what must stay the same, or the effect of a change.
+    """
 
     keys: tuple[str, ...]
     meaning: str
 
 
-# A key of its own counts before a pattern.
+# An exact name takes precedence over a pattern.
 MUST_STAY = (
     Rule(("algorithm",), "the algorithm"),
     Rule(("pretrained_checkpoint.restore_from_path",), "weights, configuration, tokenizer and chat template, by content"),
@@ -93,7 +98,7 @@ MAY_CHANGE = (
 
 
 def rule_of(key: str, *, name: str) -> tuple[Rule, bool] | None:
-    """The rule of a key of the algorithm ``name``, and whether the key must stay; None if there is none."""
+    """Return the rule for a key of the algorithm ``name``, and whether the key must stay; None if no rule matches."""
     rules = [(rule, True) for rule in MUST_STAY] + [(rule, False) for rule in MAY_CHANGE]
     for matches in (str.__eq__, fnmatchcase):
         for rule, stays in rules:
@@ -103,7 +108,7 @@ def rule_of(key: str, *, name: str) -> tuple[Rule, bool] | None:
 
 
 def as_markdown() -> str:
-    """The table of docs/checkpoints.md."""
+    """Return the table in docs/checkpoints.md."""
     lines = ["| must stay | what is compared |", "|---|---|", *map(_line, MUST_STAY)]
     return "\n".join([*lines, "", "| may change | in a resumed run |", "|---|---|", *map(_line, MAY_CHANGE)])
 

@@ -1,4 +1,4 @@
-"""The configuration in the run folder, without its secrets."""
+"""The configuration saved in the run folder, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from nemo_kto.config.schema import RunConfig
 
 HIDDEN = "***"
-_MIN_LENGTH = 8  # of a secret in the environment; a shorter one would be found in words too
+_MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
 _SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
 _NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
 _NAMED = re.compile(rf"\b((?:\w*_)?{_SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
 _IN_TEXT = (
-    (re.compile(r"(?<=://)[^\s'\"]+(?=@)"), HIDDEN),  # who logs in to a server: user:password, or a token
+    (re.compile(r"(?<=://)[^\s'\"]+(?=@)"), HIDDEN),  # credentials in a URL: user:password, or a token
     (re.compile(rf"([?&][\w.-]*{_SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
 )
 
 
 def redacted(text: str) -> str:
-    """The text without passwords in URLs, tokens of Hugging Face, and secrets that the environment holds by their names."""
+    """Redact passwords in URLs, Hugging Face tokens, and values of environment variables whose names mark secrets."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     held = {value for name, value in os.environ.items() if _NAME.search(name) and len(value) >= _MIN_LENGTH}
@@ -42,7 +42,10 @@ def redacted(text: str) -> str:
 
 
 def redact_file(file: Path) -> None:
-    """Take secrets out of a text file of another program, if it is there: what redacted() finds, and what a name shows."""
+    """Redact the secrets in a text file of another program, if it exists.
+
+    These are the secrets that :func:`redacted` finds, and values assigned to names that mark secrets, such as api_key.
+    """
     if not file.is_file():
         return
     text = file.read_text(encoding="utf-8")
@@ -52,7 +55,7 @@ def redact_file(file: Path) -> None:
 
 
 def public_config(config: RunConfig) -> dict[str, object]:
-    """The configuration as it may be written and logged; a value whose key is called a secret is left out as a whole."""
+    """Return the configuration in a form safe to write and log; values under a secret's name are replaced as a whole."""
     return {str(key): _public(value) for key, value in config.model_dump().items()}
 
 
@@ -70,12 +73,12 @@ def _is_secret(key: object, value: object) -> bool:
     return isinstance(value, str) and bool(_NAME.search(str(key)))
 
 
-_MAX_BYTES = 2**18  # what is written has a thirtieth of that
+_MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size
 _ABSENT = object()
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Reads YAML without aliases, which this program does not write: a few nested ones may stand for billions of values."""
+    """YAML loader that rejects aliases, which we do not write: a few nested ones may expand to billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -84,7 +87,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def save_config(config: RunConfig) -> None:
-    """Write the resolved configuration, without secrets, into the run folder; say what has changed since the run began."""
+    """Write the resolved, redacted configuration to the run folder; print the changes since the run was last started."""
     file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     now = OmegaConf.create(public_config(config))
@@ -92,14 +95,14 @@ def save_config(config: RunConfig) -> None:
         before, values = _load(file), OmegaConf.to_container(now)
         for key in known_keys(now):
             old, new = _value(before, key), _value(values, key)
-            if old not in (_ABSENT, new):  # absent where the file was cut short, or is of an earlier version
+            if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
                 print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
 
 def _load(file: Path) -> object:
-    """The configuration that was saved, with its interpolations as they are; None, and a warning, where it is damaged."""
+    """Load the saved configuration without resolving interpolations; if it is damaged, print a warning and return None."""
     try:
         before = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
         if isinstance(before, dict) and "algorithm" in before:

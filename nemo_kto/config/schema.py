@@ -1,4 +1,4 @@
-"""The types and constraints of the configuration. Values and their meaning are in conf/, and only there."""
+"""Types and constraints of the configuration. Default values and descriptions are only in conf/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Base = TypeVar("Base", bound=BaseModel)
 
 
 def reads(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """True of a string that the function can read."""
+    """Return a predicate that is true for strings that ``parse`` accepts, i.e. without a ValueError."""
     return lambda text: error_of(lambda: parse(text)) is None
 
 
@@ -55,7 +55,7 @@ LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 
 
 class LoopConfig(Section):
-    """trainer.NAME: the training loop."""
+    """Section trainer.NAME: the training loop."""
 
     max_epochs: Count
     max_steps: Annotated[int, check(lambda steps: steps == -1 or steps >= 1, "be at least 1", "use -1 for no limit")]
@@ -68,12 +68,12 @@ class LoopConfig(Section):
     gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]
 
     def duration(self) -> dict[str, Any]:
-        """What the trainer takes, by its names."""
+        """Return the keyword arguments of :class:`nemo_kto.algorithms.duration.TrainerConfig`."""
         return self.model_dump(exclude={"gradient_clip_val"})
 
 
 class TrainerConfig(Section):
-    """trainer, without the loop."""
+    """Section trainer, without trainer.NAME."""
 
     num_nodes: Count
     devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU")]
@@ -88,7 +88,7 @@ class TrainerConfig(Section):
 
 
 class WandbConfig(Section):
-    """exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
+    """Section exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
 
     project: Name
     name: Name
@@ -98,7 +98,7 @@ class WandbConfig(Section):
 
 
 class MLflowConfig(Section):
-    """exp_manager.mlflow_logger_kwargs: arguments of Lightning's MLFlowLogger."""
+    """Section exp_manager.mlflow_logger_kwargs: arguments of Lightning's MLFlowLogger."""
 
     experiment_name: Name
     run_name: Name
@@ -106,7 +106,7 @@ class MLflowConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """exp_manager.checkpoint_callback_params."""
+    """Section exp_manager.checkpoint_callback_params: how checkpoints are saved and which are kept."""
 
     monitor: Name
     mode: Literal["min", "max"]
@@ -115,7 +115,7 @@ class CheckpointConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """exp_manager.early_stopping_callback_params."""
+    """Section exp_manager.early_stopping_callback_params: the criterion for early stopping."""
 
     monitor: Name
     mode: Literal["min", "max"]
@@ -124,7 +124,7 @@ class EarlyStoppingConfig(Section):
 
 
 class ExpManagerConfig(Section):
-    """exp_manager: the run folder and what is written there."""
+    """Section exp_manager: the run folder, checkpoints and loggers."""
 
     exp_dir: FilePath
     name: Name
@@ -141,13 +141,13 @@ class ExpManagerConfig(Section):
 
 
 class PretrainedConfig(Section):
-    """pretrained_checkpoint."""
+    """Section pretrained_checkpoint: the model to train."""
 
     restore_from_path: Annotated[FilePath, check(bool, "be given", "name the folder of a Hugging Face model")]
 
 
 class LoRATuningConfig(Section):
-    """model.peft.lora_tuning."""
+    """Section model.peft.lora_tuning: settings of the LoRA adapters."""
 
     target_modules: Annotated[
         list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "not be empty", "e.g. [attention_qkv]")
@@ -161,7 +161,7 @@ class LoRATuningConfig(Section):
 
 
 class PeftConfig(Section):
-    """model.peft."""
+    """Section model.peft: adapters."""
 
     peft_scheme: Literal["none", "lora"]
     restore_from_path: FilePath | None
@@ -169,7 +169,7 @@ class PeftConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """model.reference: how the reference policy is held."""
+    """Section model.reference: mode, weights and synchronization of the reference."""
 
     mode: Literal["auto", "swap", "adapter", "cached"]
     restore_from_path: FilePath | None
@@ -178,7 +178,7 @@ class ReferenceConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """model.optim.sched."""
+    """Section model.optim.sched: the learning rate schedule."""
 
     name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
     warmup_steps: Annotated[int, Ge(0)]
@@ -190,12 +190,12 @@ class ScheduleConfig(Section):
     num_cycles: Count | None
 
 
-# NeMo's names of what is one optimizer here; whether its state is sharded is said by use_distributed_optimizer.
+# NeMo's names; all mean the same optimizer, and use_distributed_optimizer decides whether its state is sharded.
 Adam = Literal["adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"]
 
 
 class OptimConfig(Section):
-    """model.optim."""
+    """Section model.optim: the optimizer."""
 
     name: Annotated[Adam, AfterValidator(lambda name: "adam")]
     lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5")]
@@ -210,7 +210,7 @@ class OptimConfig(Section):
 
 
 def _expand(value: object) -> object:
-    """The same with ~ in all its paths expanded."""
+    """Return a path, list or mapping with ~ expanded in all its paths."""
     if isinstance(value, Mapping):
         return {name: _expand(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -219,7 +219,7 @@ def _expand(value: object) -> object:
 
 
 class DataConfig(Section):
-    """model.data, without the keys of one algorithm."""
+    """Section model.data, without algorithm-specific keys."""
 
     data_prefix: Annotated[
         str | list[object] | dict[str, object],
@@ -240,7 +240,7 @@ class DataConfig(Section):
 
 
 class GPTConfig(Section):
-    """model, without the section of one algorithm."""
+    """Section model, without the algorithm-specific section."""
 
     micro_batch_size: Count | None
     micro_batch_tokens: Count | None
@@ -271,7 +271,7 @@ class GPTConfig(Section):
 
 
 class ExportConfig(Section):
-    """export: the aligned model in Hugging Face format."""
+    """Section export: the aligned model in Hugging Face format."""
 
     enabled: bool
     which: Literal["last", "best"]
@@ -294,28 +294,35 @@ class RunConfig(Section):
 
     @property
     def loop(self) -> LoopConfig:
-        """trainer.NAME."""
+        """The section trainer.NAME."""
         return getattr(self.trainer, self.recipe.name)
 
     @property
     def loss(self) -> LossConfig:
-        """model.NAME."""
+        """The section model.NAME."""
         return getattr(self.model, self.recipe.name)
 
     def data_options(self) -> dict[str, float]:
-        """The keys of model.data that only this algorithm has, with their defaults where they were not given."""
+        """Return the algorithm-specific keys of model.data, with defaults for those not given."""
         given = {name: getattr(self.model.data, name) for name in self.recipe.data_defaults}
         return {name: default if given[name] is None else given[name] for name, default in self.recipe.data_defaults.items()}
 
 
 def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> type[Base]:
-    """A section with further keys: name -> type and default, which is ... for a key that must be there."""
+    """Derive a section with additional keys: name -> (type, default); the default ... marks a required key."""
     return create_model(base.__name__, __base__=base, **dict[str, Any](fields))
 
 
 @cache
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
-    """The types of all keys of an algorithm; the options of its losses, and of a ``loss`` in use, are keys of model.NAME."""
+    """Build the configuration type of an algorithm.
+
+    The options of all its losses, and of ``loss`` if given, are keys of model.NAME.
+
+    Args:
+        recipe: the algorithm.
+        loss: the loss in use, which may be user-defined.
+    """
     options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
     options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})

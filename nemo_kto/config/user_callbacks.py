@@ -1,4 +1,4 @@
-"""The user's own callbacks: ``trainer.callbacks`` names them by their dotted paths."""
+"""User-defined callbacks, named in ``trainer.callbacks`` by their dotted paths."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from nemo_kto.errors import UserError, import_object
 
 
 def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
-    """What makes the callback of package.module.NAME, or of a mapping with that under _target_ and keyword arguments.
+    """Return a factory for the callback that ``spec`` names.
+
+    Args:
+        spec: the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments.
 
     Raises:
-        UserError: there is no such class, it is no Callback, or it does not take these arguments.
+        UserError: If the class does not exist, is not a Callback, or does not accept these arguments.
     """
     settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
     path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}

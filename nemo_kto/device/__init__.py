@@ -2,7 +2,7 @@ import os
 
 from nemo_kto.device.imports import prepare_imports
 
-# before CUDA starts, which reads it then; a value of the user's own stays
+# CUDA reads this variable when it starts; a value that the user has set is kept
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels run in the order in which they were started
-# before megatron-core is imported by any module of this package
+# must run before any module of this package imports megatron-core
 prepare_imports()

@@ -1,9 +1,9 @@
-"""The CPU backend: patches torch and megatron-core so that the real megatron-core runs on gloo ranks.
+"""CPU backend: patches torch and megatron-core so that the real megatron-core runs on gloo ranks.
 
-megatron-core names CUDA in places that have a CPU meaning (which device am I on, wait for the device, allocate here).
-:func:`install_cpu_backend` answers those calls for the CPU where CUDA is absent and changes nothing where it is present, so
-that the GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing that run
-on a laptop are the ones that run on a cluster.
+megatron-core calls CUDA functions that have a meaning on the CPU as well (query the current device, synchronise, allocate
+memory). :func:`install_cpu_backend` replaces these calls with CPU equivalents if CUDA is absent, and leaves them alone if it
+is present. The GPTModel, the pipeline schedules, DistributedDataParallel, the distributed optimizer and dist_checkpointing
+that run on a laptop are therefore the ones that run on a cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _FACTORIES = (
 def install_cpu_backend() -> None:
     """Prepare this process for megatron-core on the CPU. May be called any number of times.
 
-    Where there is a GPU, only the names that megatron-core lacks are defined, and the norm of the gradient stays there.
+    With a GPU, it only defines names that megatron-core lacks and keeps the norm of the gradient on the device.
+
+    Raises:
+        RuntimeError: megatron-core was imported with an optimizer for GPUs before the CPU was chosen.
     """
     define_missing_names()
     keep_norm_on_device()
@@ -52,7 +55,7 @@ def install_cpu_backend() -> None:
 
 
 class _Stream:
-    """A queue that is always empty: on the CPU every operation is done when it returns."""
+    """Replacement of a CUDA stream that never has pending work: on the CPU every operation is complete when it returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -73,15 +76,18 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """An event that has always happened."""
+    """Replacement of a CUDA event that is always complete."""
 
     def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
 def _leave_compiler_out() -> None:
-    """Nothing is compiled on the CPU, so nothing needs to be kept from the compiler, which torch would import to do so."""
-    if "torch._dynamo" in sys.modules:  # megatron-core was imported first, or is run on the CPU of a machine with a GPU
+    """Avoid the import of torch's compiler.
+
+    Nothing is compiled on the CPU, but torch would import the compiler only to exclude functions from compilation.
+    """
+    if "torch._dynamo" in sys.modules:  # megatron-core was imported first, or runs on the CPU of a machine with a GPU
         torch.compiler.set_stance("force_eager")
 
     def disable(function: object = None, recursive: bool = True, *, reason: str | None = None) -> object:
@@ -90,17 +96,17 @@ def _leave_compiler_out() -> None:
     torch.compiler.disable = disable  # type: ignore[assignment]
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         setattr(torch.optim.Optimizer, name, inspect.unwrap(getattr(torch.optim.Optimizer, name)))
-    for optimizer in (torch.optim.Adam, torch.optim.AdamW):  # their wrapper also switches gradients off
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW):  # the removed wrapper also disables gradients
         optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))  # type: ignore[method-assign]
 
 
 def _answer_device_calls() -> None:
     cpu, stream = torch.device("cpu"), _Stream()
-    # nothing that would switch a CUDA path on
+    # values that do not enable any CUDA code path
     properties = types.SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=0, total_memory=0)
 
     def always(answer: object) -> Callable[..., object]:
-        return lambda *args, **kwargs: answer  # a new function each time: torch.compile tells them apart by identity
+        return lambda *args, **kwargs: answer  # a new function each time: torch.compile distinguishes them by identity
 
     answers: dict[str, object] = {
         "is_available": False, "device_count": 0, "current_device": cpu,
@@ -117,7 +123,11 @@ def _answer_device_calls() -> None:
 
 
 def _answer_rng_calls() -> None:
-    """megatron-core keeps one generator state a purpose; the CPU generator serves, so dropout and init are the real ones."""
+    """Redirect CUDA's random-generator functions to the CPU generator.
+
+    megatron-core keeps one generator state for each purpose. With the CPU generator behind them, its own dropout and
+    initialisation code runs unchanged.
+    """
     from megatron.core.tensor_parallel import random as mcore_random
 
     def get_state(*args: object, **kwargs: object) -> torch.Tensor:
@@ -139,8 +149,9 @@ def _is_cuda(where: object) -> bool:
 def _map_cuda_literals() -> None:
     from torch.utils._device import _device_constructors
 
-    # "with torch.device(...)" knows the factories by identity, and takes note of them when it is first used: transformers
-    # builds its models on "meta", and would be left with values that nobody has set.
+    # "with torch.device(...)" recognises factory functions by identity, and collects them when it is first used. This call
+    # makes it collect the original functions; otherwise models that transformers builds on "meta" would have uninitialised
+    # values.
     _device_constructors()
 
     def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -161,7 +172,10 @@ def _map_cuda_literals() -> None:
 
 
 def _answer_tensor_types() -> None:
-    """The optimizers and the gradient clip compare ``tensor.type()`` with 'torch.cuda.FloatTensor' and its variants."""
+    """Make ``tensor.type()`` return CUDA type names.
+
+    The optimizers and gradient clipping compare it with 'torch.cuda.FloatTensor' and its variants.
+    """
     original: Callable[..., str | torch.Tensor] = torch.Tensor.type
 
     @functools.wraps(original)
@@ -177,7 +191,7 @@ def _answer_tensor_types() -> None:
 
 
 def _patch_megatron() -> None:
-    """Leave out copies that one rank, or a CPU, does not need."""
+    """Patch megatron-core's collectives for gloo, and skip copies that a single rank or a CPU does not need."""
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
@@ -192,7 +206,10 @@ def _patch_megatron() -> None:
 
 
 def _skipped_by_one_rank(collective: Callable[..., object]) -> Callable[..., object]:
-    """A rank by itself has what it would get. gloo copies all gradients for it, and copies them back; weights too."""
+    """Skip a collective in a group of one rank, whose output is its input.
+
+    gloo would copy all gradients, or weights, and copy them back.
+    """
 
     @functools.wraps(collective)
     def call(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> object:
@@ -205,12 +222,20 @@ def _skipped_by_one_rank(collective: Callable[..., object]) -> Callable[..., obj
 
 
 def _as_number_or_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """gloo wants the sizes of an all-to-all as numbers; megatron-core converts them only where they lie on a GPU."""
+    """Convert the sizes of an all-to-all to numbers, which gloo needs; megatron-core converts only tensors on a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _of_any_size(equal: Callable[..., torch.Tensor], unequal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers and scatters tensors of one size; the tokens of experts are as many as the router sends each rank."""
+    """Extend a collective to tensors of different sizes.
+
+    gloo gathers and scatters only tensors of equal sizes, but the number of tokens that the router sends to experts differs
+    between ranks.
+
+    Args:
+        equal: megatron-core's collective, called if all sizes are equal.
+        unequal: replacement for different sizes.
+    """
 
     @functools.wraps(equal)
     def call(

@@ -1,4 +1,4 @@
-"""Where this rank computes: its GPU or the CPU. The one module of the package that names ``torch.cuda`` to use it."""
+"""Device of this rank, its GPU or the CPU; the only module of the package that uses ``torch.cuda`` directly."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-_ALIGNMENT = 64  # bytes, of a tensor in a block: what torch gives tensors on the CPU
+_ALIGNMENT = 64  # bytes; alignment of a tensor in a block, the same as that of torch's CPU tensors
 _COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
-_DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, Tegra's, those of Windows' Linux, and AMD's
+_DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: files of NVIDIA, Tegra, Windows Subsystem for Linux and AMD
 
 
 def on_gpu() -> bool:
-    """True where CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
+    """Return whether CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
     return os.environ.get("NEMO_KTO_FORCE_CPU") != "1" and _may_have_gpu() and torch.cuda.is_available()
 
 
 def _may_have_gpu() -> bool:
-    """False on a machine without a GPU's driver, where torch need not be imported to find none."""
+    """Return False on a machine without a GPU driver, so that torch need not be imported to find no GPU."""
     return "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in _DRIVER_FILES)
 
 
 def force_cpu() -> None:
-    """Have this process, and those that it starts, compute on the CPU, GPUs or not.
+    """Make this process and its child processes compute on the CPU, even if there are GPUs.
 
-    Before torch has looked for GPUs and megatron-core is imported. Libraries that look for GPUs themselves find none.
+    Must be called before torch has looked for GPUs and before megatron-core is imported. Libraries that look for GPUs
+    themselves find none.
     """
     os.environ["NEMO_KTO_FORCE_CPU"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def current_device() -> torch.device:
-    """The device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
+    """Return the device of this rank: its GPU (by LOCAL_RANK) or the CPU."""
     if not on_gpu():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def device_count() -> int:
-    """Number of GPUs of this machine; 0 means the ranks run on the CPU."""
+    """Return the number of GPUs of this machine; 0 means that ranks run on the CPU."""
     return torch.cuda.device_count() if on_gpu() else 0
 
 
 def device_name() -> str:
-    """What the device of this rank is sold as, where the system tells; "CPU" otherwise."""
+    """Return the product name of this rank's device if the system reports it; otherwise "CPU"."""
     if on_gpu():
         return torch.cuda.get_device_name(current_device())
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as described:
@@ -70,9 +71,9 @@ def device_name() -> str:
 
 
 def select() -> None:
-    """Make this rank's GPU the one that torch uses, and keep fp32 products fp32.
+    """Make this rank's GPU torch's current device, and disable TF32 for fp32 products.
 
-    NVIDIA's images allow TF32, which has 10 bits of the 23, through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    NVIDIA's images allow TF32, which has 10 of the 23 bits of the mantissa, through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -81,24 +82,24 @@ def select() -> None:
 
 
 def gpu_has_bf16() -> bool:
-    """Whether the GPU of this rank has instructions for bf16 (those before NVIDIA's Ampere do not)."""
+    """Return whether the GPU of this rank has bf16 instructions (NVIDIA GPUs before Ampere do not)."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def compute_capability() -> tuple[int, int]:
-    """NVIDIA's version of the instructions that the GPU of this rank has: (9, 0) is Hopper's."""
+    """Return the CUDA compute capability of this rank's GPU: (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(current_device())
 
 
 def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Tensors from the host to this rank's device, in one transfer for each dtype, which the host does not wait for.
+    """Copy host tensors to this rank's device, in one asynchronous transfer for each dtype.
 
-    They go through page-locked memory: a copy from elsewhere makes the host wait for the device. It is that of torch's
-    allocator, which keeps such a block and gives it to the next upload once the copy has ended; of its rounding up no more
-    than some 100 KB are lost.
+    The copies go through page-locked memory, because a copy from other host memory would make the host wait for the device.
+    The memory is from torch's allocator, which keeps such a block and gives it to the next upload once the copy has ended;
+    its rounding up of sizes wastes no more than about 100 KB.
 
     Returns:
-        The tensors, in their order; None for None. Those that are on the device already stay as they are.
+        The tensors in the given order; None for None. Tensors that are on the device already are returned unchanged.
     """
     uploaded = list(tensors)
     if not on_gpu():
@@ -116,11 +117,14 @@ def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 class _HostBlock(mmap.mmap):
-    """Zeroed host memory of an exact size, page-locked where ranks compute on GPUs; freed with the last tensor in it.
+    """Zeroed host memory of an exact size, page-locked if ranks compute on GPUs; freed with the last tensor in it.
 
     torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.11 and 2.13,
-    ATen/core/CachingHostAllocator.h), up to twice what was asked for, and keeps what is freed. So the pages are the
-    operating system's, and CUDA is asked to lock them.
+    ATen/core/CachingHostAllocator.h), which is up to twice the requested size, and keeps freed blocks. Therefore the pages
+    are allocated from the operating system and locked with ``cudaHostRegister``.
+
+    Raises:
+        RuntimeError: CUDA cannot lock the pages.
     """
 
     def __new__(cls, size: int) -> _HostBlock:
@@ -129,7 +133,8 @@ class _HostBlock(mmap.mmap):
     def __init__(self, size: int) -> None:
         self._unlock: Callable[[], object] | None = None
         if on_gpu():
-            self.madvise(mmap.MADV_DONTFORK)  # a fork might get the pages that the GPU knows, and this process copies
+            # After a fork, copy-on-write could give the registered pages to the child, and new ones to this process.
+            self.madvise(mmap.MADV_DONTFORK)
             runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
             if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
                 raise RuntimeError(
@@ -144,10 +149,10 @@ class _HostBlock(mmap.mmap):
 
 
 def host_tensors(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Zeros in host memory in the shapes and dtypes of other tensors, page-locked where ranks compute on GPUs.
+    """Return zero tensors in host memory with the shapes and dtypes of ``like``, page-locked if ranks compute on GPUs.
 
-    They take the bytes of those tensors, each rounded up to 64, and less than a page besides. Each has a storage of its own:
-    ``torch.save`` of one writes no other.
+    They take the bytes of the tensors in ``like``, each rounded up to a multiple of 64, plus less than a page. Each has its
+    own storage, so ``torch.save`` of one does not write the others.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
     if not sum(sizes):
@@ -162,7 +167,7 @@ def host_tensors(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in host memory, as :func:`host_tensors` makes it; the host waits for them."""
+    """Return copies in host memory that is allocated by :func:`host_tensors`; the host waits for the copies."""
     copies = host_tensors(tensors)
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor.detach())
@@ -170,29 +175,29 @@ def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def synchronize() -> None:
-    """Wait for the work queued on the device (nothing is ever queued on the CPU)."""
+    """Wait for the work queued on the device; returns at once on the CPU, where no work is queued."""
     if on_gpu():
         torch.cuda.synchronize()
 
 
 def has_queued_work() -> bool:
-    """Whether the device has work that is not finished; callable from any thread. Never on the CPU."""
+    """Return whether the device has unfinished work; False on the CPU. May be called from any thread."""
     if not on_gpu():
         return False
-    with contextlib.suppress(RuntimeError):  # an error of the device is for those who wait for it
+    with contextlib.suppress(RuntimeError):  # a device error is raised in the code that waits for the device
         return not torch.cuda.default_stream(current_device()).query()
     return False
 
 
 def record_collectives(prefix: str) -> None:
-    """Let torch's flight recorder write NCCL's last collectives to ``prefix`` and the rank when one times out.
+    """Make torch's flight recorder write the last NCCL collectives to the file ``prefix`` + rank when one times out.
 
-    Must come before the process group. What the environment says already stays.
+    Must be called before the process group is created. Variables that are set in the environment already are kept.
     """
     if not on_gpu():
         return
     for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),  # collectives that are remembered
+        ("TORCH_FR_BUFFER_SIZE", "2000"),  # number of collectives that are recorded
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         (_COLLECTIVES_FILE, prefix),
     ):
@@ -200,37 +205,40 @@ def record_collectives(prefix: str) -> None:
 
 
 def write_collectives(rank: int) -> None:
-    """Write what :func:`record_collectives` would write at a timeout, now; nothing on the CPU or where that fails."""
+    """Write the file of :func:`record_collectives` now, without a timeout; does nothing on the CPU or if it fails."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     if on_gpu() and dump is not None and (prefix := os.environ.get(_COLLECTIVES_FILE)):
-        with contextlib.suppress(Exception):  # it is an addition to an error
+        with contextlib.suppress(Exception):  # the file only supplements an error that is raised anyway
             Path(f"{prefix}{rank}").write_bytes(dump())
 
 
 class Moment:
-    """When the device will have done all that is queued now. Minus an earlier one: seconds, for which the host waits."""
+    """Time at which the device will have completed all work queued so far.
+
+    The difference to an earlier moment is in seconds; computing it makes the host wait for this moment.
+    """
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
 
     def has_come(self) -> bool:
-        """Whether the host need not wait for it."""
+        """Return whether the device has completed the work."""
         return self._event.query()
 
     def __sub__(self, earlier: Moment) -> float:
         if not self.has_come():
             self._event.synchronize()
-        return earlier._event.elapsed_time(self._event) / 1000  # it counts milliseconds
+        return earlier._event.elapsed_time(self._event) / 1000  # milliseconds to seconds
 
 
 def moment() -> Any:
-    """The present moment, of which earlier ones are subtracted: a :class:`Moment`, or seconds on the CPU."""
+    """Return the current time, from which earlier ones can be subtracted: a :class:`Moment`, or seconds on the CPU."""
     return Moment() if on_gpu() else time.perf_counter()
 
 
 class Stopwatch:
-    """Seconds that the device takes for what is queued within blocks; the host does not wait for it there."""
+    """Measures the device time of the work queued within blocks, without making the host wait inside them."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -238,7 +246,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Add what the block takes."""
+        """Add the device time of the block."""
         begin = moment()
         yield
         self._pending.append((begin, moment()))
@@ -250,7 +258,7 @@ class Stopwatch:
         self._seconds += end - begin
 
     def read_and_reset(self) -> float:
-        """Seconds since the last time; waits for the device."""
+        """Return the seconds measured since the last call, and reset them; waits for the device."""
         while self._pending:
             self._take()
         seconds, self._seconds = self._seconds, 0.0
@@ -259,16 +267,19 @@ class Stopwatch:
 
 @functools.cache
 def _copy_streams(gpu: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One up and one down, the same for every swap: memory is kept apart for each stream that was ever used."""
+    """Return one stream for copies to the device and one for copies to the host.
+
+    All swaps use the same two, because torch's allocator keeps separate memory for every stream that was ever used.
+    """
     return torch.cuda.Stream(gpu), torch.cuda.Stream(gpu)
 
 
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
     """Swap the contents of tensors on the device with those of tensors on the host, pair by pair.
 
-    On a GPU one stream copies up and another copies down, so that both directions of the bus are busy; no more than two
-    tensors are on the device twice. Work queued on the device afterwards waits for the swap, and so does the host, once: the
-    host tensors are read by whoever comes next, on the host too.
+    On a GPU one stream copies to the device and another to the host, so that both directions of the bus are busy; no more
+    than two tensors are on the device twice. Work queued on the device afterwards waits for the swap, and so does the host,
+    once, because code on the host may read the host tensors next.
     """
     if not on_gpu():
         for here, there in zip(on_device, on_host, strict=True):
@@ -281,43 +292,43 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     for here, there in zip(on_device, on_host, strict=True):
         if len(in_flight) == 2:
-            up.wait_event(in_flight[0][1])  # its memory, which is that stream's, is used again by what is queued from now on
+            up.wait_event(in_flight[0][1])  # the copy's memory belongs to stream ``up``, which reuses it from now on
             in_flight.popleft()
         with torch.cuda.stream(up):
             kept = here.clone()
             here.copy_(there, non_blocking=True)
-        down.wait_stream(up)  # the host's values must have left before they are written over
+        down.wait_stream(up)  # the host values must be on the device before they are overwritten
         with torch.cuda.stream(down):
             there.copy_(kept, non_blocking=True)
             in_flight.append((kept, down.record_event()))
-    down.synchronize()  # which has waited for all that goes up
+    down.synchronize()  # ``down`` has waited for all copies of ``up``
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this rank has held: allocated device memory, or the resident set of the process on the CPU."""
+    """Return the peak memory of this rank: allocated device memory, or on the CPU the resident set of the process."""
     if on_gpu():
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 
 def total_memory_bytes() -> int:
-    """Memory of the device of this rank; on the CPU that of the machine, which all its ranks share."""
+    """Return the memory of this rank's device; on the CPU that of the machine, which all its ranks share."""
     if on_gpu():
         return int(torch.cuda.get_device_properties(current_device()).total_memory)
     return host_memory_bytes()
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or what its control group lets this process have, where that is less."""
+    """Return the memory of this machine, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _memory_limits():
-        with contextlib.suppress(OSError, ValueError):  # "max", where there is no limit
+        with contextlib.suppress(OSError, ValueError):  # the file contains "max" if there is no limit
             limits.append(int(file.read_text(encoding="ascii")))
     return min(limits)
 
 
 def _memory_limits() -> Iterator[Path]:
-    """The files that may hold a limit: of this process's control group and all above it, of version 2 and of version 1."""
+    """Yield the files that may hold a limit, for this process's control group and all its parents (cgroup v2 and v1)."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -329,10 +340,10 @@ def _memory_limits() -> Iterator[Path]:
 
 
 def get_rng_state() -> torch.Tensor:
-    """State of the generator that draws on the device."""
+    """Return the state of the random generator of this rank's device."""
     return torch.cuda.get_rng_state() if on_gpu() else torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Put back what :func:`get_rng_state` gave."""
+    """Restore a state that :func:`get_rng_state` returned."""
     (torch.cuda.set_rng_state if on_gpu() else torch.set_rng_state)(state)

@@ -1,11 +1,11 @@
-"""torch's types for the names in the configuration."""
+"""Mapping from dtype names in the configuration to torch dtypes."""
 
 from __future__ import annotations
 
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
-"""By the value of trainer.precision."""
+"""Value of trainer.precision -> dtype of the model."""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By the value of model.optim.moments_dtype."""
+"""Value of model.optim.moments_dtype -> dtype of the optimizer's moments."""

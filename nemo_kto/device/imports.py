@@ -1,8 +1,8 @@
-"""How megatron-core is imported: without the packages for GPUs where the CPU is used, and without the warnings of every run.
+"""Import hooks for megatron-core: hide GPU packages on the CPU, disable compilation if it would fail, silence warnings.
 
-What this rank uses is known for sure only when megatron-core is imported, so that is when it is looked at; until then torch
-is not loaded either. A machine with GPUs may be asked for the CPU (``device.force_cpu``): the packages for GPUs that are
-installed there are then kept from megatron-core, which would take Transformer Engine's optimizer because it can be imported.
+The device of this rank is checked only when megatron-core is imported, because only then it is certain; torch is not loaded
+before that either. A machine with GPUs may be set to use the CPU (``device.force_cpu``). The installed GPU packages are then
+hidden from megatron-core, which would otherwise use Transformer Engine's optimizer because it can be imported.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-# What megatron-core says of every run without a GPU: there it is no news.
+# Warnings of megatron-core in every run without a GPU, where they are expected.
 _EXPECTED_ON_CPU = (
     ".*Apex (is|are) not installed.*",
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
 )
-# What megatron-core and torch say of every run.
+# Warnings of megatron-core and torch in every run.
 _EXPECTED_WARNINGS = (
     ".*full scope is deprecated.*",
     ".*torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
@@ -43,12 +43,12 @@ _EXPECTED_WARNINGS = (
     ".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
 
-# Of what megatron-core takes where it can be imported, that which computes on GPUs only. amp_C is a part of apex.
+# Packages that megatron-core uses if they can be imported, and that compute only on GPUs. amp_C is a part of apex.
 _GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 
 class _MegatronFinder(MetaPathFinder):
-    """Comes before the finder that finds megatron-core, and finds nothing itself but the module whose import it changes."""
+    """Import hook that runs before megatron-core is imported; it only finds ``megatron.core.jit``, to change its import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if name not in ("megatron.core", "megatron.core.jit"):
@@ -58,7 +58,7 @@ class _MegatronFinder(MetaPathFinder):
         if name == "megatron.core":
             _silence_warnings(on_gpu())
             for package in () if on_gpu() else _GPU_PACKAGES:
-                sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark of what cannot be imported
+                sys.modules[package] = None  # type: ignore[assignment]  # makes Python raise ImportError for the package
             if on_gpu() and missing_for_compiling():
                 _disable_compiling()
             return None
@@ -66,10 +66,10 @@ class _MegatronFinder(MetaPathFinder):
 
 
 def missing_for_compiling() -> list[str]:
-    """What this machine lacks to compile for a GPU, each with its package; empty where it can.
+    """Return the missing requirements for compiling for a GPU, each with its package; empty if none is missing.
 
-    torch.compile writes kernels for Triton, which builds the code that starts them with a C compiler and Python's headers.
-    It looks for them in the first step (triton/runtime/build.py), where their absence would end the run.
+    torch.compile generates Triton kernels, and Triton builds their launchers with a C compiler and Python's headers. It
+    looks for these in the first step (triton/runtime/build.py), where their absence would end the run.
     """
     compiler = os.environ.get("CC")
     found = {
@@ -81,25 +81,28 @@ def missing_for_compiling() -> list[str]:
 
 
 def _python_header() -> Path:
-    """Where Triton looks for it: Debian's own scheme has packages of the user's in it, and no headers."""
+    """Return the path of Python.h where Triton looks for it.
+
+    Debian's default scheme "posix_local" is for packages that the user installs and has no headers.
+    """
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
 
 
 def _disable_compiling() -> None:
-    """Have torch.compile give functions back as they are, whosever they are, and leave out Triton.
+    """Make torch.compile return all functions unchanged, and stop torch from using Triton kernels itself.
 
-    torch 2.13 takes kernels in Triton for some of its own operations where it can be imported: outer products in ``bmm``.
+    torch 2.13 uses Triton kernels for some of its own operations if Triton can be imported: outer products in ``bmm``.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    with contextlib.suppress(ImportError):  # older ones have none
+    with contextlib.suppress(ImportError):  # older versions have no such kernels
         from torch._native import triton_utils
 
         triton_utils.deregister_op_overrides()
 
 
 def define_missing_names() -> None:
-    """Define what megatron-core 0.16.1 uses without having imported it where Transformer Engine is absent, on any device."""
+    """Define the name that megatron-core 0.16.1 uses without importing it if Transformer Engine is absent, on any device."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -107,9 +110,9 @@ def define_missing_names() -> None:
 
 
 def keep_norm_on_device() -> None:
-    """Have megatron-core, up to 0.19.2, find the norm of the gradient on the device where it has no kernel for it.
+    """Make megatron-core, up to 0.19.2, compute the norm of the gradient on the device if it has no kernel for it.
 
-    Without Transformer Engine and apex it fetches that of each parameter, and the host waits for each.
+    Without Transformer Engine and apex it copies the norm of each parameter to the host, which waits for each of them.
     """
     from megatron.core.optimizer import clip_grads
 
@@ -120,17 +123,17 @@ def keep_norm_on_device() -> None:
 def _l2_norm(
     chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], of_each: bool
 ) -> tuple[torch.Tensor, None]:
-    """Takes the place of amp_C.multi_tensor_l2norm: the norm of all tensors of all lists together, [1] fp32."""
+    """Return the norm of all tensors of all lists together, [1] fp32; replaces amp_C.multi_tensor_l2norm."""
     norm = torch.nn.utils.get_total_norm(tensor for tensors in lists for tensor in tensors)
     return norm.float().view(1).to(flag.device), None
 
 
 def prepare_imports() -> None:
-    """Have megatron-core imported, where there is no GPU to use, as it is where it has none of the packages for GPUs.
+    """Install the import hook that adapts megatron-core to the device; call before megatron-core is imported.
 
-    For before it is imported. Its small fusions, which its import decorates, are not compiled then: on the CPU that would
-    cost a C++ compiler, and seconds in every process, for nothing. Nor are they on a GPU where that would fail, see
-    :func:`missing_for_compiling`. Expected warnings are kept off the terminal.
+    On the CPU, megatron-core is imported as if no GPU packages were installed, and its small fused functions are not
+    compiled: that would need a C++ compiler and take seconds in every process without a benefit. They are not compiled on a
+    GPU either if that would fail, see :func:`missing_for_compiling`. Expected warnings are suppressed.
     """
     sys.meta_path.insert(0, _MegatronFinder())
 
@@ -138,7 +141,7 @@ def prepare_imports() -> None:
 def _silence_warnings(gpu: bool) -> None:
     for message in (*_EXPECTED_WARNINGS, *(() if gpu else _EXPECTED_ON_CPU)):
         warnings.filterwarnings("ignore", message=message)
-    if not gpu:  # there megatron-core's "GPU generator" is the CPU generator, so that it moves is no accident
+    if not gpu:  # megatron-core's "GPU generator" is then the CPU generator, so its warning of a change does not apply
         random = logging.getLogger("megatron.core.tensor_parallel.random")
         random.addFilter(lambda record: "CPU RNG" not in record.getMessage())
     for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):

@@ -1,4 +1,4 @@
-"""Which fast kernels this rank's GPU can use, and what is slow without them. The CPU has none, and misses none."""
+"""Detection of optional fast GPU kernels, and a list of slow paths where they are missing; none apply to the CPU."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """True where layers of this type are Transformer Engine's: it is installed and there is a GPU.
+    """Return whether layers of this dtype are Transformer Engine's: it is installed and the rank computes on a GPU.
 
-    Never in fp32: its products would be those of TF32, with 10 bits of the 23.
+    False for fp32, because its products would be in TF32, with 10 of the 23 bits of the mantissa.
     """
     return bool(gpt_layer_specs.HAVE_TE) and device.on_gpu() and dtype != torch.float32
 
 
 def fused_rope() -> bool:
-    """Whether Transformer Engine's rotary embedding is there, for whatever layers."""
+    """Return whether Transformer Engine's fused rotary embedding is available, for layers of any kind."""
     return device.on_gpu() and rope_utils.fused_apply_rotary_pos_emb is not None
 
 
 def compiles() -> bool:
-    """Whether torch can compile small fusions; otherwise none is compiled, whosever it is."""
+    """Return whether torch can compile fused kernels; otherwise compilation is disabled for all libraries."""
     return device.on_gpu() and not imports.missing_for_compiling()
 
 
 def adds_products() -> bool:
-    """Whether apex's kernel is there, by which megatron-core's own linear layers add a gradient in the product itself."""
+    """Return whether apex's kernel is available, with which megatron-core's own linear layers fuse gradient accumulation."""
     return device.on_gpu() and bool(layers._grad_accum_fusion_available)
 
 
 @functools.cache
 def adds_wide_products() -> bool:
-    """Whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
+    """Return whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
 
-    ``torch.addmm`` with ``out_dtype`` takes a sum in fp32 in torch 2.11 and 2.13 (aten/src/ATen/native/cuda/Blas.cpp). Older
-    ones have the argument and refuse such a sum, and builds for NVIDIA's images lie between versions: it is tried, once.
+    ``torch.addmm`` with ``out_dtype`` accepts an fp32 sum in torch 2.11 and 2.13 (aten/src/ATen/native/cuda/Blas.cpp). Older
+    releases have the argument but reject such a sum, and the builds in NVIDIA's images are between releases. Therefore the
+    call is tried once instead of comparing versions.
     """
     if not device.on_gpu():
         return False
@@ -62,10 +63,10 @@ def adds_wide_products() -> bool:
 
 @functools.cache
 def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
-    """torch's flash attention over sequences of unlike length, for half precision on GPUs; None where there is none.
+    """Return torch's flash attention for sequences of different lengths, in half precision on GPUs; None if unavailable.
 
     torch has it since 2.10, with sliding windows since 2.11, and with grouped heads (``enable_gqa``) in later releases.
-    Where it lacks these, keys and values are repeated for each query head.
+    Without support for grouped heads, keys and values are repeated for each query head.
     """
     if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -88,7 +89,7 @@ def _with_repeated_heads(
     enable_gqa: bool,
     **options: object,
 ) -> Any:
-    """Attention of grouped heads with a kernel that knows only as many key heads as query heads; [tokens, heads, size]."""
+    """Compute grouped-query attention with a kernel that needs equal numbers of heads; tensors are [tokens, heads, size]."""
     if enable_gqa:
         repeats = query.size(1) // key.size(1)
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
@@ -102,9 +103,13 @@ def slow_paths(
     not_in_engine: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """What a run on this GPU goes without, and what would change that; a line each, none on the CPU.
+    """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU.
 
-    ``not_in_engine`` is what the model has that Transformer Engine's layers have not.
+    Args:
+        dtype: dtype of the model.
+        tensor_parallel: tensor-parallel size.
+        not_in_engine: features of the model that Transformer Engine's layers do not support.
+        environment: environment variables.
     """
     if not device.on_gpu():
         return []

@@ -1,4 +1,4 @@
-"""Names of precisions, and whether bf16 is worth having on this machine: what torch says, confirmed by a measurement."""
+"""Precision names, and whether bf16 is faster than fp32 on this machine, by torch's information and a measurement."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-# Values of trainer.precision with what they mean here: ours, then Lightning's and NeMo-Aligner's. In bf16 the optimizer
-# keeps fp32 main weights however it is spelled.
+# Accepted values of trainer.precision -> our value: ours first, then those of Lightning and NeMo-Aligner. With any spelling
+# of bf16 the optimizer keeps fp32 main weights.
 PRECISIONS = {
     "auto": "auto", "bf16": "bf16", "32": "32",
     "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
 }  # fmt: skip
-FP8_MULTIPLE = 16  # tensor cores multiply matrices in fp8 whose sizes are multiples of it
+FP8_MULTIPLE = 16  # tensor cores need fp8 matrices whose sizes are multiples of this number
 
-_ROWS, _WIDTH = 64, 512  # of the matrices that are timed: 34 MFLOP, 60 ms where bf16 is emulated at its slowest
-_SECONDS = 0.1  # for each of the two types
+_ROWS, _WIDTH = 64, 512  # size of the timed matrix product: 34 MFLOP, 60 ms with the slowest emulation of bf16
+_SECONDS = 0.1  # duration of the measurement for each of the two dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Support:
-    """What bf16 is worth on this machine.
+    """Result of the check for bf16 support.
 
     Attributes:
-        native: the machine has instructions for bf16, and computes faster with it than in fp32.
-        why: the same in words, with the measured figure.
+        native: the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32.
+        why: explanation in words, with the measured ratio on a CPU.
     """
 
     native: bool
@@ -40,7 +40,7 @@ class Bf16Support:
 
 
 def bf16_support() -> Bf16Support:
-    """What bf16 is worth on the device of this rank; on a CPU it takes about a fifth of a second to tell."""
+    """Check bf16 support of this rank's device; on a CPU the measurement takes about 0.2 seconds."""
     if device.on_gpu():
         native = device.gpu_has_bf16()
         return Bf16Support(native=native, why=f"this GPU has {'bf16' if native else 'no bf16'} instructions")
@@ -53,16 +53,16 @@ def bf16_support() -> Bf16Support:
 
 
 def cpu_has_bf16() -> bool | None:
-    """Whether torch knows of bf16 instructions of this CPU; None where this torch cannot tell."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+    """Return whether torch reports bf16 instructions of this CPU; None if this version of torch cannot report them."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # older versions of torch
         return None
     return any(bool(present) for name, present in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
 def bf16_slowdown() -> float:
-    """How many times as long a matrix product takes in bf16 as in fp32, on one thread of this CPU."""
+    """Return the ratio of the times of a matrix product in bf16 and in fp32, on one thread of this CPU."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # other ranks may be busy: a second thread would wait for its turn
+    torch.set_num_threads(1)  # other ranks may be busy, so a second thread might have to wait for a core
     try:
         return _shortest(torch.bfloat16) / _shortest(torch.float32)
     finally:
@@ -70,7 +70,7 @@ def bf16_slowdown() -> float:
 
 
 def product_flops(dtype: torch.dtype, *, threads: int) -> float:
-    """Operations a second of a matrix product on so many threads of this CPU."""
+    """Measure the FLOP/s of a matrix product on ``threads`` threads of this CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -80,9 +80,9 @@ def product_flops(dtype: torch.dtype, *, threads: int) -> float:
 
 
 def _shortest(dtype: torch.dtype) -> float:
-    """Seconds of a matrix product at best."""
+    """Return the shortest measured time of a matrix product, in seconds."""
     left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    torch.mm(left, right)  # the first one sets things up
+    torch.mm(left, right)  # warm-up
     shortest, began = float("inf"), time.perf_counter()
     while (start := time.perf_counter()) < began + _SECONDS:
         torch.mm(left, right)

@@ -1,3 +1,3 @@
-"""Its modules import megatron-core, which takes from what is installed; what it may take is settled before."""
+"""Distributed setup and collectives; importing nemo_kto.device first decides which packages megatron-core may use."""
 
 import nemo_kto.device  # noqa: F401

@@ -17,10 +17,13 @@ from nemo_kto.device import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums (0-d, the same names on every rank) that every pipeline stage knows, added over all copies of the model.
+    """Sum values that are known on every pipeline stage over the data-parallel group; collective.
+
+    Args:
+        sums: name -> 0-d tensor; the same names on every rank.
 
     Returns:
-        name -> 0-d float64 tensor on the device (counts stay exact to 2**53).
+        name -> 0-d float64 tensor on the device (counts are exact up to 2**53).
     """
     (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
@@ -28,9 +31,13 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums over the global batch, on every rank, of what only the last pipeline stage knows; earlier stages give zeros.
+    """Sum values that only the last pipeline stage knows over the global batch, on every rank; collective.
 
-    Args and Returns: as of :func:`sum_over_data_parallel`.
+    Args:
+        sums: name -> 0-d tensor; the same names on every rank. Earlier stages pass zeros.
+
+    Returns:
+        name -> 0-d float64 tensor on the device (counts are exact up to 2**53).
     """
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
@@ -38,14 +45,17 @@ def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_host(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Values (0-d float64, on the device) as numbers, in one message: the host waits for the device once."""
+    """Convert 0-d float64 device tensors to floats in one transfer, so that the host waits for the device once."""
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
 def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """Rows of all copies of the model, one copy after the other, and where this copy's lie; on the device; collective.
+    """Gather the rows of all data-parallel ranks, on the device; collective.
 
-    Copies with fewer rows than others have rows of zeros after them, so that a column must say which rows there are.
+    The rows of ranks that have fewer of them are padded with rows of zeros, so a column must mark the actual rows.
+
+    Returns:
+        The rows in the order of the ranks, and the slice of this rank's own rows.
     """
     longest = largest_over_data_parallel(len(rows_NC))
     padded = torch.zeros(longest, rows_NC.shape[1], dtype=rows_NC.dtype, device=device.current_device())
@@ -58,14 +68,14 @@ def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slic
 
 
 def largest_over_data_parallel(count: int) -> int:
-    """The largest of the counts of all copies of the model, on every rank; collective."""
-    box = torch.full((), count, device=device.current_device())  # filled there: nothing is copied
+    """Return the largest of the counts of all data-parallel ranks; collective."""
+    box = torch.full((), count, device=device.current_device())  # filled on the device, without a copy from the host
     dist.all_reduce(box, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
     return int(box.item())
 
 
 def ranks_where(answer: torch.Tensor) -> list[int]:
-    """The ranks of the world that answer True (0-d, on the device), on every rank."""
+    """Return the world ranks whose ``answer`` (0-d bool, on the device) is True; collective."""
     answers = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
     answers[dist.get_rank()] = answer
     dist.all_reduce(answers)
@@ -73,7 +83,10 @@ def ranks_where(answer: torch.Tensor) -> list[int]:
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """``values`` of the last pipeline stage, on every stage; earlier stages pass a tensor of the same shape."""
+    """Broadcast ``values`` of the last pipeline stage to every stage, in place.
+
+    Earlier stages pass a tensor of the same shape. Collective.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -81,24 +94,27 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_shares(share: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, [first size * ranks, ...], in the order of the ranks. Differentiable.
+    """All-gather the shards of all ranks along the first dimension, in the order of the ranks. Differentiable.
 
-    Each rank has used the whole, so that the gradient of a share is the sum over the ranks (a reduce-scatter).
+    Every rank uses the whole tensor, so the gradient of a shard is the sum over the ranks (a reduce-scatter).
+
+    Returns:
+        [first size * ranks, ...].
     """
     gathered: Tensor = gather_from_sequence_parallel_region(share, tensor_parallel_output_grad=True, group=group)
     return gathered
 
 
 def sum_over_context_parallel(values: Tensor) -> Tensor:
-    """The sum over the ranks that share a sequence, on each of them. Differentiable.
+    """Sum values over the context-parallel group, on each of its ranks. Differentiable.
 
-    All ranks make the same loss of the same sum, so that the gradient of a rank's own part is that of the sum, and
-    the gradients of the weights, summed over these ranks, are those of one loss.
+    All ranks compute the same loss from the same sum. The gradient of a rank's own part is therefore the gradient of the
+    sum, and the gradients of the weights, summed over these ranks, are those of one loss.
     """
     total: Tensor = reduce_from_tensor_model_parallel_region(values, group=parallel_state.get_context_parallel_group())
     return total
 
 
 def leads_context_parallel() -> bool:
-    """Whether this rank is the one that counts what all ranks of its context-parallel group have."""
+    """Return whether this is rank 0 of its context-parallel group, which alone counts values that all its ranks have."""
     return int(parallel_state.get_context_parallel_rank()) == 0

@@ -15,30 +15,34 @@ from nemo_kto.device import device, kernels
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The fp32 tensor in which the gradient of a weight is summed over the micro-batches; None where there is none.
+    """Return the fp32 tensor that accumulates the gradient of a weight over the micro-batches; None if there is none.
 
-    A backward pass that adds to it returns :func:`added_to_main_grad` for the weight.
+    A backward pass that adds to it must return :func:`added_to_main_grad` for the weight.
     """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
-    """What a backward pass returns that has added its gradient to ``main_grad``: a gradient without values or memory.
+    """Return a placeholder gradient for a backward pass that has added its gradient to ``main_grad``.
 
-    DistributedDataParallel waits for a gradient of each weight to know that it is complete. An empty sparse tensor will do,
-    also where a weight is used twice (tied embeddings): autograd adds two of them up to a third, and a dense one, even if it
-    only were a view of one number, would be written out in the size of the weight.
+    DistributedDataParallel waits for a gradient of each weight to know that it is complete. An empty sparse tensor suffices
+    and takes no memory, also if a weight is used twice (tied embeddings): autograd adds two of them to a third empty one. A
+    dense placeholder, even a view of a single number, would be written out in the size of the weight.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # DistributedDataParallel must not add it again
     return torch.zeros(weight.shape, dtype=weight.dtype, layout=torch.sparse_coo, device=weight.device)
 
 
 def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
-    """Let the linear layers of a chunk that is wrapped in DistributedDataParallel add their gradients in the product itself.
+    """Make the linear layers of a chunk accumulate weight gradients into main_grad inside the matrix product.
 
-    Transformer Engine's layers can. megatron-core's own need a kernel of apex's on a GPU, which may not be compiled. On the
-    CPU it is one call, for weights in fp32. The configuration's switch would be for all layers, of whichever kind.
+    Transformer Engine's layers support it. megatron-core's own layers need a kernel of apex on a GPU, which may not be
+    compiled; on the CPU one call does it, for weights in fp32. megatron-core's configuration option is not used, because it
+    would apply to layers of every kind.
+
+    Args:
+        chunk: model chunk wrapped in DistributedDataParallel.
     """
     if not device.on_gpu():
         layers.fused_weight_gradient_mlp_cuda = _CPUKernel
@@ -52,7 +56,7 @@ def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
 
 
 class _CPUKernel:
-    """What megatron-core calls for the product that is added."""
+    """CPU replacement of the apex module that megatron-core calls to accumulate a weight gradient."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
@@ -60,9 +64,10 @@ class _CPUKernel:
 
 
 def schedule_reductions(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Tell megatron-core's schedules when gradients are summed: in the backward pass of the last micro-batch.
+    """Make megatron-core's schedules reduce gradients in the backward pass of the last micro-batch.
 
-    Later pipeline stages have done theirs earlier, and wait with the sum until all are: it would hold up the first stage.
+    Later pipeline stages finish their backward passes earlier, and delay the reduction until all stages have finished,
+    because it would hold up the first stage.
     """
     config = chunks[0].config
     no_sync, sync = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
@@ -70,13 +75,16 @@ def schedule_reductions(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def expect_whole_weights(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Until the first step there is nothing to gather: every rank loads the whole weights."""
+    """Mark the weights as gathered: until the first step every rank has the whole weights, as it loaded them."""
     for group in _gathering_groups(chunks):
         group.param_gather_dispatched = True
 
 
 def finish_gathers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Make the weights whole on every rank; collective, unless they are. Chunks whose gathers do not overlap always are."""
+    """Complete pending all-gathers, so that every rank has the whole weights.
+
+    Collective, unless the weights are whole already. The weights of chunks whose gathers do not overlap always are.
+    """
     groups = _gathering_groups(chunks)
     for group in groups:
         if not group.param_gather_dispatched:
@@ -86,7 +94,7 @@ def finish_gathers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def bucket_groups(chunk: MegatronModule) -> list[Any]:
-    """megatron-core's groups of buckets, whose gradients travel together."""
+    """Return megatron-core's bucket groups, whose gradients are communicated together, those of experts last."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 

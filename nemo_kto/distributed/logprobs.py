@@ -1,18 +1,18 @@
-"""From hidden states straight to token log-probs, over a vocabulary sharded over the tensor-parallel group.
+"""Token log-probs from hidden states, with a vocabulary sharded over the tensor-parallel group.
 
-The logits of all tokens never exist at the same time: they are made for ``chunk_size`` tokens, reduced to a few numbers a
-token and dropped, and made again in the backward pass.
+The logits of all tokens never exist at the same time: they are computed for ``chunk_size`` tokens, reduced to a few numbers
+per token and freed, and recomputed in the backward pass.
 
-Logits and their gradient are fp32 for a bf16 model too, and so is the sum of every product. A GPU multiplies bf16 matrices
-and returns fp32; the gradient of the logits takes part as two bf16 summands. A CPU has no such product: the weight is
-converted to fp32 in blocks of rows, and the product is one of fp32 matrices.
+Logits, their gradient and the accumulator of every product are fp32, also for a bf16 model. On a GPU the products multiply
+bf16 matrices and return fp32; the gradient of the logits enters as two bf16 summands. A CPU has no such product: the weight
+is converted to fp32 in blocks of rows, and fp32 matrices are multiplied.
 
-Peak memory beyond inputs and results, in fp32: forward, one chunk of logits [c, v]; backward, the same (with a soft cap its
-slopes besides) and the two gradients, [T, H] and, where the weight has no ``main_grad``, [V, H]. For a bf16 model add, on a
-GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product [v, H] if torch cannot add it in
-place; on a CPU a block of the weight.
+Peak memory in addition to inputs and results, in fp32: in the forward pass one chunk of logits [c, v]; in the backward pass
+the same (with a soft cap also its slopes) and the two gradients, [T, H] and, if the weight has no ``main_grad``, [V, H]. A
+bf16 model needs in addition, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product
+[v, H] if torch cannot add it in place; on a CPU, a block of the weight.
 
-Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are no padding, c tokens of a chunk.
+Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch.distributed as dist
 from nemo_kto.device import kernels
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
-# torch >= 2.8, and only on CUDA: bf16 factors, fp32 product
+# Whether torch.mm returns an fp32 product of bf16 factors: torch >= 2.8, and only on CUDA
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
 
-# Rows of the weight that are converted to fp32 at a time: few enough to stay in the cache, from which the product reads them
+# Rows of the weight that are converted to fp32 at a time: few enough that the product reads them from the CPU cache
 _BLOCK_ROWS = 1024
 
-# Rows of the weight's gradient that are made at a time where torch cannot add them in place: enough to keep a GPU busy
+# Rows of the weight gradient that are computed at a time if torch cannot add them in place: enough to keep a GPU busy
 _PRODUCT_ROWS = 8192
 
 
@@ -46,23 +46,23 @@ def vocab_parallel_logprobs(
     softcap: float | None = None,
     reduce_hidden_grad: bool = True,
 ) -> torch.Tensor:
-    """Log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
+    """Compute the log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
 
-    Three collectives a call, for all tokens at once: the maximum; the sum of exponentials with the target's logit;
-    in the backward pass the gradient of the hidden states. Without any token they take place all the same.
+    Each call runs three collectives, for all tokens at once: the maximum; the sum of exponentials together with the logit of
+    the target; in the backward pass the gradient of the hidden states. They also run if there are no tokens.
 
     Args:
         hidden_TH: hidden states, the same on every rank of ``group``.
-        weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has a
-            ``main_grad``, in fp32, its gradient is added there.
-        target_T: token to give the log-prob of; the same on every rank. It must be in [0, vocab_size), see
-            :func:`check_targets`, for which a tensor on the device would have to be waited for.
-        vocab_size: number of tokens. Rows of the weight past it only pad the vocabulary, and take no part.
+        weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has an
+            fp32 ``main_grad``, its gradient is added to that.
+        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which is not
+            checked here, because the host would have to wait for the device; see :func:`check_targets`.
+        vocab_size: number of tokens. Rows of the weight beyond it only pad the vocabulary and are ignored.
         group: tensor-parallel group; None for a single rank.
-        chunk_size: tokens whose logits exist at the same time. Changes memory and speed, not the result.
-        softcap: the logits become softcap * tanh(logit / softcap), in fp32; None where they stay as they are.
-        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False where the backward pass of what comes
-            before does it (the gather of sequence parallelism).
+        chunk_size: number of tokens whose logits exist at the same time. Affects memory and speed, not the result.
+        softcap: replace logits by softcap * tanh(logit / softcap), in fp32; None for no soft cap.
+        reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False if the backward pass of the preceding
+            operation does so (the gather of sequence parallelism).
 
     Returns:
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
@@ -85,10 +85,10 @@ def vocab_parallel_logprobs(
 
 
 def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
-    """Compare targets, on the host, with the vocabulary.
+    """Check that targets, a tensor on the host, are in the vocabulary.
 
     Raises:
-        ValueError: one is not in [0, vocab_size).
+        ValueError: a target is not in [0, vocab_size).
     """
     if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
         raise ValueError(
@@ -98,7 +98,10 @@ def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
 
 
 class _Logprobs(torch.autograd.Function):
-    """``column_T``: where in this rank's columns the target is, if ``is_here_T``; else any."""
+    """Autograd function of :func:`vocab_parallel_logprobs`.
+
+    ``column_T`` is the index of the target among this rank's logit columns if ``is_here_T``, and arbitrary otherwise.
+    """
 
     @staticmethod
     def forward(
@@ -123,7 +126,7 @@ class _Logprobs(torch.autograd.Function):
             target_logit_T[chunk] = its_logit_c1.squeeze(1) * is_here_T[chunk]
             maximum_T[chunk] = logits_cv.amax(dim=1)
             exp_sum_T[chunk] = logits_cv.sub_(maximum_T[chunk].unsqueeze(1)).exp_().sum(dim=1)
-            del logits_cv  # else it lives on while the next is made
+            del logits_cv  # frees it before the next chunk is computed
         if group is not None:
             own_maximum_T = maximum_T.clone()
             dist.all_reduce(maximum_T, dist.ReduceOp.MAX, group=group)
@@ -181,7 +184,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Logits in fp32 at least, not rounded to a narrower type on the way."""
+    """Return the logits in fp32 or wider, without rounding to a narrower type in between."""
     wide = _wide(hidden_cH.dtype)
     if _multiplies_to_fp32(hidden_cH):
         logits_cv = torch.mm(hidden_cH, weight_vH.t(), out_dtype=wide)
@@ -201,7 +204,7 @@ def _slopes(
     *,
     softcap: float | None,
 ) -> torch.Tensor:
-    """d -log-prob / d logits = softmax - one-hot(target), [c, v]; before the soft cap where there is one."""
+    """Return d -log-prob / d logits = softmax - one-hot(target), [c, v]; with a soft cap, for the logits before it."""
     slope_cv = _logits(hidden_cH, weight_vH, softcap)
     # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
     cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
@@ -219,20 +222,20 @@ def _add_gradients(
     hidden_grad_cH: torch.Tensor | None,
     weight_grad_vH: torch.Tensor | None,
 ) -> None:
-    """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 at least.
+    """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
     The slopes are overwritten, or freed if the caller holds no reference to them.
     """
     wide = slope_cv.dtype
     if _multiplies_to_fp32(hidden_cH):
         slope_2cv = _as_summands(slope_cv.mul_(grad_c1), hidden_cH.dtype).flatten(0, 1)
-        del slope_cv  # makes room for the products
+        del slope_cv  # frees memory for the products
         if hidden_grad_cH is not None:
             hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
         if weight_grad_vH is not None:
             _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
         return
-    # The gradient that arrives is one number a token: it scales the narrow factors, not the wide one.
+    # The incoming gradient is one number per token: scaling matrices [c, H] costs less than scaling the slopes [c, v].
     if hidden_grad_cH is not None:
         for rows in _weight_blocks(weight_vH):
             hidden_grad_cH.addmm_(slope_cv[:, rows], weight_vH[rows].to(wide))
@@ -242,7 +245,7 @@ def _add_gradients(
 
 
 def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Tensor) -> None:
-    """Add left @ right, of bf16 matrices, to a sum in fp32; a whole product [v, H] never exists beside the sum."""
+    """Add left @ right of bf16 matrices to an fp32 sum, without a whole product [v, H] in memory besides the sum."""
     if kernels.adds_wide_products():
         torch.addmm(sum_vH, left_vc, right_cH, out_dtype=sum_vH.dtype, out=sum_vH)
         return
@@ -251,7 +254,7 @@ def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Te
 
 
 def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[2, c, v]: two values of a narrower type whose sum is each value, to 16 bits for bf16. Overwrites the values."""
+    """Split each value into two summands of a narrower type, exact to 16 bits for bf16: [2, c, v]. Overwrites the values."""
     summands_2cv = values_cv.new_empty((2, *values_cv.shape), dtype=dtype)
     summands_2cv[0] = values_cv
     summands_2cv[1] = values_cv.sub_(summands_2cv[0])
@@ -259,11 +262,11 @@ def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
-    """Whether a product of matrices narrower than fp32 can be had in fp32."""
+    """Return whether torch can multiply matrices of this dtype, narrower than fp32, into an fp32 product."""
     return _MM_WIDENS and factor.is_cuda and factor.dtype != _wide(factor.dtype)
 
 
 def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:
-    """Blocks of rows that are converted one by one; a weight in fp32 needs no conversion and is one block."""
+    """Return blocks of rows that are converted one by one; a weight in fp32 needs no conversion and is one block."""
     is_wide = weight_vH.dtype == _wide(weight_vH.dtype)
     return _chunks(len(weight_vH), len(weight_vH) if is_wide else _BLOCK_ROWS)

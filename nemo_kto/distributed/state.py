@@ -1,4 +1,4 @@
-"""Model-parallel degrees, process groups, and how a rank joins and leaves."""
+"""Parallel layout, setup and teardown of process groups, and error handling across ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from nemo_kto.processes.signals import Stopped
 from nemo_kto.processes.waits import Section
 
 Item = TypeVar("Item")
-_FOR_ALL = "at work for all ranks"  # what a rank does that the others wait for, where nothing more is said
+_FOR_ALL = "at work for all ranks"  # default description of work for which the other ranks wait
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one model is spread over ranks; what is left of the world is data parallel.
+    """Model-parallel sizes; the remaining factor of the world size is data parallel.
 
     Attributes:
-        tensor: ranks that share every layer (tensor parallel).
-        pipeline: ranks that hold consecutive groups of layers (pipeline parallel).
-        context: ranks that share every sequence (context parallel).
-        virtual: model chunks of each pipeline rank (virtual pipeline parallel); None for one.
+        tensor: tensor-parallel size.
+        pipeline: pipeline-parallel size.
+        context: context-parallel size.
+        virtual: number of model chunks of each pipeline rank (virtual pipeline parallelism); None for one.
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
-        expert: ranks over which the experts of a layer are shared out (expert parallel); of those of a stage.
-        expert_tensor: ranks that share every expert; None for those that share every layer.
+        expert: expert-parallel size: the number of ranks of a stage among which the experts of a layer are partitioned.
+        expert_tensor: tensor-parallel size of the experts; None for ``tensor``.
     """
 
     tensor: int = 1
@@ -56,22 +56,23 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that evaluate a sequence together; the others have other sequences."""
+        """Number of ranks that process a sequence together; other ranks have other sequences."""
         return self.tensor * self.pipeline * self.context
 
 
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the world and form the groups of ``layout``.
+    """Initialise the process groups of ``layout`` and seed all random generators.
 
-    The default process group is made by :func:`~nemo_kto.processes.rendezvous.join` unless it exists already.
+    The default process group is created by :func:`~nemo_kto.processes.rendezvous.join` unless it exists already.
 
     Args:
-        layout: model-parallel degrees.
-        seed: seed of every generator; ranks of one tensor-parallel group draw what megatron-core prescribes.
-        timeout: how long a collective waits for a missing rank before it fails.
+        layout: model-parallel sizes.
+        seed: seed of every generator; offsets within a tensor-parallel group are those of megatron-core.
+        timeout: time that a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the world cannot be divided into whole copies of the model, or of its experts.
+        ValueError: the world size is not a multiple of the ranks of a model, or the ranks of a stage are not a multiple of
+            the ranks of its experts.
     """
     install_cpu_backend()
     device.select()
@@ -105,16 +106,16 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
 
 
 def uses_gloo_groups() -> bool:
-    """Whether megatron-core makes gloo groups beside those of the default backend: not where that is NCCL.
+    """Return whether megatron-core creates gloo groups besides those of the default backend: not if that is NCCL.
 
-    megatron-core 0.16 and 0.19 use them only to gather the distributed optimizer's state on the host, for checkpoints of a
-    form that is not written here. Each would take sockets and a thread of every rank.
+    megatron-core 0.16 and 0.19 use them only to gather the distributed optimizer's state on the host, for a checkpoint
+    format that this package does not write. Each group would take sockets and a thread of every rank.
     """
     return not device.on_gpu()
 
 
 def destroy() -> None:
-    """Leave the groups and the world."""
+    """Stop the watchdog and destroy all process groups."""
     watchdog.stop(holds_store=rendezvous.holds_store())
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -123,60 +124,60 @@ def destroy() -> None:
 
 
 def rank() -> int:
-    """This rank's number in the world; 0 before :func:`init_distributed`."""
+    """Return this process's rank in the world; 0 before :func:`init_distributed`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 before :func:`init_distributed`."""
+    """Return the number of ranks; 1 before :func:`init_distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def pipeline_stage() -> int:
-    """This rank's pipeline stage, from 0."""
+    """Return this rank's pipeline stage, from 0."""
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:
-    """The ranks over which a layer is cut, or an expert."""
+    """Return the tensor-parallel group, or with ``of_expert`` the tensor-parallel group of the experts."""
     if of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def gather(item: Item) -> list[Item]:
-    """What every rank gives (anything that can be pickled), in the order of the ranks; collective."""
+    """Gather a picklable object from every rank, in the order of the ranks; collective."""
     items: list[Item | None] = [None] * world_size()
     dist.all_gather_object(items, item)
     return cast(list[Item], items)
 
 
 def is_rank_zero() -> bool:
-    """True on the one rank that logs and writes."""
+    """Return True on rank 0, which logs and writes files."""
     return rank() == 0
 
 
 def is_first_of_machine() -> bool:
-    """True on the first process of each machine, which fills what the others of that machine read."""
+    """Return True on the first process of each machine, which fills caches that the others of that machine read."""
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
 def largest(answer: int) -> int:
-    """The largest answer of all ranks, on every rank; collective."""
-    box = torch.full((), answer, device=device.current_device())  # filled there: the host waits for the answer only
+    """Return the maximum of ``answer`` over all ranks; collective."""
+    box = torch.full((), answer, device=device.current_device())  # filled on the device: the host waits only for the result
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
 
 
 def sum_over_ranks(count: int) -> int:
-    """The sum of all ranks' counts; collective."""
+    """Return the sum of ``count`` over all ranks; collective."""
     box = torch.tensor(count, dtype=torch.int64, device=device.current_device())
     dist.all_reduce(box)
     return int(box)
 
 
 def any_rank(*answers: bool) -> list[bool]:
-    """For each answer, whether it is yes on any rank; collective."""
+    """Return for each answer whether it is True on any rank; collective."""
     box = torch.tensor([int(answer) for answer in answers], device=device.current_device())
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return [bool(answer) for answer in box.tolist()]
@@ -184,7 +185,13 @@ def any_rank(*answers: bool) -> list[bool]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a rank cannot go on, and whether that is a mistake of the user, or a signal that asked the run to stop."""
+    """Error of one rank, in a form that can be sent to the other ranks.
+
+    Attributes:
+        text: message of the error.
+        of_user: it is a :class:`~nemo_kto.errors.UserError`.
+        stopped: it is a :class:`~nemo_kto.processes.signals.Stopped`: a signal requested the stop.
+    """
 
     text: str
     of_user: bool
@@ -192,23 +199,27 @@ class Problem:
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
-        """That of an exception."""
+        """Build the problem from an exception."""
         of_user, stopped = isinstance(error, UserError), isinstance(error, Stopped)
         return cls(str(error) if of_user or stopped else f"{type(error).__name__}: {error}", of_user, stopped)
 
     def error(self, failure: str = "{}") -> BaseException:
-        """What is raised: a UserError, Stopped or a RuntimeError; ``failure`` with the text in the place of ``{}``."""
+        """Return the exception to raise: a UserError, Stopped or a RuntimeError.
+
+        Args:
+            failure: message in which ``{}`` is replaced by the text of the problem; not used for Stopped.
+        """
         if self.stopped:
             return Stopped(self.text)
         return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
 
     def while_waiting_for(self, whom: str) -> BaseException:
-        """What the ranks raise that only waited for the one with the problem."""
+        """Return the exception for ranks that only waited for ``whom``, which has the problem."""
         return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
 
 
 def attempt(action: Callable[[], object]) -> Problem | None:
-    """Do it. Returns what went wrong, because the other ranks must hear of it before this one leaves."""
+    """Run ``action`` and return its error, because the other ranks must receive it before this rank exits."""
     try:
         action()
     except Exception as error:
@@ -217,18 +228,25 @@ def attempt(action: Callable[[], object]) -> Problem | None:
 
 
 def raise_together(problem: Problem | None, failure: str) -> None:
-    """Fail on every rank if any rank has a ``problem``; collective.
+    """Raise an error on every rank if any rank has a ``problem``; collective.
+
+    The error is that of the first rank with a problem.
+
+    Args:
+        problem: problem of this rank, if any.
+        failure: message in which ``{}`` is replaced by the text of the first problem.
 
     Raises:
-        UserError: some rank has one, and the first is a mistake of the user.
-        RuntimeError: some rank has one. The message is ``failure``, with the first problem in the place of ``{}``.
+        UserError: the first problem is an error of the user.
+        Stopped: the first problem is a requested stop.
+        RuntimeError: the first problem is any other error.
     """
     if (first := _first_problem(problem)) is not None:
         raise first.error(failure)
 
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
-    """Do it on rank 0, for as long as it takes. All ranks succeed, or all fail as :func:`raise_together` does."""
+    """Run ``action`` on rank 0 without a time limit; either all ranks succeed or all fail as in :func:`raise_together`."""
     section = Section(doing=_FOR_ALL)
     problem = attempt(action) if is_rank_zero() else None
     section.finish()
@@ -236,13 +254,13 @@ def on_rank_zero(action: Callable[[], object], failure: str) -> None:
 
 
 def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item:
-    """What ``action`` gives on rank 0 (anything that can be pickled), on every rank; collective.
+    """Run ``action`` on rank 0 and return its result, a picklable object, on every rank; collective.
 
-    The others wait for as long as it takes while rank 0 is alive. If it fails, they fail with its message.
+    The other ranks wait without a time limit while rank 0 is alive. If rank 0 fails, they fail with its message.
 
     Args:
-        action: what is done on rank 0.
-        doing: the same in words, for the error that rank 0 is gone: "comparing the run with its checkpoints".
+        action: function that rank 0 calls.
+        doing: description of the action for the error message if rank 0 dies: "comparing the run with its checkpoints".
     """
     if world_size() == 1:  # also before there is a process group
         return action()
@@ -265,12 +283,12 @@ def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item
 
 @contextlib.contextmanager
 def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
-    """Let the first process of each machine do the block (it fills a cache), then the others (they read it).
+    """Run the block on the first process of each machine, which fills a cache, then on the others, which read it.
 
-    The others wait for as long as it takes while the first one is alive. If it fails, they fail with its message.
+    The others wait without a time limit while the first one is alive. If it fails, they fail with its message.
 
     Args:
-        doing: what the block does, for the error that a first process is gone: "tokenising the rows".
+        doing: description of the block for the error message if a first process dies: "tokenising the rows".
     """
     first, problem = is_first_of_machine(), None
     section = Section(doing=doing)
@@ -291,10 +309,12 @@ def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_all_ranks(*, doing: str) -> Iterator[None]:
-    """Every rank does the block, each in its own time, and waits for those that are alive; one that fails waits for nobody.
+    """Run the block on every rank and wait until all ranks have finished it.
+
+    There is no time limit while the other ranks are alive. A rank whose block fails does not wait.
 
     Args:
-        doing: what the block does, for the error that a rank is gone: "loading the weights".
+        doing: description of the block for the error message if a rank dies: "loading the weights".
     """
     section = Section(doing=doing)
     try:
@@ -306,5 +326,5 @@ def on_all_ranks(*, doing: str) -> Iterator[None]:
 
 
 def _first_problem(problem: Problem | None) -> Problem | None:
-    """The problem of the first rank that has one, on every rank; collective."""
+    """Return the problem of the first rank that has one, on every rank; collective."""
     return next((found for found in gather(problem) if found is not None), None)

@@ -1,7 +1,7 @@
-"""Adapters in PEFT's format, in and out, at any layout.
+"""Import and export of adapters in PEFT's format, at any layout.
 
-A folder with adapter_config.json and adapter_model.safetensors, which ``peft.PeftModel.from_pretrained`` puts on the model
-in Hugging Face format that the adapters were trained on.
+The format is a folder with adapter_config.json and adapter_model.safetensors, which ``peft.PeftModel.from_pretrained``
+applies to the Hugging Face model that the adapters were trained on.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ def export_adapter(
     """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.huggingface.export` writes the model.
 
     Args:
-        base_model: folder or name of the model that the adapters belong to; stands in the configuration.
+        chunks: this rank's model chunks.
+        architecture: the model's architecture.
+        out: folder to write.
+        base_model: folder or name of the model that the adapters belong to; recorded in the configuration.
 
     Raises:
-        UserError: something is in the way, or a weight is no finite number; says what, on every rank alike.
-        RuntimeError: rank 0 could not write; says why, on every rank alike.
+        UserError: something else is in the way at ``out``, or a weight is not finite; gives the reason, on every rank.
+        RuntimeError: rank 0 could not write; gives the reason, on every rank.
         ValueError: the model has no adapters.
     """
     settings, instead = _settings(chunks), magnitudes(chunks)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
-        # parts of a fused layer that are not adapted are zero, and nothing to PEFT
+        # the parts of a fused layer that are not adapted are zero here and do not exist in PEFT
         tensors = {name: tensor.contiguous() for name, tensor in stream if hf_module(name) in settings.modules}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
         text = json.dumps(_config(settings, architecture, base_model), indent=2) + "\n"
@@ -68,10 +71,10 @@ def export_adapter(
 def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
     """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
 
-    The weights that they belong to must be there: DoRA's magnitudes are kept as what they are more than the norms of rows.
+    The base weights must be loaded already: DoRA's magnitudes are stored as differences from the norms of weight rows.
 
     Raises:
-        UserError: it is no adapter, or not for a model with these adapters; lists all differences, on every rank alike.
+        UserError: the folder holds no adapter, or one for a model with other adapters; lists all differences, on every rank.
     """
     settings, saved = _settings(chunks), read_adapter_settings(folder)
     shapes = tensor_shapes(Path(folder) / ADAPTER_WEIGHTS)
@@ -115,11 +118,11 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
 
 
 def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:
-    """What the configuration says of a mixture whose MLPs or experts are adapted.
+    """Return the entries of the configuration for a mixture-of-experts model whose MLPs or experts are adapted.
 
-    transformers keeps all experts of a layer in one tensor, and gate and up projection together. peft puts their adapters
-    together too, with twice the rank, and names what it adapts there by parameters. The other MLPs are named in the same
-    way: by the names of modules it would take those of the experts.
+    transformers keeps all experts of a layer in one tensor, with gate and up projection joined. peft joins their adapters
+    too, with twice the rank, and identifies them by parameter names. The other MLPs are given by parameter names as well,
+    because module names would match the experts too.
     """
     names: list[str] = []
     for mapping in (mapping for mapping in adapted_mappings(architecture, settings) if ".mlp." in mapping.mcore_name):
@@ -139,5 +142,5 @@ def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str,
         "target_parameters": names,
         "rank_pattern": {JOINED_PATTERN: 2 * settings.rank},
         "alpha_pattern": {JOINED_PATTERN: settings.alpha * (math.sqrt(2) if settings.rslora else 2)},
-        "lora_dropout": 0.0,  # peft refuses another value there
+        "lora_dropout": 0.0,  # peft accepts no other value for target_parameters
     }

@@ -1,8 +1,8 @@
-"""Exports: folders that rank 0 writes and all ranks fill, complete under their name or not there at all.
+"""Exports: folders that all ranks fill and rank 0 writes, which appear complete under their name or not at all.
 
-PARENT/.OUT.export-<32 digits>     while it is written; what a killed export has left is removed by the next one to OUT
-PARENT/.OUT.earlier-<32 digits>    the export that is replaced, for the moment in which the new one gets its name
-PARENT/.OUT.lock                   who is writing
+PARENT/.OUT.export-<32 digits>     while it is written; the next export to OUT removes leftovers of killed exports
+PARENT/.OUT.earlier-<32 digits>    the export that is replaced, while the new one is being renamed
+PARENT/.OUT.lock                   the lock of the process that writes
 """
 
 from __future__ import annotations
@@ -38,18 +38,23 @@ def write_together(
     stream: Callable[[], Iterator[tuple[str, Tensor]]],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> None:
-    """Let the ranks that hold the first copy of a weight stream to rank 0, which writes; the others wait. Collective.
+    """Export a model from all ranks: ranks with the first copy of a weight stream it to rank 0, which writes. Collective.
+
+    Ranks without a first copy wait.
 
     Args:
-        what: is being done, for the error.
+        what: name of the operation, for the error.
         target: folder to write; an earlier one is replaced if ``is_ours``.
-        prepare: on rank 0, before anything.
-        stream: on every rank with a first copy: sends this rank's part as it is used up; gives on rank 0 what to write.
-        write: on rank 0, what the stream gives, into a folder, with all else that belongs there.
+        is_ours: whether a folder is an earlier export of the same kind.
+        prepare: called on rank 0 before anything else.
+        stream: called on every rank with a first copy: returns an iterator that sends this rank's weights as it is consumed
+            and, on rank 0, yields the weights to write.
+        write: called on rank 0 to write the streamed weights, and all other files of the export, into a folder.
 
     Raises:
-        UserError: ``prepare`` raised it, something is in the way, or a weight is no finite number; on every rank alike.
-        RuntimeError: rank 0 failed; says why, on every rank alike.
+        UserError: raised by ``prepare``, or something else is in the way at ``target``, or a weight is not finite; raised on
+            every rank.
+        RuntimeError: rank 0 failed; gives the reason, on every rank.
     """
     first_rank, failure, folder = state.is_rank_zero(), f"{what} failed: {{}}", NewFolder(target=target)
 
@@ -65,7 +70,7 @@ def write_together(
             parts = stream()
             if first_rank:
                 problem = state.attempt(lambda: write(folder.path, map(_checked, parts)))
-            for _ in parts:  # the other ranks' part; and rank 0's too if it failed, or the others would wait for it
+            for _ in parts:  # the other ranks must send their weights; rank 0 drains the stream even if its write failed
                 pass
         if first_rank and problem is None:
             problem = state.attempt(folder.publish)
@@ -75,7 +80,7 @@ def write_together(
 
 
 def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """The same, if all its values are finite."""
+    """Return the weight unchanged after checking that all its values are finite."""
     name, tensor = weight
     if not math.isfinite(float(tensor.sum())) and not (finite := torch.isfinite(tensor)).all():
         wrong = f"{int((~finite).sum())} of {tensor.numel()} that are not"
@@ -85,14 +90,15 @@ def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0) -> None:
-    """Look whether a folder can be exported to. Nothing is left there.
+    """Check that a folder can be exported to, without leaving anything in it.
 
     Args:
+        target: folder to export to.
         is_ours: whether a folder is an earlier export, which may be replaced.
         need: bytes that will be written.
 
     Raises:
-        UserError: something else is in the way, the folder cannot be made, or there is not enough room.
+        UserError: something else is in the way, the folder cannot be created, or there is not enough free space.
     """
     target = Path(os.path.realpath(target))
     try:
@@ -110,7 +116,10 @@ def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0
 
 
 class NewFolder:
-    """A folder that appears complete, in the place of an earlier one, or not at all. A link stands for where it leads."""
+    """A folder that replaces an earlier one as a whole or not at all.
+
+    If the target is a link, the destination of the link is replaced.
+    """
 
     def __init__(self, *, target: Path) -> None:
         self._target = Path(os.path.realpath(target))
@@ -121,17 +130,17 @@ class NewFolder:
         return self._target.with_name(f".{self._target.name}.{name}")
 
     def _left(self, kind: str) -> list[Path]:
-        """What killed processes have left."""
+        """Return the paths of a kind that killed processes have left."""
         name = re.compile(re.escape(self._beside(kind).name) + "-[0-9a-f]{32}")
         return [path for path in self._target.parent.iterdir() if name.fullmatch(path.name)]
 
     def start(self) -> None:
-        """Make :attr:`path`, empty, and wait before while another process writes the same folder.
+        """Wait until no other process writes the same folder, then create :attr:`path`, empty.
 
-        What killed processes have left is removed, or gets its name back if it was being replaced.
+        Leftovers of killed processes are removed; an earlier folder that was being replaced gets its name back.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(one_writer(self._target, private=False))
@@ -143,12 +152,12 @@ class NewFolder:
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Give the folder its name, when its content is on disk.
+        """Flush the content to disk and rename the folder to its target.
 
         Raises:
-            OSError: it is not; an earlier folder is still there.
+            OSError: this failed; an earlier folder is kept.
         """
-        plain = self.path.stat().st_mode & 0o666  # as the umask says; safetensors makes files for their owner only
+        plain = self.path.stat().st_mode & 0o666  # as the umask allows; safetensors creates files for their owner only
         for path in [*self.path.rglob("*"), self.path]:
             if path.is_file():
                 path.chmod(plain)
@@ -166,6 +175,6 @@ class NewFolder:
         shutil.rmtree(earlier, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was not published."""
+        """Remove the folder if it was not published, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder into the model, and the model out into a Hugging Face folder, at any layout."""
+"""Import of weights from a Hugging Face folder and export to one, at any layout."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from nemo_kto.huggingface.mxfp4 import dequantized_shapes
 from nemo_kto.huggingface.stream import gather_weights, read_weights
 from nemo_kto.utils.files import file_inside, read_json
 
-_SHOWN = 20  # differences; a model of the wrong size differs everywhere
+_SHOWN = 20  # differences to list; a model of another size differs everywhere
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
     """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
 
-    Only the slices that this rank holds are read; adapters stay as they are.
+    Only the slices that this rank holds are read; adapters are unchanged.
 
     Raises:
-        UserError: as :func:`check_weights`, or a value is no finite number.
+        UserError: as for :func:`check_weights`, or a value is not finite.
     """
     check_weights(architecture, folder)
     files = {name: file for name, (file, _) in find_weights(Path(folder)).items()}
@@ -40,13 +40,13 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
 
 
 def check_weights(architecture: Architecture, folder: str | Path) -> None:
-    """Compare the weights in a folder with those that the architecture has; reads only the headers of the files.
+    """Compare the weights in a folder with those of the architecture; reads only the headers of the files.
 
     Raises:
         UserError: weights are missing, unexpected or of another shape; lists up to 20. Or the files cannot be read.
     """
     found = find_weights(Path(folder))
-    # Old files hold the rotary table, which is computed, and some a second copy of a tied embedding.
+    # Some old files hold the rotary table, which is computed here, and some a second copy of a tied embedding.
     ignored = {
         name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
     }
@@ -63,20 +63,22 @@ def check_weights(architecture: Architecture, folder: str | Path) -> None:
 def export(
     chunks: Sequence[nn.Module], architecture: Architecture, *, source: str | Path, out: str | Path, max_shard_bytes: int
 ) -> None:
-    """Write the model as a Hugging Face folder that transformers loads as it is. All ranks must call it.
+    """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
 
-    The ranks of the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
-    appears under its name when it is complete. An earlier export of ours in its place is replaced; anything else there is an
-    error. Adapters are left out; ``models.lora.merge_adapters`` before makes them part of the weights.
+    The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
+    appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
+    there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
 
     Args:
         chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
-        source: the folder the model came from; its configuration, tokenizer and chat template are copied to ``out``.
+        architecture: the model's architecture.
+        source: folder of the original model; its configuration, tokenizer and chat template are copied to ``out``.
+        out: folder to write.
         max_shard_bytes: size limit of a weight file.
 
     Raises:
-        UserError: something is in the way, or a weight is no finite number; says what, on every rank alike.
-        RuntimeError: rank 0 could not write; says why, on every rank alike.
+        UserError: something else is in the way at ``out``, or a weight is not finite; gives the reason, on every rank.
+        RuntimeError: rank 0 could not write; gives the reason, on every rank.
     """
     source, target = Path(source), Path(out)
 
@@ -86,9 +88,9 @@ def export(
             writer.add(name, tensor)
         writer.close(mark=WRITTEN_BY)
         config = _config(source)
-        config.pop("dtype", None)  # newer name of the same key; both old and new transformers read the older one
+        config.pop("dtype", None)  # newer name of torch_dtype; all versions of transformers read the older one
         config["torch_dtype"] = dtype_name(chunks)
-        config.pop("quantization_config", None)  # what was read of it was dequantized
+        config.pop("quantization_config", None)  # quantized weights were dequantized when they were read
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source, folder)
 
@@ -103,7 +105,7 @@ def export(
 
 
 def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    """Size of the weights of an export."""
+    """Return the size of the weights of an export."""
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
 
 

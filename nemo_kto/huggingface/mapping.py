@@ -1,4 +1,4 @@
-"""The mapping of each parameter of this rank in its family's table: what it holds of a Hugging Face folder."""
+"""Mapping of this rank's parameters to the weights of a Hugging Face folder, by the table of the model's family."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import is_adapter
 
-# Transformer Engine keeps the norm before a linear layer inside that layer.
+# Transformer Engine stores the norm before a linear layer inside that layer.
 _ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-# An expert by itself, and in Transformer Engine's layer for all experts of a rank; numbers count those of the rank.
+# A separate expert, and an expert in Transformer Engine's grouped layer; both are numbered within their rank.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<rest>linear_fc[12]\.weight)(?P<expert>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of this rank and what it is made of.
+    """A parameter of this rank and its mapping.
 
     Attributes:
-        parameter: the parameter, or a tensor in its place.
+        parameter: the parameter, or a tensor that replaces it.
         mapping: its entry in the family's table.
-        place: ``layer``, the number of the layer in the whole model, and ``expert``, that of the expert in its layer, where
-            it belongs to one.
-        copied: it is the last stage's copy of a tied embedding.
+        place: ``layer``, the number of its layer in the whole model, and ``expert``, the number of its expert in the layer;
+            each only if the parameter belongs to one.
+        copied: whether it is the last stage's copy of a tied embedding.
     """
 
     parameter: Tensor
@@ -47,12 +47,12 @@ class Weight:
 
 
 def wanted_weights(architecture: Architecture) -> Shapes:
-    """Name and shape of every weight that a Hugging Face folder of this architecture must hold."""
+    """Return name and shape of every weight that a Hugging Face folder of this architecture must hold."""
     return _shapes(architecture.family.mappings, architecture, range(architecture.num_layers))
 
 
 def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shapes:
-    """Name and shape of every tensor that an adapter of this model must hold."""
+    """Return name and shape of every tensor that an adapter of this model must hold."""
     layers = [layer - 1 for layer in settings.layers or range(1, architecture.num_layers + 1)]
     shapes = _shapes(_adapter_mappings(architecture, settings), architecture, layers)
     return {name: shape for name, shape in shapes.items() if hf_module(name) in settings.modules}
@@ -73,7 +73,7 @@ def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers
 
 
 def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:
-    """What is wrong with weights of these names and shapes, one line each; ``ignored`` may be there or not."""
+    """Return a message for each missing, unexpected or misshapen weight; those in ``ignored`` may exist or not."""
     others = {name: shape for name, shape in found.items() if name in wanted and wanted[name] != shape}
     return [
         *(f"missing: {name}" for name in wanted if name not in found),
@@ -83,7 +83,7 @@ def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) ->
 
 
 def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[Weight]:
-    """Every parameter of this rank's chunks, with its mapping. Adapters are not weights of the model.
+    """Yield every parameter of this rank's chunks but the adapters, with its mapping.
 
     Raises:
         KeyError: the family's table has no mapping for a parameter.
@@ -101,9 +101,9 @@ def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Ite
 def rank_adapters(
     chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings, instead: Mapping[nn.Parameter, Tensor]
 ) -> Iterator[Weight]:
-    """The adapters of this rank's chunks, with their mappings under PEFT's names.
+    """Yield the adapters of this rank's chunks, with their mappings under PEFT's names.
 
-    ``instead``: of some parameters, the tensors that hold what the file does.
+    ``instead`` replaces some parameters by tensors with the values that the file stores.
     """
     mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
     for name, place, parameter in _parameters(chunks):
@@ -112,7 +112,7 @@ def rank_adapters(
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, int], nn.Parameter]]:
-    """Name, as the tables have it, numbers of layer and expert, and parameter."""
+    """Yield each parameter with its name as in the tables and its layer and expert numbers."""
     finish_gathers(chunks)
     for chunk in chunks:
         gpt: HiddenStateGPT = unwrap_model(chunk)
@@ -121,7 +121,7 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, in
             if name.startswith("decoder.layers."):
                 local, name = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = gpt.decoder.layers[int(local)]
-                place["layer"] = layer.layer_number - 1  # counted from 1 over all stages
+                place["layer"] = layer.layer_number - 1  # layer_number counts from 1 over all stages
                 name = _ENGINE_NAMES.get(name, name)
                 if (found := _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)) is not None:
                     parts = found.groupdict()

@@ -1,10 +1,10 @@
-"""Matrices of experts in MXFP4, as gpt-oss is published: they are read, and trained and written in the type of the model.
+"""Dequantization of expert matrices in MXFP4, the format of gpt-oss; training and export use the dtype of the model.
 
-32 values along the input of a matrix share a scale, which is a power of two, and each is one of 16 (OCP Microscaling Formats
-specification 1.0, sections 5.3 and 6.3). In the place of a tensor NAME, [experts, in, out], the file has
+32 consecutive values along the input of a matrix share a scale, a power of two, and each value is one of 16 (OCP
+Microscaling Formats specification 1.0, sections 5.3 and 6.3). Instead of a tensor NAME, [experts, in, out], the file has
 
-    NAME_blocks  uint8 [experts, out, in / 32, 16]    two values in a byte, the first in its lower four bits
-    NAME_scales  uint8 [experts, out, in / 32]        the exponent plus 127; 255 is no number
+    NAME_blocks  uint8 [experts, out, in / 32, 16]    two values per byte, the first in its lower four bits
+    NAME_scales  uint8 [experts, out, in / 32]        the exponent plus 127; 255 is NaN
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BIAS, _NO_NUMBER = 127, 255
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
+    """Dequantize blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = torch.tensor(_VALUES)[codes.long()]
     exponents = scales.to(torch.int32)
@@ -29,7 +29,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantized_shapes(shapes: Shapes) -> Shapes:
-    """Names and shapes with the tensors that blocks and scales stand for in their place; others stay."""
+    """Replace the entries of blocks and scales by those of the tensors they encode; other names and shapes are kept."""
     found = dict(shapes)
     for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
         match shapes[name + BLOCKS], shapes.get(name + SCALES):

@@ -1,4 +1,4 @@
-"""Weights between files and ranks, one at a time, at any layout."""
+"""Streaming of weights between files and ranks, one at a time, at any layout."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.mapping import Weight
 from nemo_kto.huggingface.mxfp4 import dequantize
 
-# Of a parameter that a pipeline stage sends: mapping, layer and expert, and the shape and dtype of the values that follow.
+# Header of a parameter sent by a pipeline stage: mapping, layer and expert, and shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from ``files`` (name of a weight -> its file); what is not there keeps its value.
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
 
-    What is there in MXFP4 is dequantized.
+    MXFP4 weights are dequantized.
 
-    Files are opened one after the other, and of each only the slices that this rank holds are read, so that memory holds the
-    model and one slice. Values are converted to the dtype of the parameters. Padding becomes zero.
+    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
+    and one slice. Values are converted to the dtype of the parameters. Padding is set to zero.
 
     Raises:
-        UserError: a value is no finite number.
+        UserError: a value is not finite.
     """
     wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
     for weight in weights:
@@ -59,7 +59,7 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
 
 
 def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
-    """A piece of a matrix that the files have in MXFP4, whose blocks and scales may lie in different ones."""
+    """Return a piece of a matrix stored in MXFP4, whose blocks and scales may be in different files."""
     rows, *columns = piece.where
     packed = []
     for part in (name + BLOCKS, name + SCALES):
@@ -70,7 +70,7 @@ def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Pa
 
 
 def sends_weights() -> bool:
-    """Whether this rank takes part in :func:`gather_weights`: it is of the first copy of the layers or of the experts."""
+    """Return whether this rank takes part in :func:`gather_weights`: it holds the first copy of the layers or of experts."""
     return (
         parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         or parallel_state.get_expert_data_parallel_rank() == 0
@@ -78,10 +78,10 @@ def sends_weights() -> bool:
 
 
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """On rank 0, every weight of the model under its name in the file; on the others, nothing, while they send theirs.
+    """Yield every weight of the model under its name in the file on rank 0; other ranks send theirs and yield nothing.
 
-    For the ranks where :func:`sends_weights`, all of which must use the iterator up. Where the file has the experts of a
-    layer in one tensor, rank 0 holds them until all have come.
+    To be called on the ranks where :func:`sends_weights` is True, all of which must consume the whole iterator. If the file
+    has the experts of a layer in one tensor, rank 0 keeps them until all have arrived.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(pipeline)
@@ -107,12 +107,12 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
 
 
 def _stage_group() -> dist.ProcessGroup:
-    """The ranks of this pipeline stage, over which its experts are shared out; its first one leads."""
+    """Return the group of this pipeline stage, over which its experts are partitioned; its first rank is the leader."""
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) -> Iterator[tuple[Mapping[str, int], Tensor]]:
-    """Where the stage ``leads``: the weight, of an expert those of all ranks too; elsewhere nothing, while it is sent."""
+    """Yield the whole weight, for an expert those of all expert-parallel ranks, on the stage's leader; send it elsewhere."""
     if not weight.mapping.of_expert:
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
             whole = _gather_shards(weight)
@@ -140,7 +140,7 @@ def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
 
 
 def _gather_shards(weight: Weight) -> Tensor:
-    """On the first of the ranks over which a weight is cut, their shards put together; on the others, their own shard."""
+    """Return the concatenated shards of a weight on the first rank of its tensor-parallel group, the own shard elsewhere."""
     shard, dimension = weight.parameter.data, split_dimension(weight.mapping)
     group = state.tensor_group(of_expert=weight.mapping.of_expert)
     ranks = dist.get_process_group_ranks(group)
@@ -153,13 +153,13 @@ def _gather_shards(weight: Weight) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class _FileWeights:
-    """Takes the weights of the file out of our parameters, and puts experts together that the file has in one tensor."""
+    """Splitter of parameters into the file's weights, which also joins experts that the file has in one tensor."""
 
     architecture: Architecture
-    _joined: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False)  # and how many experts are missing
+    _joined: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False)  # tensor and number of missing experts
 
     def of(self, mapping: ParamMapping, place: Mapping[str, int], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is complete with this parameter, by its name in the file."""
+        """Yield the weights that are complete with this parameter, by their names in the file."""
         for hf_name, values in zip(mapping.hf_names, self._parts(mapping, whole), strict=True):
             name, values = hf_name.format(**place), values.T if mapping.transposed else values
             if not mapping.joins_experts:
@@ -176,7 +176,7 @@ class _FileWeights:
                 yield name, joined
 
     def _parts(self, mapping: ParamMapping, whole: Tensor) -> Iterator[Tensor]:
-        """The weights that a parameter holds, in the order of the mapping."""
+        """Yield the weights that a parameter holds, in the order of the mapping."""
         dimension = split_dimension(mapping)
         parts = [] if dimension is None else segments(mapping, self.architecture)
         for source, shape in enumerate(source_shapes(mapping, self.architecture)):

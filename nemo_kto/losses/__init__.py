@@ -1,1 +1,1 @@
-"""Losses, as pure functions of tensors: log-ratios in, one loss a row out."""
+"""Losses as pure functions of tensors: log-ratios in, one loss per example out."""

@@ -1,4 +1,4 @@
-"""The KTO family of losses: one loss for each example, and the sums its metrics are made of.
+"""KTO and its variants: one loss per example, and the sums from which the metrics are computed.
 
 KTO: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
 APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266.
@@ -10,10 +10,11 @@ Every loss takes
 
     log_ratios_N: r; fp32.
     desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
-    beta: how strongly the policy is held to the reference.
+    beta: strength of the constraint that keeps the policy close to the reference.
     desirable_weight, undesirable_weight: w_D and w_U.
 
-and gives [N], one loss for each example, between 0 and its weight. No communication, no configuration, no state.
+and returns one loss per example, [N]. The KTO and APO-zero losses are between 0 and the weight of the example. The functions
+do not communicate, read no configuration and keep no state.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ else:
 def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
     """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of examples).
 
-    The examples are prompts with the response to another prompt. Hand in sums over the WHOLE global batch: clamped once,
-    after the sum, the estimate does not depend on how the batch is spread over ranks and micro-batches. Clamping parts
-    and averaging them would bias it upwards.
+    The examples are prompts paired with the response to another prompt. Pass sums over the WHOLE global batch: because the
+    estimate is clamped once, after the sum, it does not depend on how the batch is divided among ranks and micro-batches.
+    Clamping parts of the batch and averaging the results would bias it upwards.
 
     Args:
         log_ratio_sum, count: sum of r over the valid KL examples, and their number; 0-d.
 
     Returns:
-        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 where there is no valid example.
+        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 if no example is valid.
 
     Examples:
         >>> kl_reference_point(torch.tensor(3.0), torch.tensor(2)).item()
@@ -60,16 +61,16 @@ def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
 def kto_losses(
     log_ratios_N: Tensor, desirable_N: Tensor, *, z0: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """KTO loss of each example (arXiv 2402.01306).
+    """Return the KTO loss of each example (arXiv 2402.01306).
 
         desirable:    w_D (1 - sigmoid(beta (r - z0)))
         undesirable:  w_U (1 - sigmoid(beta (z0 - r)))
 
     Args:
-        z0: :func:`kl_reference_point`; 0-d. No gradient goes through it.
+        z0: result of :func:`kl_reference_point`; 0-d. No gradient flows through it.
 
     Examples:
-        Where policy and reference are the same model, each example costs half its weight:
+        If policy and reference are the same model, the loss of each example is half its weight:
 
         >>> kto_losses(torch.zeros(2), torch.tensor([1, 0]), z0=torch.tensor(0.0), beta=0.1,
         ...            desirable_weight=1.0, undesirable_weight=2.0).tolist()
@@ -81,12 +82,12 @@ def kto_losses(
 def apo_zero_unpaired_losses(
     log_ratios_N: Tensor, desirable_N: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """APO-zero loss of each example, for unpaired examples (arXiv 2408.06266).
+    """Return the APO-zero loss of each example, for unpaired examples (arXiv 2408.06266).
 
         desirable:    w_D (1 - sigmoid(beta r))
         undesirable:  w_U sigmoid(beta r)
 
-    That is KTO with its reference point held at zero, so it needs no KL examples.
+    This is KTO with its reference point fixed at zero, so it needs no KL examples.
 
     Examples:
         >>> apo_zero_unpaired_losses(torch.tensor([100.0, 100.0]), torch.tensor([1, 0]), beta=1.0,
@@ -105,16 +106,17 @@ def bco_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """BCO loss of each example: a binary classifier of rewards (arXiv 2404.04656).
+    """Return the BCO loss of each example, that of a binary classifier of rewards (arXiv 2404.04656).
 
         desirable:    - w_D log sigmoid(beta r - delta)
         undesirable:  - w_U log sigmoid(-(beta r - delta))
 
     Args:
-        delta: mean of the rewards beta r of all examples so far, those at hand included; 0-d. No gradient goes through it.
+        delta: mean of the rewards beta r of all examples so far, including the current ones; 0-d. No gradient flows
+            through it.
 
     Examples:
-        Where policy and reference are the same model, each example costs ln 2 times its weight:
+        If policy and reference are the same model, the loss of each example is ln 2 times its weight:
 
         >>> bco_losses(torch.zeros(2), torch.tensor([1, 0]), delta=torch.tensor(0.0), beta=0.1,
         ...            desirable_weight=1.0, undesirable_weight=2.0).tolist()
@@ -135,7 +137,7 @@ def _weighted_losses(
 def _by_class(
     gains_N: Tensor, desirable_N: Tensor, desirable_weight: float, undesirable_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """The gains, those of undesirable examples with the other sign, and the weights: [N] each."""
+    """Return the gains, negated for undesirable examples, and the weights: [N] each."""
     desirable_N = desirable_N.bool()
     signed_N = torch.where(desirable_N, gains_N, -gains_N)
     return signed_N, torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
@@ -146,11 +148,11 @@ LOSSES = {
     "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
     "bco": Loss(function=bco_losses, needs_delta=True),
 }
-"""The values of ``preference_loss`` that have a name."""
+"""Built-in losses, by their name in ``preference_loss``."""
 
 
 def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
-    """What :func:`kl_reference_point` needs of KL examples: ``kl_sum`` (float64) and ``kl_rows`` (int64), 0-d.
+    """Return the sums for :func:`kl_reference_point` over KL examples: ``kl_sum`` (float64), ``kl_rows`` (int64), 0-d.
 
     Args:
         log_ratios_N, valid_N: r, and True for examples with a response token.
@@ -164,7 +166,7 @@ def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
 
 
 def reward_sums(log_ratios_N: Tensor, valid_N: Tensor, *, beta: float) -> dict[str, Tensor]:
-    """What delta of :func:`bco_losses` needs of the examples: ``reward_sum`` (float64) and ``reward_rows`` (int64), 0-d.
+    """Return the sums for delta of :func:`bco_losses`: ``reward_sum`` (float64) and ``reward_rows`` (int64), 0-d.
 
     Args:
         log_ratios_N, valid_N: r, and True for examples with a response token.
@@ -190,23 +192,25 @@ def kto_metric_sums(
     valid_N: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
+    """Return the loss and metric sums of a micro-batch.
+
+    Added over micro-batches and ranks, the sums give the metrics of the global batch exactly.
 
     Args:
-        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss of each example, with all their
-            weights; the second one counts where the example is desirable.
-        sft_scale: valid examples of the global batch divided by its desirable ones: the gradient is divided by the number of
-            all examples, and the SFT term is a mean over the desirable ones.
-        preference_losses_N, sft_losses_N: the same terms without weights: its KTO loss and the negative log-prob of its
-            response.
-        logps_N: the policy's log-prob of each response.
-        log_ratios_N, desirable_N, beta: as a loss takes them.
-        valid_N: True for examples with a response token; the others are in no sum and no count but ``invalid_rows``.
+        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss of each example, with all weights
+            applied; the second one counts only for desirable examples.
+        sft_scale: number of valid examples of the global batch divided by the number of its desirable ones. It is needed
+            because the gradient is divided by the number of all examples, while the SFT term is a mean over desirable ones.
+        preference_losses_N, sft_losses_N: the same terms without weights: the KTO loss of each example and the negative
+            log-prob of its response.
+        logps_N: log-prob of each response under the policy.
+        log_ratios_N, desirable_N, beta: the arguments of the loss.
+        valid_N: True for examples with a response token; other examples are counted only in ``invalid_rows``.
 
     Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; only for this global batch, because of
-        ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``, ``chosen_rows``,
-        ``rejected_rows``).
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; meaningful only within this global batch,
+        because of ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``,
+        ``chosen_rows``, ``rejected_rows``).
     """
     desirable_N, undesirable_N = valid_N & desirable_N.bool(), valid_N & ~desirable_N.bool()
     rewards_N = beta * log_ratios_N.detach().double()
@@ -230,20 +234,20 @@ def kto_metric_sums(
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turn sums over the global batch into metrics.
+    """Compute the metrics from sums over the global batch.
 
     Args:
-        sums: what :func:`kto_metric_sums` gives, added over micro-batches and ranks, the same of :func:`kl_sums` where the
-            loss has a reference point, and ``delta_sum`` over so many ``delta_batches`` where it has delta.
+        sums: result of :func:`kto_metric_sums`, added over micro-batches and ranks; also that of :func:`kl_sums` if the
+            loss has a reference point, and ``delta_sum`` with its number of terms ``delta_batches`` if the loss has delta.
 
     Returns:
-        loss (the preference term over all examples plus the SFT term over the desirable ones; 0 where no example is valid),
+        loss (mean preference term over all examples plus mean SFT term over the desirable ones; 0 if no example is valid),
         preference_loss, sft_loss (over desirable examples), kl_unclamped (mean log-ratio of the KL examples), kl (the same,
-        not below 0: of a single global batch, its reference point),
-        delta (that of the batch; of several, their mean), same_prompt_pairs (KL examples with a response to their own
-        prompt), rewards_{chosen,rejected}_mean, rewards_margin, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows,
-        invalid_rows. What has no example is left out: a class that is absent, the margin without both classes, the standard
-        deviation (of the sample) of one example.
+        clamped at 0; for a single global batch this is its reference point), delta (of the batch, or the mean over several
+        batches), same_prompt_pairs (number of KL examples with a response to their own prompt),
+        rewards_{chosen,rejected}_mean, rewards_margin, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows,
+        invalid_rows. Metrics without examples are left out: those of an absent class, the margin unless both classes are
+        present, and the (sample) standard deviation of a single example.
     """
     rows = sums["rows"]
     preference_term = sums["weighted_preference_loss_sum"] / max(rows, 1)

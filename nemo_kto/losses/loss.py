@@ -1,4 +1,4 @@
-"""What a loss is: a function of tensors, its options, and what it needs from the data and from the reference."""
+"""Definition of a loss: a function of tensors, its options, and its requirements on the data and the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """An option of a loss: its type, which may be Annotated with constraints, and its default."""
+    """Option of a loss: its type, which may be Annotated with constraints, and its default."""
 
     annotation: object
     default: object
@@ -23,25 +23,25 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A value of ``preference_loss``.
+    """Value of ``preference_loss``: a loss function and its requirements.
 
     The keyword-only parameters of ``function`` that have a default are the options of the loss: keys of model.kto or
-    model.dpo, whose type, constraint and default stand in the signature and only there.
+    model.dpo, whose types, constraints and defaults are defined only in the signature.
 
     Attributes:
-        function: one loss for each example (KTO) or pair (DPO).
+        function: returns one loss per example (KTO) or pair (DPO).
             KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N].
             DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P].
-        needs_reference: it takes log-ratios; without a reference it takes log-probs of the policy in their place.
-        needs_z0: it also takes ``z0``, the estimate of KL(policy || reference), which needs KL examples.
-        needs_delta: it also takes ``delta``, the running mean of the rewards, for which the policy evaluates each global
-            batch once more, forward only.
-        average_log_probs: it always takes means over the tokens of a response.
-        needs_rewards: it also takes ``reward_delta_P``, from the rewards in the data.
-        sorts: what it sorts over the global batch, for which the policy evaluates it once more, forward only: the log-ratios
-            of chosen and of rejected "answers", or the "margins" of pairs under policy and reference, which the function
-            then takes in the place of the log-ratios. It also takes ``first_partners_P`` and ``second_partners_P``
-            (``losses.preference.rank_partners``).
+        needs_reference: ``function`` takes log-ratios; otherwise it takes log-probs under the policy in their place.
+        needs_z0: ``function`` also takes ``z0``, the estimate of KL(policy || reference), which requires KL examples.
+        needs_delta: ``function`` also takes ``delta``, the running mean of the rewards, which requires an additional
+            forward pass of the policy over each global batch.
+        average_log_probs: ``function`` always takes means over the tokens of a response.
+        needs_rewards: ``function`` also takes ``reward_delta_P``, computed from the rewards in the data.
+        sorts: the values that are sorted over the global batch, which requires an additional forward pass of the policy over
+            it: "answers", the log-ratios of the chosen and of the rejected answers, or "margins", the margins of the pairs
+            under policy and reference, which ``function`` then takes in place of the log-ratios. ``function`` also takes
+            ``first_partners_P`` and ``second_partners_P`` (see ``losses.preference.rank_partners``).
     """
 
     function: Callable[..., Tensor]
@@ -63,19 +63,23 @@ class Loss:
 
     @property
     def anchor(self) -> str | None:
-        """What rewards are measured against, by the name that ``function`` takes it by; None for zero."""
+        """Name of the argument of ``function`` that rewards are measured against; None if they are measured against zero."""
         return "z0" if self.needs_z0 else "delta" if self.needs_delta else None
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the policy evaluates each global batch, forward only, before it is trained on."""
+        """Whether training on a global batch requires a forward pass of the policy over it beforehand."""
         return self.needs_delta or self.sorts is not None
 
     @property
     def options(self) -> dict[str, Option]:
-        """Name -> type and default of each option; NameError if an annotation of ``function`` names what does not exist."""
+        """Type and default of each option, by name.
+
+        Raises:
+            NameError: an annotation of ``function`` refers to an undefined name.
+        """
         given = {name: each for name, each in self._keywords().items() if each.default is not each.empty}
-        # those of tensors stay unread: torch takes seconds to import
+        # the annotations of tensors are not evaluated because importing torch takes seconds
         annotated = {name: each.annotation for name, each in given.items() if each.annotation is not each.empty}
         known = getattr(inspect.unwrap(self.function), "__globals__", {})
         hints = get_type_hints(SimpleNamespace(__annotations__=annotated), known, include_extras=True)
@@ -83,7 +87,7 @@ class Loss:
 
     @property
     def inputs(self) -> set[str]:
-        """Names of what ``function`` must be given besides its two tensors: its keyword-only parameters without default."""
+        """Names of the required keyword-only parameters of ``function``: its inputs besides the two tensors."""
         return {name for name, parameter in self._keywords().items() if parameter.default is parameter.empty}
 
     def _keywords(self) -> dict[str, inspect.Parameter]:
@@ -92,14 +96,15 @@ class Loss:
 
 
 def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
-    """The loss of a name.
+    """Return the loss with the given name.
 
     Args:
-        name: a key of ``known``, or ``package.module.NAME`` of a :class:`Loss`, which may be in the working directory.
-        known: the losses that have a name.
+        name: a key of ``known``, or the path ``package.module.NAME`` of a :class:`Loss`; the module may be in the working
+            directory.
+        known: built-in losses by name.
 
     Raises:
-        UserError: there is no such loss.
+        UserError: no such loss exists.
     """
     if name in known:
         return known[name]

@@ -1,4 +1,4 @@
-"""Metrics that can be added: means over several batches are means over their rows, not means of means."""
+"""Metrics that can be added: the mean over several batches is the mean over their examples, not a mean of means."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Derive = Callable[[Mapping[str, float]], dict[str, float]]
 class Metrics(dict[str, float]):
     """Named metrics, derived from sums and counts.
 
-    ``a + b`` adds the sums and derives the metrics again, so that batches of different size, or with different rows that
-    count, weigh what they should. The sums and counts stay readable as ``sums``.
+    ``a + b`` adds the sums and derives the metrics again, so that batches of different size, or with different numbers of
+    examples that count, are weighted correctly. The sums and counts remain available as ``sums``.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -31,7 +31,12 @@ class Metrics(dict[str, float]):
     """
 
     def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
-        """Args: sums: name -> sum or count over a global batch; derive: turns such sums into metrics."""
+        """Derive the metrics from sums.
+
+        Args:
+            sums: name -> sum or count over a global batch.
+            derive: computes the metrics from such sums.
+        """
         super().__init__(derive(sums))
         self.sums = dict(sums)
         self._derive = derive
@@ -43,19 +48,19 @@ class Metrics(dict[str, float]):
         return self.of({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names})
 
     def of(self, sums: Mapping[str, float]) -> Metrics:
-        """The same metrics of other sums."""
+        """Return the same metrics for other sums."""
         return Metrics(sums, self._derive)
 
 
 def metric_prefix(name: str) -> str:
-    """What stands before the metrics of a validation set of this name, which is empty for a set without one."""
+    """Return the prefix for the metrics of a validation set; empty if ``name`` is empty."""
     return f"{name}_" if name else ""
 
 
 def side_by_side(sets: Mapping[str, Metrics]) -> Metrics:
-    """The metrics of several validation sets as those of one, each under NAME_METRIC; its sums are under NAME/SUM.
+    """Combine the metrics of several validation sets: metrics are named NAME_METRIC, sums are named NAME/SUM.
 
-    A set whose name is empty stands by itself, and as it is.
+    A single set with an empty name is returned unchanged.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -78,7 +83,7 @@ def side_by_side(sets: Mapping[str, Metrics]) -> Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningMean:
-    """Mean of all values so far, as their sum and number: in which batches they came does not matter.
+    """Mean of all values so far, stored as sum and count so that it does not depend on how they were batched.
 
     Examples:
         >>> one = RunningMean().plus(3.0, 1)
@@ -93,22 +98,22 @@ class RunningMean:
 
     @property
     def mean(self) -> float:
-        """0 before the first value."""
+        """Mean of the values; 0 before the first value."""
         return self.total / max(self.count, 1)
 
     def plus(self, total: float, count: int) -> RunningMean:
-        """With further values, given as their sum and number."""
+        """Return the mean that also includes ``count`` further values with the sum ``total``."""
         return RunningMean(total=self.total + total, count=self.count + count)
 
 
 def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """How evenly the experts of a mixture were chosen, from sums over global batches; nothing for a dense model.
+    """Compute the expert load balance of a mixture-of-experts model from sums over global batches.
 
     Returns:
-        moe_aux_loss, the mean of the load-balancing loss over sequences and layers (1 where all experts are chosen alike);
-        moe_largest_share and moe_smallest_share, the part of a layer's choices that fell on its expert with the most or the
-        fewest, of the layer where that is most extreme: for each batch by itself, as a mean over batches. The first is left
-        out where its sums are, as they are of packed rows.
+        moe_aux_loss, the mean load-balancing loss over sequences and layers (1 if all experts are chosen equally often);
+        moe_largest_share and moe_smallest_share, the fraction of the choices in a layer that selected its most or its least
+        frequently chosen expert, for the layer in which this fraction is most extreme; computed for each batch and averaged
+        over batches. moe_aux_loss is left out if its sums are missing, as for packed sequences. Empty for a dense model.
     """
     if not sums.get("moe_batches"):
         return {}
@@ -119,18 +124,18 @@ def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Sum of the values where the mask is True, 0-d float64, without gradient.
+    """Return the sum of the values where the mask is True: 0-d, float64, without gradient.
 
     Examples:
         >>> masked_sum(torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).item()
         1.0
     """
-    # where, not a product: what stands in a row that does not count may be anything, NaN too
+    # where instead of a product, because masked values may be anything, including NaN
     return torch.where(mask_N, values_N.detach().double(), 0).sum()
 
 
 def sample_std(square_sum: float, total: float, count: float) -> float:
-    """Standard deviation of a sample, from the sum of its squares, its sum and its size (at least 2).
+    """Return the standard deviation of a sample from its sum of squares, its sum and its size (at least 2).
 
     Examples:
         >>> sample_std(1.0 + 9.0, 1.0 + 3.0, 2)

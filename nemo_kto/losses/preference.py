@@ -1,7 +1,19 @@
-"""Losses of pairs that tell each answer where to go, and do not only look at the difference of the two.
+"""Losses for preference pairs: one loss per pair, and the sums from which the metrics are computed.
 
-Notation and arguments are those of ``losses.preference``: r_c and r_r are the log-ratios of the chosen and of the rejected
-answer, h their difference. A pair is only that both count the same, and all but APO-down could do without pairs.
+Notation. A pair is a chosen and a rejected answer to one prompt. r is the log-ratio of an answer,
+log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r is its reward. r_c and r_r are the log-ratios of the chosen and of
+the rejected answer; h = r_c - r_r. Losses without a reference take the mean log-prob of the tokens of an answer in place of
+r. P is the number of pairs.
+
+Every loss takes
+
+    chosen_logratios_P, rejected_logratios_P: r_c and r_r; fp32.
+    beta: strength of the constraint that keeps the policy close to the reference.
+
+and returns one loss per pair, [P]. The functions do not communicate, read no configuration and keep no state.
+
+The losses of NCA, BCO, SPPO and APO set a target for each answer rather than only for the difference of the two. For them a
+pair only ensures that both answers have the same weight; all of them except APO-down could be used without pairs.
 """
 
 from __future__ import annotations
@@ -24,18 +36,18 @@ else:
 
 
 def nca_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """NCA for pairs (Chen et al. 2024, arXiv 2402.05369), with two answers to a prompt.
+    """Return the NCA loss for pairs (Chen et al. 2024, arXiv 2402.05369), with two answers per prompt.
 
         - log sigmoid(beta r_c) - 1/2 log sigmoid(-beta r_c) - 1/2 log sigmoid(-beta r_r)
 
-    It holds the likelihood of the chosen answer up: the first two terms are least at sigmoid(beta r_c) = 2/3.
+    It prevents the likelihood of the chosen answer from falling: the first two terms are minimal at sigmoid(beta r_c) = 2/3.
     """
     chosen_P, rejected_P = beta * chosen_logratios_P, beta * rejected_logratios_P
     return -F.logsigmoid(chosen_P) - 0.5 * (F.logsigmoid(-chosen_P) + F.logsigmoid(-rejected_P))
 
 
 def bco_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """BCO for pairs, without its shift of rewards (Jung et al. 2024, arXiv 2404.04656).
+    """Return the BCO loss for pairs, without its reward shift (Jung et al. 2024, arXiv 2404.04656).
 
     - log sigmoid(beta r_c) - log sigmoid(-beta r_r)
     """
@@ -43,27 +55,33 @@ def bco_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
 
 
 def sppo_hard_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """SPPO with hard probabilities, 1 of the chosen answer to win (Wu et al. 2024, arXiv 2405.00675, equation 4.7).
+    """Return the SPPO loss with hard probabilities (Wu et al. 2024, arXiv 2405.00675, equation 4.7).
 
         (r_c - 1 / (2 beta))^2 + (r_r + 1 / (2 beta))^2
 
-    beta is 1 / eta in the paper.
+    The chosen answer wins with probability 1. beta is 1 / eta in the paper.
     """
     return (chosen_logratios_P - 0.5 / beta).square() + (rejected_logratios_P + 0.5 / beta).square()
 
 
 def apo_zero_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """APO-zero (D'Oosterlinck et al. 2024, arXiv 2408.06266, equation 7): (1 - sigmoid(beta r_c)) + sigmoid(beta r_r).
+    """Return the APO-zero loss (D'Oosterlinck et al. 2024, arXiv 2408.06266, equation 7).
 
-    For data whose chosen answers are better than those of the model: it makes them more likely and the rejected ones less.
+        (1 - sigmoid(beta r_c)) + sigmoid(beta r_r)
+
+    It is for data whose chosen answers are better than those of the model: it makes chosen answers more likely and rejected
+    answers less likely.
     """
     return torch.sigmoid(-beta * chosen_logratios_P) + torch.sigmoid(beta * rejected_logratios_P)
 
 
 def apo_down_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """APO-down (D'Oosterlinck et al. 2024, arXiv 2408.06266, equation 8): sigmoid(beta r_c) + (1 - sigmoid(beta h)).
+    """Return the APO-down loss (D'Oosterlinck et al. 2024, arXiv 2408.06266, equation 8).
 
-    For data whose chosen answers are worse than those of the model: both become less likely, the rejected ones more so.
+        sigmoid(beta r_c) + (1 - sigmoid(beta h))
+
+    It is for data whose chosen answers are worse than those of the model: it makes both answers less likely, and the
+    rejected one more so.
     """
     difference_P = chosen_logratios_P - rejected_logratios_P
     return torch.sigmoid(beta * chosen_logratios_P) + torch.sigmoid(-beta * difference_P)
@@ -78,11 +96,11 @@ RewardScale = Annotated[float, Gt(0)]
 def dpo_losses(
     chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
 ) -> Tensor:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+    """Return the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
         - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
 
-    With e above 0 it is the conservative form, for data in which a fraction e of the pairs has the wrong order.
+    With e above 0 this is conservative DPO, for data in which the order of a fraction e of the pairs is wrong.
 
     Args:
         label_smoothing: e, in [0, 0.5).
@@ -95,10 +113,10 @@ def dpo_losses(
 
 
 def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
+    """Return the IPO loss (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
-    beta is tau in the paper. If r is a mean over tokens, as TRL takes it, the length of an answer does not decide how far h
-    has to go.
+    beta is tau in the paper. If r is a mean over tokens, as in TRL, the target for h does not depend on the length of the
+    answers.
 
     Examples:
         >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
@@ -108,7 +126,7 @@ def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta
 
 
 def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """Hinge on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
+    """Return the hinge loss on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
 
     beta is the reciprocal of the margin.
 
@@ -127,10 +145,12 @@ def rpo_sq_losses(
     reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
 ) -> Tensor:
-    """Reward-aware preference optimisation, squared (Sun et al. 2025, arXiv 2502.00203): (beta h - eta d)^2.
+    """Return the squared loss of reward-aware preference optimisation (Sun et al. 2025, arXiv 2502.00203).
+
+        (beta h - eta d)^2
 
     Args:
-        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, as the data gives them.
+        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, from the data.
         gt_reward_scale: eta.
     """
     return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
@@ -144,10 +164,12 @@ def rpo_bwd_kl_losses(
     reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
 ) -> Tensor:
-    """Reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704): KL(Bernoulli(a) || Bernoulli(b)).
+    """Return the backward-KL loss of reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704).
 
-    a = sigmoid(eta d) is the preference that the rewards in the data imply, b = sigmoid(beta h) that of the policy. The loss
-    is 0 where beta h = eta d; d and eta as in :func:`rpo_sq_losses`.
+        KL(Bernoulli(a) || Bernoulli(b)),    a = sigmoid(eta d),    b = sigmoid(beta h)
+
+    a is the preference implied by the rewards in the data, b that of the policy. The loss is 0 if beta h = eta d. d and eta
+    are defined in :func:`rpo_sq_losses`.
     """
     return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_logratios_P - rejected_logratios_P))
 
@@ -160,18 +182,24 @@ def rpo_fwd_kl_losses(
     reward_delta_P: Tensor,
     gt_reward_scale: RewardScale = 1.0,
 ) -> Tensor:
-    """:func:`rpo_bwd_kl_losses` the other way round: KL(Bernoulli(b) || Bernoulli(a)); the names are NeMo-Aligner's."""
+    """Return the forward-KL loss: that of :func:`rpo_bwd_kl_losses` with its arguments swapped.
+
+        KL(Bernoulli(b) || Bernoulli(a))
+
+    The names "backward" and "forward" are those of NeMo-Aligner.
+    """
     return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
 
 
 def robust_losses(
     chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
 ) -> Tensor:
-    """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased where e of the pairs have the wrong order.
+    """Return the robust DPO loss (Chowdhury et al. 2024, arXiv 2403.00409).
 
         (- (1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
 
-    Its mean over flipped pairs is the DPO loss of the pairs in their right order. A single loss may be below 0.
+    It is unbiased if the order of a fraction e of the pairs is wrong: its expectation over random flips of the pairs is the
+    DPO loss of the pairs in their correct order. The loss of a single pair may be negative.
 
     Args:
         label_smoothing: e, in [0, 0.5).
@@ -184,7 +212,9 @@ def robust_losses(
 def exo_pair_losses(
     chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, exo_label_smoothing: SmallProbability = 1e-3
 ) -> Tensor:
-    """EXO for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16): KL(Bernoulli(sigmoid(beta h)) || Bernoulli(1 - e)).
+    """Return the EXO loss for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16).
+
+        KL(Bernoulli(sigmoid(beta h)) || Bernoulli(1 - e))
 
     Args:
         exo_label_smoothing: e, the probability that the rejected answer is the better one; in (0, 0.5).
@@ -196,17 +226,17 @@ def exo_pair_losses(
 def discopop_losses(
     chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, discopop_tau: Temperature = 0.05
 ) -> Tensor:
-    """DiscoPOP, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
+    """Return the DiscoPOP loss, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
 
         (1 - m) (- log sigmoid(beta h)) + m exp(-beta h),    m = sigmoid(beta h / tau)
 
     Args:
-        discopop_tau: tau, the temperature of the blend.
+        discopop_tau: tau, the temperature of the modulation m.
     """
     logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
     modulation_P = logits_P / discopop_tau
     logistic_P = -F.logsigmoid(logits_P) * torch.sigmoid(-modulation_P)
-    # one exponential: for large negative logits the two factors are infinity and 0
+    # a single exponential, because for large negative logits the two factors would be infinity and 0
     return logistic_P + torch.exp(F.logsigmoid(modulation_P) - logits_P)
 
 
@@ -218,13 +248,15 @@ def simpo_losses(
     simpo_gamma: Annotated[float, Ge(0)] = 0.5,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> Tensor:
-    """SimPO (Meng et al. 2024, arXiv 2405.14734, equation 6): - log sigmoid(beta (chosen - rejected) - gamma).
+    """Return the SimPO loss (Meng et al. 2024, arXiv 2405.14734, equation 6).
+
+        - log sigmoid(beta (chosen - rejected) - gamma)
 
     Args:
-        chosen_logratios_P, rejected_logratios_P: the mean log-prob of an answer's tokens under the policy; fp32.
-        beta: scale of the reward; the paper takes 2 to 2.5, more than with a reference.
-        simpo_gamma: gamma, the margin that the chosen answer must win by.
-        label_smoothing: as in :func:`dpo_losses`.
+        chosen_logratios_P, rejected_logratios_P: mean log-prob of the tokens of each answer under the policy; fp32.
+        beta: scale of the reward; the paper uses 2 to 2.5, more than is usual with a reference.
+        simpo_gamma: gamma, the margin by which the chosen answer must win.
+        label_smoothing: see :func:`dpo_losses`.
     """
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
@@ -236,26 +268,30 @@ def orpo_losses(
     beta: float,
     orpo_sft_weight: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
-    """ORPO (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7): SFT on the chosen answer, and the odds ratio.
+    """Return the ORPO loss, SFT on the chosen answer plus an odds ratio term (Hong et al. 2024, arXiv 2403.07691).
+
+    Equations 6 and 7 of the paper:
 
         - w log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
 
     Args:
-        chosen_logratios_P, rejected_logratios_P: log p, the mean log-prob of an answer's tokens under the policy; fp32.
-        beta: weight of the odds ratio, lambda in the paper.
-        orpo_sft_weight: w; 0 where another SFT term takes the place of this one.
+        chosen_logratios_P, rejected_logratios_P: log p, the mean log-prob of the tokens of each answer under the policy;
+            fp32.
+        beta: weight of the odds ratio term, lambda in the paper.
+        orpo_sft_weight: w; 0 if another SFT term replaces this one.
     """
     log_odds_ratio_P = _log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P)
     return -orpo_sft_weight * chosen_logratios_P - beta * F.logsigmoid(log_odds_ratio_P)
 
 
 def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
-    """For each value of one list the value of the same rank in the other: [N] each, without gradient.
+    """Match the values of two tensors by their rank in sorted order.
 
-    Hand in the WHOLE global batch: ranks within a part of it are others.
+    Pass the values of the WHOLE global batch, because ranks within a part of it differ.
 
     Returns:
-        The partners of ``first_N`` (values of ``second_N``), and the partners of ``second_N``.
+        For each value of ``first_N`` the value of ``second_N`` with the same rank, and for each value of ``second_N`` the
+        value of ``first_N`` with the same rank: [N] each, without gradient.
 
     Examples:
         >>> rank_partners(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0]))
@@ -277,22 +313,25 @@ def aot_losses(
     second_partners_P: Tensor,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> Tensor:
-    """AOT, alignment by optimal transport (Melnyk et al. 2024, arXiv 2406.05882): sorted values a and b, compared by rank.
+    """Return the AOT loss, alignment via optimal transport (Melnyk et al. 2024, arXiv 2406.05882).
+
+    Two sets of values, a and b, are sorted and compared by rank:
 
         sum over ranks k of g(a_(k) - b_(k)),    g(x) = - (1 - e) log sigmoid(beta x) - e log sigmoid(-beta x)
 
-    The values of a pair may meet those of any other. With b_p(i) and a_p(i), the values of the same rank as a_i and b_i,
-    held constant (sg), the loss of pair i is
+    So a value may be compared with a value of any other pair. Let b_p(i) and a_p(i) be the values with the same rank as a_i
+    and b_i, and let sg denote stop-gradient. The loss of pair i is
 
         g(a_i - sg b_p(i)) + g(sg a_p(i) - b_i) - sg g(a_p(i) - b_i)
 
-    Its value is g(a_i - b_p(i)): over all pairs that is each rank once, the sum above. Its gradient is g'(a_i - b_p(i))
-    for a_i and -g'(a_p(i) - b_i) for b_i: that of the sum above, as a small step changes no order. So the pairs may lie in
-    any micro-batches.
+    Its value is g(a_i - b_p(i)); over all pairs each rank occurs once, so the losses add up to the sum above. Its gradient
+    is g'(a_i - b_p(i)) with respect to a_i and -g'(a_p(i) - b_i) with respect to b_i, which is the gradient of the sum
+    above, because a small step does not change the order. The pairs may therefore be distributed over micro-batches in any
+    way.
 
     Args:
-        first_P, second_P: a and b. Of AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and under
-            the reference; of AOT on unpaired answers, the log-ratios of chosen and of rejected answers.
+        first_P, second_P: a and b. For AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and
+            under the reference; for AOT on unpaired answers, the log-ratios of the chosen and of the rejected answers.
         first_partners_P, second_partners_P: b_p(i) and a_p(i), see :func:`rank_partners`.
         label_smoothing: e, in [0, 0.5).
 
@@ -312,13 +351,13 @@ def _smoothed_logistic(logits_P: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _bernoulli_kl(logits_P: Tensor, other_P: Tensor) -> Tensor:
-    """KL(Bernoulli(sigmoid(logits)) || Bernoulli(sigmoid(other)))."""
+    """Return KL(Bernoulli(sigmoid(logits)) || Bernoulli(sigmoid(other)))."""
     yes_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - F.logsigmoid(other_P))
     return yes_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - F.logsigmoid(-other_P))
 
 
 def _log_odds(logps_P: Tensor) -> Tensor:
-    # expm1: 1 - p keeps its digits where p is close to 1; where p is 1 in fp32, the smallest step below it is taken
+    # expm1 keeps 1 - p accurate for p close to 1; p = 1 in fp32 is replaced by a value just below 1
     below_one_P = logps_P.clamp(max=-torch.finfo(logps_P.dtype).eps)
     return logps_P - torch.log(-torch.expm1(below_one_P))
 
@@ -343,7 +382,7 @@ LOSSES = {
     "simpo": Loss(function=simpo_losses, needs_reference=False, average_log_probs=True),
     "orpo": Loss(function=orpo_losses, needs_reference=False, average_log_probs=True),
 }
-"""The values of ``preference_loss`` that have a name."""
+"""Built-in losses, by their name in ``preference_loss``."""
 
 
 def preference_metric_sums(
@@ -361,22 +400,26 @@ def preference_metric_sums(
     valid_P: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Add up a micro-batch, so that sums of micro-batches and ranks give the metrics of the global batch exactly.
+    """Return the loss and metric sums of a micro-batch.
+
+    Added over micro-batches and ranks, the sums give the metrics of the global batch exactly.
 
     Args:
-        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss of each pair, with all their weights.
-        sft_scale: valid pairs of the global batch divided by the sum of their ``sft_counts_P``: the gradient is divided by
-            the number of pairs, the SFT term by that sum.
-        sft_counts_P: the part of each pair in what the SFT term is divided by: 1, or the number of its tokens.
-        preference_losses_P, sft_losses_P: the same terms without weights: its preference loss and the negative log-prob of
-            its chosen answer.
-        chosen_logratios_P, rejected_logratios_P, beta: as a loss takes them.
-        chosen_logps_P, rejected_logps_P: the policy's log-probs.
-        valid_P: True where both answers have a token; the other pairs are in no sum and no count but ``invalid_rows``.
+        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss of each pair, with all weights
+            applied.
+        sft_scale: number of valid pairs of the global batch divided by the sum of their ``sft_counts_P``. It is needed
+            because the gradient is divided by the number of pairs, while the SFT term is divided by that sum.
+        sft_counts_P: contribution of each pair to the denominator of the SFT term: 1, or its number of tokens.
+        preference_losses_P, sft_losses_P: the same terms without weights: the preference loss of each pair and the negative
+            log-prob of its chosen answer.
+        chosen_logratios_P, rejected_logratios_P, beta: the arguments of the loss.
+        chosen_logps_P, rejected_logps_P: log-probs of the answers under the policy.
+        valid_P: True if both answers have a token; other pairs are counted only in ``invalid_rows``.
 
     Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; only for this global batch, because of
-        ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``, ``correct``).
+        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; meaningful only within this global batch,
+        because of ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``,
+        ``correct``).
     """
     chosen_rewards_P = beta * chosen_logratios_P.detach().double()
     rejected_rewards_P = beta * rejected_logratios_P.detach().double()
@@ -401,16 +444,16 @@ def preference_metric_sums(
 
 
 def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turn sums over the global batch into metrics.
+    """Compute the metrics from sums over the global batch.
 
     Args:
-        sums: what :func:`preference_metric_sums` gives, added over micro-batches and ranks.
+        sums: result of :func:`preference_metric_sums`, added over micro-batches and ranks.
 
     Returns:
-        loss (the mean preference term plus the mean SFT term; 0 where no pair is valid), preference_loss, sft_loss, acc
-        (fraction of the pairs whose chosen answer has the greater reward), rewards_{chosen,rejected}_mean, rewards_margin,
-        rewards_margin_std, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows (pairs), invalid_rows. Standard
-        deviations are those of the sample. What has no pair is left out.
+        loss (mean preference term plus mean SFT term; 0 if no pair is valid), preference_loss, sft_loss, acc (fraction of
+        the pairs whose chosen answer has the higher reward), rewards_{chosen,rejected}_mean, rewards_margin,
+        rewards_margin_std, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows (number of pairs), invalid_rows.
+        Standard deviations are sample standard deviations. Metrics that no pair contributes to are left out.
     """
     rows, sft_count = sums["rows"], max(sums["sft_count"], 1)
     metrics = {"loss": sums["weighted_preference_loss_sum"] / max(rows, 1) + sums["weighted_sft_loss_sum"] / sft_count}

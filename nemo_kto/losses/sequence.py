@@ -1,6 +1,6 @@
-"""From token log-probabilities to one number per sequence.
+"""Reduction of token log-probs to one value per sequence.
 
-Shape suffixes: B sequences of a padded batch, S tokens of each, T response tokens of all of them together, N sequences.
+Shape suffixes: B sequences in a padded batch, S tokens per sequence, T response tokens in the whole batch, N sequences.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""Label of a token that is not part of a response: prompt and padding."""
+"""Label of tokens that are not part of a response, that is, prompt and padding."""
 
 
 def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the response tokens of a batch and the hidden states that predict them.
 
-    The hidden state at position t - 1 predicts the token at position t, so a response token in the first column has
-    nothing that predicts it and is left out.
+    The hidden state at position t - 1 predicts the token at position t. A response token in the first column is therefore
+    left out, because no hidden state predicts it.
 
     Args:
-        labels_BS: the token itself where it belongs to the response, ``IGNORED`` elsewhere; not shifted.
+        labels_BS: the token id at response tokens, ``IGNORED`` elsewhere; not shifted.
 
     Returns:
-        (sequence_T, position_T, target_T), int64, ordered by sequence and then by position: the sequence of each response
-        token, the position of the hidden state that predicts it, and the token.
+        (sequence_T, position_T, target_T), int64, ordered by sequence and then by position: for each response token the
+        index of its sequence, the position of the hidden state that predicts it, and the token id.
 
     Examples:
         >>> labels = torch.tensor([[-100, -100, 7, 8], [-100, 9, -100, -100]])
@@ -40,7 +40,10 @@ def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def response_counts(labels_BS: Tensor) -> Tensor:
-    """[B], int64: number of response tokens of each sequence that count; ``labels_BS`` as in :func:`response_positions`.
+    """Return the number of predicted response tokens of each sequence: [B], int64.
+
+    Args:
+        labels_BS: see :func:`response_positions`; a response token in the first column is not counted.
 
     Examples:
         >>> response_counts(torch.tensor([[-100, 5, 6], [5, -100, -100]])).tolist()
@@ -57,16 +60,17 @@ def sequence_sums(
     average: bool,
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
-    """Add up the token log-probs of each sequence. Differentiable.
+    """Sum the token log-probs of each sequence; differentiable.
 
-    The sum is carried in float64 and rounded once, so it does not depend on the order of the tokens.
+    The sum is computed in float64 and rounded once, so it does not depend on the order of the tokens.
 
     Args:
         token_logps_T: log-prob of each response token; fp32.
-        sequence_T: the sequence of each token, in [0, N); int64.
+        sequence_T: index of the sequence of each token, in [0, N); int64.
         num_sequences: N.
-        average: give the mean over a sequence's tokens instead of the sum.
-        over_ranks: adds the sums of all ranks that have tokens of these sequences; called once, differentiable.
+        average: return the mean over the tokens of a sequence instead of the sum.
+        over_ranks: sums its argument over all ranks that hold tokens of these sequences; called once; must be
+            differentiable.
 
     Returns:
         [N], in the dtype of ``token_logps_T``; 0 for a sequence without tokens.
@@ -81,7 +85,7 @@ def sequence_sums(
     sums_N = token_logps_T.new_zeros(num_sequences, dtype=torch.float64).index_add(0, sequence_T, token_logps_T.double())
     if not average:
         return over_ranks(sums_N).to(token_logps_T.dtype)
-    # not bincount, which asks the device for the largest value
+    # not bincount, which synchronises with the device to read the largest value
     counts_N = torch.zeros_like(sums_N).index_add(0, sequence_T, torch.ones_like(token_logps_T, dtype=torch.float64))
     sums_N, counts_N = over_ranks(torch.stack((sums_N, counts_N)))
     return (sums_N / counts_N.clamp(min=1)).to(token_logps_T.dtype)

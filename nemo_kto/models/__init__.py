@@ -1,3 +1,3 @@
-"""Its modules import megatron-core, which takes from what is installed; what it may take is settled before."""
+"""GPT models on megatron-core; the device package is imported first, as it decides what megatron-core may import."""
 
 import nemo_kto.device  # noqa: F401

@@ -1,4 +1,4 @@
-"""FLOPs of a pass, and which gradients a backward pass needs where weights are frozen."""
+"""FLOPs per forward or backward pass, and the gradients that a backward pass needs if weights are frozen."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts"
 
 
 class Block(NamedTuple):
-    """A part of a layer with a residual connection around it; experts and a shared expert have the same one.
+    """A part of a layer with a residual connection around it; experts and shared expert share one.
 
     Attributes:
-        layer: number of its layer, from 0.
+        layer: index of the layer, from 0.
         name: ``ATTENTION``, ``MLP``, ``EXPERTS`` or ``SHARED_EXPERTS``.
-        adapted: its parameters that have adapters, once for all experts.
-        enters: there is a gradient of its input.
-        inside: there is one of what its last linear layer gets.
-        leaves: there is one of what it adds.
+        adapted: parameters of the block that have adapters, listed once for all experts.
+        enters: whether the input of the block requires a gradient.
+        inside: whether the input of the last linear layer of the block requires a gradient.
+        leaves: whether the output of the block, which is added to the residual stream, requires a gradient.
     """
 
     layer: int
@@ -41,13 +41,13 @@ class Block(NamedTuple):
 def blocks_of(
     architecture: Architecture, layers: Sequence[int], *, adapters: LoRASettings | None, enters: bool
 ) -> Iterator[Block]:
-    """The blocks of layers that follow one another, in the order of a forward pass.
+    """Yield the blocks of consecutive layers, in the order of a forward pass.
 
     Args:
         architecture: the model.
-        layers: their numbers, from 0.
-        adapters: what is adapted; None where all weights are trained.
-        enters: there is a gradient of what the first of the layers gets.
+        layers: indices of the layers, from 0.
+        adapters: the LoRA settings; None if all weights are trained.
+        enters: whether the input of the first layer requires a gradient.
     """
     enters = enters or adapters is None
     adapted = _adapted(architecture, adapters)
@@ -64,7 +64,7 @@ def blocks_of(
 
 
 def _adapted(architecture: Architecture, adapters: LoRASettings | None) -> Mapping[str, tuple[ParamMapping, ...]]:
-    """The parameters with adapters in each kind of block."""
+    """Return the parameters with adapters for each kind of block."""
     found = [] if adapters is None else adapted_mappings(architecture, adapters)
     every_layer = range(architecture.num_layers)
     held = [(_block_name(mapping), mapping) for mapping in found if any(architecture.instances(mapping, every_layer))]
@@ -73,18 +73,21 @@ def _adapted(architecture: Architecture, adapters: LoRASettings | None) -> Mappi
 
 
 def _block_name(mapping: ParamMapping) -> str:
-    """``mlp.experts`` of ``decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight``."""
+    """Return the name of the block that a parameter belongs to.
+
+    ``decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight`` belongs to ``mlp.experts``.
+    """
     name = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
     return name.rpartition(".linear_")[0]
 
 
 class Passes(NamedTuple):
-    """How often a step goes through the model.
+    """Number of passes through the model in a step.
 
     Attributes:
-        forward: with the adapters, if there are any.
-        disabled: the same without them.
-        backward: passes back.
+        forward: forward passes, with adapters if there are any.
+        disabled: forward passes with adapters disabled.
+        backward: backward passes.
     """
 
     forward: int = 0
@@ -96,15 +99,15 @@ class AttentionWindow(NamedTuple):
     """The tokens that a token attends to in a layer: itself and earlier ones.
 
     Attributes:
-        size: how many at most; None for no limit.
-        chunked: the limit is the chunk of the sequence that the token is in, instead of a window that slides.
+        size: maximum number of these tokens; None for no limit.
+        chunked: the window is the chunk of ``size`` tokens of the sequence that contains the token; if False, it slides.
     """
 
     size: int | None
     chunked: bool = False
 
     def pairs(self, length: int) -> int:
-        """Pairs of a token and a token that it attends to, in a sequence of ``length`` tokens.
+        """Return the number of pairs of a token and a token it attends to, in a sequence of ``length`` tokens.
 
         Examples:
             >>> AttentionWindow(None).pairs(5), AttentionWindow(2).pairs(5), AttentionWindow(2, chunked=True).pairs(5)
@@ -122,14 +125,14 @@ def _triangle(number: int) -> int:
 
 
 class Flops(NamedTuple):
-    """Operations of a pass, or of several.
+    """FLOPs of one or several passes.
 
     Attributes:
-        per_token: of linear layers.
-        per_token_mlp: those of them that are in the MLPs.
-        per_token_pair: of attention scores and values, for each token and each token that it attends to, by the window of
-            the layers.
-        per_response_token: of the output layer, which only response tokens meet.
+        per_token: FLOPs of the linear layers per token.
+        per_token_mlp: the part of ``per_token`` that is in the MLPs.
+        per_token_pair: FLOPs of attention scores and values per pair of a token and a token it attends to, keyed by the
+            attention window of the layers.
+        per_response_token: FLOPs of the output layer, which is applied to response tokens only.
     """
 
     per_token: int
@@ -138,31 +141,31 @@ class Flops(NamedTuple):
     per_response_token: int
 
     def attention(self, length: int) -> int:
-        """Of attention scores and values over a sequence of ``length`` tokens."""
+        """Return the FLOPs of attention scores and values for a sequence of ``length`` tokens."""
         return sum(operations * window.pairs(length) for window, operations in self.per_token_pair.items())
 
     def of_tokens(self, length: int, responses: int = 0) -> int:
-        """Over a sequence of ``length`` tokens, of which so many are response tokens."""
+        """Return the FLOPs for a sequence of ``length`` tokens, of which ``responses`` are response tokens."""
         return self.per_token * length + self.attention(length) + self.per_response_token * responses
 
     def of_rows(self, rows: int, width: int) -> int:
-        """Over so many rows of ``width`` tokens, all but the first of them an answer."""
+        """Return the FLOPs for ``rows`` sequences of ``width`` tokens, all but the first of which are response tokens."""
         return rows * self.of_tokens(width, width - 1)
 
     def of(self, sequences: SequenceBatch) -> Tensor:
-        """Over the sequences, without their padding: 0-d float64."""
+        """Return the FLOPs for the sequences without their padding: 0-d float64."""
         lengths, responses = sequences.lengths_B.tolist(), sequences.response_counts_B.tolist()
         return torch.tensor(sum(map(self.of_tokens, lengths, responses)), dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """Operations of one pass.
+    """FLOPs of one pass of each kind.
 
     Attributes:
-        forward: with the adapters, if there are any.
-        disabled: the same without them.
-        backward: back.
+        forward: forward pass, with adapters if there are any.
+        disabled: forward pass with adapters disabled.
+        backward: backward pass.
     """
 
     forward: Flops
@@ -171,7 +174,7 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, architecture: Architecture, *, adapters: LoRASettings | None = None) -> ModelFlops:
-        """For one layout-independent copy of the model, all of which is trained unless there are adapters."""
+        """Count the FLOPs of a whole copy of the model, independent of the layout; without adapters it is trained fully."""
         enters = adapters is not None and EMBEDDING in adapters.modules
         blocks = [*blocks_of(architecture, range(architecture.num_layers), adapters=adapters, enters=enters)]
         frozen = [product for block in blocks for product in _of_weights(architecture, block)]
@@ -189,7 +192,7 @@ class ModelFlops:
         )
 
     def of_passes(self, passes: Passes) -> Flops:
-        """Of so many of each."""
+        """Return the total FLOPs of the given numbers of passes."""
         kinds = (self.forward, self.disabled, self.backward)
 
         def total(counts: Sequence[int]) -> int:
@@ -206,14 +209,14 @@ class ModelFlops:
 
 
 class _Product(NamedTuple):
-    """Operations of a matrix product for a token, where it is, and whether there is a gradient of what is multiplied."""
+    """A matrix product: FLOPs per token, whether it is in an MLP, and whether its input requires a gradient."""
 
     operations: int
     is_mlp: bool
     has_gradient: bool
 
     def times(self, number: int) -> _Product:
-        """The same so many times."""
+        """Return the product with ``number`` times the FLOPs."""
         return self._replace(operations=number * self.operations)
 
 
@@ -227,7 +230,7 @@ def _sum(products: list[_Product], per_token_pair: Mapping[AttentionWindow, int]
 
 
 def _attention(architecture: Architecture, blocks: Sequence[Block], *, of_gradients: bool) -> dict[AttentionWindow, int]:
-    """Operations of scores and values for each pair of tokens, by the window of the layers: forward, or back."""
+    """Return the FLOPs of scores and values per pair of tokens, keyed by attention window: forward, or backward."""
     operations = 4 * architecture.num_attention_heads * architecture.head_dim
     found: dict[AttentionWindow, int] = {}
     for block in blocks:
@@ -240,14 +243,18 @@ def _attention(architecture: Architecture, blocks: Sequence[Block], *, of_gradie
 
 
 def _of_weights(architecture: Architecture, block: Block) -> Iterator[_Product]:
-    """Those of a block's first linear layers, and of its last one."""
+    """Yield the products with the weights of a block, without adapters: first linear layers, then the last one."""
     first, last = _weights(architecture, block.name)
     for count, has_gradient in ((first, block.enters), (last, block.inside)):
         yield _Product(2 * count, block.name != ATTENTION, has_gradient)
 
 
 def _weights(architecture: Architecture, block: str) -> tuple[int, int]:
-    """Weights that a token meets: query, key and value, and output; gate and up, with router or gate, and down."""
+    """Return the number of weights applied to each token, in the first linear layers and in the last one.
+
+    First layers: query, key and value; or gate and up projection, with the router, or the gate of the shared expert. Last
+    layer: attention output, or down projection.
+    """
     hidden, head_dim, experts = architecture.hidden_size, architecture.head_dim, architecture.experts
     if block == ATTENTION:
         heads, groups = architecture.num_attention_heads, architecture.num_query_groups
@@ -261,8 +268,10 @@ def _weights(architecture: Architecture, block: str) -> tuple[int, int]:
 
 
 def _of_adapters(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
-    """A and B of each adapter, as PEFT has them: a pair for each weight of the Hugging Face model. Of an embedding's, one
-    matrix is looked up."""
+    """Yield the products with A and B of each adapter, one pair for each weight of the Hugging Face model, as in PEFT.
+
+    An adapter of the embedding has one product only, because the other matrix is a lookup.
+    """
     for mapping in adapted_mappings(architecture, adapters):
         if mapping.split is Split.VOCABULARY:
             yield _Product(2 * adapters.rank * architecture.hidden_size, False, True)

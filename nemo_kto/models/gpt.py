@@ -1,4 +1,4 @@
-"""The GPT model: megatron-core's GPTModel, ending in hidden states instead of logits."""
+"""GPT model: megatron-core's GPTModel, returning hidden states instead of logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nemo_kto.models.layer_spec import block_spec
 from nemo_kto.models.layers.embedding import RowEmbedding, scale_of
 from nemo_kto.models.transformer_settings import recomputed, transformer_config
 
-# Parameters whose size depends on how many zero heads the tensor-parallel size needs.
+# Parameters whose size depends on the number of zero heads that pad the model for the tensor-parallel size.
 _PADDED_WITH_HEADS = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -39,7 +39,7 @@ _PADDED_WITH_HEADS = (
 
 
 class _HiddenStateOutput(ColumnParallelLinear):
-    """An output layer that owns its weight and leaves its input as it is."""
+    """Output layer that holds the weight but returns its input unchanged."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -48,14 +48,14 @@ class _HiddenStateOutput(ColumnParallelLinear):
 
 
 class HiddenStateGPT(GPTModel):
-    """A GPTModel whose last pipeline stage returns hidden states, [batch, sequence, hidden].
+    """GPTModel whose last pipeline stage returns hidden states, [batch, sequence, hidden].
 
-    Under sequence parallelism they are this rank's part of the sequence. Logits are formed by whoever needs them, from
-    ``output_weight()``, a few tokens at a time; the gradient of the weight then arises there and not in this module.
+    With sequence parallelism these are this rank's part of the sequence. The caller computes logits from
+    ``output_weight()``, a few tokens at a time, so the gradient of that weight comes from the caller, not from this module.
 
     Attributes:
-        adapters: what ``models.lora.add_adapters`` has adapted; None for a model whose own weights are trained.
-        logit_softcap: c for which the logits become c tanh(logit / c); None where they stay as they are.
+        adapters: LoRA settings that ``models.lora.add_adapters`` applied; None for a model whose own weights are trained.
+        logit_softcap: c in the soft cap c tanh(logit / c) of the logits; None for no soft cap.
     """
 
     adapters: LoRASettings | None = None
@@ -63,24 +63,26 @@ class HiddenStateGPT(GPTModel):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        # GPTModel leaves no choice of the classes it builds here.
+        # GPTModel does not let the caller choose these classes.
         if self.pre_process:
             self.embedding.word_embeddings.__class__ = RowEmbedding
         if self.post_process:
-            # The layer stays a module of its own, because DistributedDataParallel may wait in its forward hook for this
-            # weight to arrive.
+            # The layer remains a separate module, because DistributedDataParallel may wait in its forward hook until this
+            # weight is gathered.
             self.output_layer.__class__ = _HiddenStateOutput
 
     def _preprocess(self, *args: object, padding_mask: Tensor | None = None, **kwargs: object) -> tuple[object, ...]:
-        """As megatron-core's, which lets only a mask of the shape of the tokens pass; ours stays as it is."""
+        """Run megatron-core's method, but keep ``padding_mask`` as it is; megatron-core requires the tokens' shape."""
         *prepared, _ = super()._preprocess(*args, **kwargs)
         return (*prepared, padding_mask)
 
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output layer, [padded vocabulary / tensor parallel, hidden]; the embedding's if tied.
+        """Return this rank's rows of the output weight, [padded vocabulary / tensor parallel, hidden].
+
+        If the embeddings are tied, it is the weight of the embedding.
 
         Raises:
-            RuntimeError: this pipeline stage has no output layer.
+            RuntimeError: if this pipeline stage has no output layer.
         """
         if not self.post_process:
             raise RuntimeError("only the last pipeline stage has an output weight, and this model is of an earlier one")
@@ -89,11 +91,11 @@ class HiddenStateGPT(GPTModel):
         return self.output_layer.weight
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
-        """As GPTModel's, and tensors padded with zero heads may be loaded at a layout with more or fewer of them."""
+        """Return GPTModel's sharded state; tensors padded with zero heads may be loaded with more or fewer of them."""
         state = super().sharded_state_dict(*args, **kwargs)
         for name, tensor in state.items():
             if isinstance(tensor, ShardedTensor) and name.endswith(_PADDED_WITH_HEADS):
-                tensor.allow_shape_mismatch = True  # cuts or fills with zeros at the end, which is where the padding is
+                tensor.allow_shape_mismatch = True  # truncates or zero-fills at the end, where the padding is
         return state
 
 
@@ -115,26 +117,26 @@ def build_gpt(
     empty: bool = False,
     **recompute: str | int | None,
 ) -> HiddenStateGPT:
-    """Build a chunk of this rank's part of the model, with random weights.
+    """Build one model chunk of this rank, with random weights.
 
     Args:
-        architecture: the model; also says the tensor-parallel size.
+        architecture: the model, including its tensor-parallel size.
         params_dtype: dtype of parameters and activations.
-        split, chunk: how the layers are shared out over the pipeline; which of this rank's model chunks this is, from 0.
-        context_parallel, expert_parallel: ranks that share a sequence; over which the experts of a layer are shared out.
-        pre_process, post_process: this chunk begins with the embedding; it ends with the output layer.
-        sequence_parallel: share out the sequence where tensor parallelism does not share out the work.
+        split, chunk: partition of the layers across pipeline stages; index of the chunk among those of this rank, from 0.
+        context_parallel, expert_parallel: context-parallel size; expert-parallel size.
+        pre_process, post_process: the chunk starts with the embedding; it ends with the output layer.
+        sequence_parallel: shard the sequence in the parts of a layer that tensor parallelism does not shard.
         recompute_modules: mlp, core_attn or both, with recompute_granularity="selective".
-        attn_mask_type: causal, or arbitrary if ``forward`` is given a mask, [batch, 1, sequence, sequence], True = not seen.
-        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": Transformer Engine's linear layers multiply in it.
-        grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need each by itself.
-        empty: the weights have names and shapes but no values, and take no memory (torch's meta device), in megatron-core's
-            own layers: adapters can be put on and added to the weights of another model.
-        recompute: recompute_granularity, None to keep all activations, "selective" to forget those of ``recompute_modules``,
-            "full" those of whole layers; then recompute_method, uniform or block, and recompute_num_layers a unit or in all.
+        attn_mask_type: causal, or arbitrary if ``forward`` gets a mask, [batch, 1, sequence, sequence], True = masked out.
+        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": format of the products in Transformer Engine's linear layers.
+        grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need separate experts.
+        empty: create megatron-core's own layers on torch's meta device, with names and shapes of the weights but no values
+            or memory, in order to apply adapters to them and merge these into the weights of another model.
+        recompute: recompute_granularity, None to keep all activations, "selective" to recompute ``recompute_modules``,
+            "full" for whole layers; recompute_method, uniform or block; recompute_num_layers per unit or in total.
 
     Raises:
-        SplitError: the layers cannot be shared out like this.
+        SplitError: if the layers cannot be partitioned like this.
     """
     engine = uses_transformer_engine(params_dtype) and not empty and not architecture.not_in_engine
     config = transformer_config(
@@ -149,7 +151,7 @@ def build_gpt(
         recompute_modules=recomputed(architecture, recompute_modules),
         fp8=fp8,
         expert_model_parallel_size=expert_parallel,
-        use_cpu_initialization=empty,  # whose tensors are on the device of the context below
+        use_cpu_initialization=empty,  # creates tensors on the device of the context below
     )
     vp_stage = chunk if split.chunks > 1 else None
     spec = block_spec(architecture, config, vp_stage, engine=engine, attn_mask_type=attn_mask_type)
@@ -159,11 +161,14 @@ def build_gpt(
 
 
 def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
-    """All model chunks of this rank, with the embedding in the first and the output layer in the last one of the pipeline.
+    """Build all model chunks of this rank.
+
+    The first chunk of the pipeline has the embedding, the last one the output layer.
 
     Args:
-        split: how the layers are shared out over the pipeline.
-        settings: of :func:`build_gpt`, the same for all.
+        architecture: the model.
+        split: partition of the layers across pipeline stages.
+        settings: further arguments of :func:`build_gpt`, the same for all chunks.
     """
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     last = split.chunks - 1
@@ -183,14 +188,14 @@ def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE
 def _model(
     architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, *, engine: bool, **place: Any
 ) -> HiddenStateGPT:
-    """The model, with the architecture's frequencies where megatron-core's rotary embedding is used."""
+    """Build the model; if megatron-core's rotary embedding is used, set the frequencies of the architecture."""
     model = HiddenStateGPT(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.padded_vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope" if engine else "none",  # TorchAttention rotates
+        position_embedding_type="rope" if engine else "none",  # without Transformer Engine, TorchAttention applies RoPE
         **place,
     )
     model.logit_softcap = architecture.logit_softcap
@@ -198,8 +203,8 @@ def _model(
         model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, config.params_dtype)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Gradients of experts have a group of their own also where the experts are not shared out: then the state of
-            # the optimizer has one form, and experts that every tensor-parallel rank holds are summed over these ranks.
+            # Gradients of experts use a separate group even if the experts are not sharded: the optimizer state then has
+            # the same form at every layout, and gradients of experts that all tensor-parallel ranks hold are summed.
             parameter.allreduce = False
     if engine:
         model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())

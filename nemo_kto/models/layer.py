@@ -1,4 +1,4 @@
-"""A transformer layer of megatron-core with norms where others have none."""
+"""Transformer layer of megatron-core with norms after attention and MLP."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OutputAndBias = tuple[Tensor, Tensor | None]
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that normalises what attention and MLP give before it is added to the residual stream.
+    """Transformer layer that normalises the outputs of attention and MLP before adding them to the residual stream.
 
-    The norms before them are those of the layer spec, which may have none.
+    The norms before attention and MLP come from the layer spec, which may have none.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,12 +27,12 @@ class PostNormLayer(TransformerLayer):
         self.post_mlp_layernorm = TorchNorm(config=self.config, **sizes)
         self.self_attn_bda = _normed_add(self.post_attention_layernorm)
         self.mlp_bda = _normed_add(self.post_mlp_layernorm)
-        # megatron-core's is enable_grad, with which the norms would keep their inputs in evaluation
+        # megatron-core's handler is enable_grad, with which the norms would save their inputs in evaluation, too
         self.bias_dropout_add_exec_handler = contextlib.nullcontext
 
 
 def _normed_add(norm: nn.Module) -> Callable[[bool, bool], Callable[[OutputAndBias, Tensor, float], Tensor]]:
-    """In the place of megatron-core's bias_dropout_add, with its arguments; there is no dropout in this project."""
+    """Return a replacement for megatron-core's bias_dropout_add, with the same arguments but no dropout."""
 
     def add(output_and_bias: OutputAndBias, residual: Tensor, dropout: float) -> Tensor:
         output, bias = output_and_bias

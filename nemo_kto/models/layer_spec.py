@@ -1,4 +1,4 @@
-"""Which modules layers are made of: Transformer Engine's, or megatron-core's own with those of this package."""
+"""Layer specs: Transformer Engine's modules, or megatron-core's own together with those of this package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def block_spec(
 def _layer_spec(
     architecture: Architecture, config: TransformerConfig, *, engine: bool, sparse: bool, attn_mask_type: AttnMaskType
 ) -> ModuleSpec:
-    """Of a layer with experts (``sparse``) or with one MLP."""
+    """Return the spec of a layer, either with experts (``sparse``) or with one MLP."""
     make = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
     layer = make(
         num_experts=config.num_moe_experts if sparse else None,
@@ -64,13 +64,13 @@ def _layer_spec(
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
         mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
-        if not config.moe_grouped_gemm:  # the layers that can have adapters, whoever makes the others
+        if not config.moe_grouped_gemm:  # adapters on experts need these classes, with Transformer Engine, too
             for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):
                 experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
         if architecture.expert_bias:
             experts = _submodules(mixture.experts)
             experts.linear_fc1, experts.linear_fc2 = _with_bias(ColumnParallelLinear), BiasedExpertOutput
-        # the norm is a module of its own, whoever makes the layers
+        # before experts the norm is a separate module, with Transformer Engine, too
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = attn_mask_type
@@ -80,7 +80,7 @@ def _layer_spec(
 
 
 def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
-    """Put this package's modules into the spec of one of megatron-core's local layers."""
+    """Replace modules in the spec of a local layer of megatron-core by those of this package."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
     if architecture.post_norm:
@@ -114,7 +114,7 @@ def _activation(architecture: Architecture) -> type | ModuleSpec:
 
 
 def _submodules(spec: Any) -> Any:
-    """What a module is made of: of a ModuleSpec, and from megatron-core 0.18 on of a partial."""
+    """Return the submodules of a spec: a ModuleSpec, or (megatron-core >= 0.18) a partial."""
     return (spec.keywords if isinstance(spec, functools.partial) else vars(spec))["submodules"]
 
 
@@ -132,7 +132,10 @@ def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | Mod
 
 
 def _with_bias(linear: type) -> type:
-    """The same linear layer with a bias; megatron-core has one switch for the attention's output and the MLP together."""
+    """Return a subclass of a linear layer that has a bias.
+
+    It is needed because megatron-core has a single switch for the biases of the attention output and of the MLP.
+    """
 
     class LinearWithBias(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:

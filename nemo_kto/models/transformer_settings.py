@@ -1,4 +1,4 @@
-"""An architecture and a layout in the words of megatron-core's configuration."""
+"""megatron-core's TransformerConfig for an architecture and a parallel layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def transformer_config(
     split: PipelineSplit = ONE_STAGE,
     **settings: Any,
 ) -> TransformerConfig:
-    split.layers(architecture.num_layers)  # which is an error where they cannot be shared out
+    split.layers(architecture.num_layers)  # raises SplitError if the layers cannot be partitioned
     fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
-    # a family has one size of window, or of chunk
+    # all windows (or chunks) of a family have the same size
     windows = [window for window in architecture.windows if window is not None]
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -45,21 +45,21 @@ def transformer_config(
         activation_func=F.silu,
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,
-        # Transformer Engine's ring knows no windows; its gathered keys and values do.
+        # Transformer Engine's ring attention does not support windows; all-gather of keys and values does.
         cp_comm_type="all_gather" if windows else "p2p",
         no_rope_freq=None if all(architecture.rotates) else [int(not rotates) for rotates in architecture.rotates],
-        # No dropout: it would add noise to the ratio of policy and reference, which is the signal.
+        # No dropout: it would add noise to the log-ratio of policy and reference, which is the training signal.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=settings["params_dtype"] == torch.bfloat16,
-        fp8_recipe="tensorwise",  # the scale of a tensor is found when it is needed; megatron-core's default remembers some
+        fp8_recipe="tensorwise",  # current scaling; megatron-core's default keeps a history of scales
         pipeline_dtype=settings["params_dtype"],
         bias_activation_fusion=fuses_activation,
-        # megatron-core's way to take the activation from the layer spec; it refuses a fused one beside it
+        # makes megatron-core take the activation from the layer spec; it rejects this together with a fused activation
         use_te_activation_func=not engine and not fuses_activation,
         apply_rope_fusion=engine and fused_rope(),
-        masked_softmax_fusion=False,  # needs apex's extension, and fails without it only at some lengths
-        calculate_per_token_loss=True,  # gradients are sums; whoever trains divides by its own count
+        masked_softmax_fusion=False,  # needs apex's extension; without it, it fails, but only at some lengths
+        calculate_per_token_loss=True,  # gradients are sums; the training code divides by its own count
         variable_seq_lengths=True,
         **_pipeline_settings(split),
         **_expert_settings(architecture, grouped=engine and grouped_experts),
@@ -68,10 +68,10 @@ def transformer_config(
 
 
 def _pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
-    """A split in the words of megatron-core's configuration, and how its stages exchange activations.
+    """Return megatron-core's settings for a pipeline split, and for the communication between its stages.
 
-    With several chunks activations and gradients may travel between the same two ranks at the same time. They are then not
-    sent in one batch, in which gloo confuses them; and on GPUs they travel while the stages compute.
+    With several chunks per stage, activations and gradients may be exchanged between the same two ranks at the same time.
+    They are then not sent as one batch, in which gloo mixes them up; on GPUs the communication overlaps with computation.
     """
     interleaved = split.chunks > 1
     return {
@@ -87,12 +87,12 @@ def _pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
 
 
 def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
-    """What the configuration says of experts.
+    """Return megatron-core's settings for experts.
 
-    ``grouped``: the experts of a rank multiply their tokens in one call of Transformer Engine's, not one after the other.
+    With ``grouped``, Transformer Engine multiplies the tokens of all experts of a rank in one call, not one by one.
     """
     settings: dict[str, Any] = {
-        # The default is refused with variable lengths, experts or not.
+        # megatron-core rejects the default with variable sequence lengths, even for a model without experts.
         "moe_token_dispatcher_type": "alltoall",  # nosec B105  # no password
     }
     if (experts := architecture.experts) is None:
@@ -110,7 +110,7 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
         "num_moe_experts": experts.number,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not experts.normalized,  # shares of all experts, or of those that were chosen
+        "moe_router_pre_softmax": not experts.normalized,  # softmax over all experts, or over the chosen ones only
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": grouped,
         "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
@@ -118,5 +118,5 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
 
 
 def recomputed(architecture: Architecture, modules: Sequence[str]) -> list[str]:
-    """Experts are MLPs too; megatron-core has a name of its own for them."""
+    """Return megatron-core's names of the modules to recompute; "mlp" includes experts, which it calls "moe"."""
     return [*modules, *["moe"] * ("mlp" in modules and architecture.experts is not None)]

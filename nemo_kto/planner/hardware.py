@@ -1,4 +1,4 @@
-"""What a plan knows of GPUs. Everything here is what makers publish; nothing of it was measured by this project.
+"""GPU figures of the planner: published by the manufacturers, none measured by this project.
 
 Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU", dense
 figures without sparsity; "DGX A100" (eight 200 Gb/s ports) and "DGX H100/H200" (eight 400 Gb/s ports).
@@ -8,27 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The part of its peak that a GPU reaches in large matrix products of bf16, without waiting for others: Megatron-LM's own
+# Fraction of its peak that a GPU reaches in large bf16 matrix products, without waiting for other ranks: Megatron-LM's own
 # tables (Narayanan et al. 2021, arXiv 2104.04473, table 1) show 44 to 52 % with all waiting included.
 EFFICIENCY = 0.5
-# The part of its peak that a link reaches; an assumption.
+# Fraction of its peak bandwidth that a link reaches; an assumption.
 LINK_EFFICIENCY = 0.6
 GPUS_PER_MACHINE = 8
-CONTEXT = 2e9  # bytes of a GPU that CUDA, its libraries and NCCL take; an assumption
+CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assumption
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A device of a rank.
+    """Device of a rank.
 
     Attributes:
-        name: what it is called.
         memory: bytes.
-        flops: operations a second at best, by the bytes of a value: 2 for bf16, 4 for fp32 without TF32.
-        capability: NVIDIA's version of its instructions; None where it is not known.
-        link, network: bytes a second that a GPU can send, to GPUs of its machine and to other machines; None on a CPU, whose
-            ranks share one memory.
-        measured: ``flops`` was measured on this machine just now, and is no peak.
+        flops: bytes per value -> peak FLOP/s: 2 for bf16, 4 for fp32 without TF32.
+        capability: CUDA compute capability; None if unknown.
+        link, network: bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU,
+            whose ranks share one memory.
+        measured: ``flops`` was measured on this machine just now, and is not a peak.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Hardware:
     measured: bool = False
 
     def reached(self, element_bytes: int) -> float:
-        """Operations a second to expect."""
+        """Return the expected FLOP/s for values of ``element_bytes`` bytes."""
         return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
 
 
@@ -56,5 +55,5 @@ DEFAULT_GPU = "h100"
 
 
 def known_gpu(name: str) -> Hardware | None:
-    """The GPU that a driver calls so, such as "NVIDIA H100 80GB HBM3"; None for others."""
+    """Return the GPU with a driver's product name, such as "NVIDIA H100 80GB HBM3"; None if it is not listed."""
     return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)

@@ -1,8 +1,8 @@
-"""Memory of a rank, part by part, from plain numbers: nothing is built and nothing is measured.
+"""Memory of a rank, term by term, computed from the configuration without building or measuring anything.
 
-Every term has a name and a reason; there is no factor that makes the sum fit. What is certain (weights, gradients, optimizer
-state, a reference on the host) does not depend on the data. What a pass needs depends on its longest rows, and is counted
-for micro-batches that are full of answers.
+Every term has a name and a reason; there is no fitted correction factor. Static memory (weights, gradients, optimizer state,
+a reference on the host) does not depend on the data. The memory of a pass depends on the longest sequences, and is computed
+for full micro-batches in which every token is part of a response.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from nemo_kto.planner.activations import Activations
 from nemo_kto.planner.hardware import CONTEXT
 
 _FP32 = 4
-_PRODUCT_ROWS = 8192  # of the output weight's gradient at a time, as in nemo_kto.distributed.logprobs, which needs torch
+_PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied from distributed.logprobs, which imports torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What decides how much memory a rank needs.
+    """Settings that determine the memory of a rank.
 
     Attributes:
-        architecture: the model; also says the tensor-parallel size.
-        element_bytes: of a value of the model: 4 in fp32, 2 in bf16.
+        architecture: the model; also determines the tensor-parallel size.
+        element_bytes: bytes per value of the model: 4 in fp32, 2 in bf16.
         fp8: linear layers multiply in fp8.
-        split: how the layers are shared out over the pipeline.
-        data_parallel, context_parallel: degrees.
-        expert_parallel: ranks over which the experts of a layer are shared out.
-        sequence_parallel: activations are sharded over the sequence too.
-        adapters: what is adapted; None where all weights are trained.
-        distributed_optimizer: its state is sharded over the data- and context-parallel ranks.
-        moment_bytes: of a value of each of Adam's two moments.
-        offload: the part of its state that lies on the host of a GPU.
-        swapped: the reference is a copy on the host: of all weights, of those that are trained, or None.
-        reference_moves: it is synced with the policy, and has fp32 values besides.
+        split: partition of the layers across pipeline stages.
+        data_parallel: data-parallel size.
+        context_parallel: context-parallel size.
+        expert_parallel: expert-parallel size.
+        sequence_parallel: activations between tensor-parallel regions are sharded over the sequence.
+        adapters: LoRA settings; None if all weights are trained.
+        distributed_optimizer: the optimizer state is sharded over the data- and context-parallel ranks.
+        moment_bytes: bytes per value of each of Adam's two moments.
+        offload: fraction of the optimizer state that is stored in the host memory of a GPU.
+        swapped: weights of which the reference is a copy on the host: "all", "trained" or None.
+        reference_moves: the reference is synchronised with the policy, and also has fp32 values.
         async_save: checkpoints are written from a copy on the host, whose memory is kept.
         recompute: None, "selective" or "full".
         recompute_modules: with "selective": "mlp", "core_attn" or both.
-        recompute_method, recompute_layers: with "full": "uniform" keeps the input of each group of so many layers, "block"
-            recomputes so many layers of a stage and keeps the others.
-        micro_batch_tokens: the most that a micro-batch holds, on all ranks that share its sequences.
-        micro_batch_width: tokens of its longest row; of its longest sequence where it is ``packed``.
-        micro_batches: of a step, for each data-parallel rank.
-        packed: sequences of a micro-batch lie one after the other in one row.
+        recompute_method, recompute_layers: with "full": "uniform" saves the input of each group of ``recompute_layers``
+            layers; "block" recomputes ``recompute_layers`` layers of a chunk and saves the activations of the others.
+        micro_batch_tokens: maximum number of tokens of a micro-batch, on all context-parallel ranks together.
+        micro_batch_width: tokens of its longest row, or of its longest sequence if ``packed``.
+        micro_batches: number per step and data-parallel rank.
+        packed: the sequences of a micro-batch are packed into one row.
         logprob_chunk: tokens whose logits exist at the same time.
-        largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 where there is none yet.
+        largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 if there is no file yet.
         on_gpu: ranks compute on GPUs.
     """
 
@@ -84,33 +85,33 @@ class Training:
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks that share every layer."""
+        """Tensor-parallel size."""
         return self.architecture.tensor_parallel
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, and sum their gradients."""
+        """Number of ranks that hold the same weights and sum their gradients."""
         return self.data_parallel * self.context_parallel
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold one copy of a layer's experts; 1 of a dense model."""
+        """Number of ranks that hold one copy of a layer's experts; 1 for a dense model."""
         architecture = self.architecture
         return 1 if architecture.experts is None else self.expert_parallel * architecture.expert_tensor_parallel
 
     @property
     def rank_tokens(self) -> float:
-        """The most that a rank has of a micro-batch."""
+        """Maximum number of tokens of a micro-batch on one rank."""
         return self.micro_batch_tokens / self.context_parallel
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """The modules of a layer that are recomputed one by one; none where whole layers are, or nothing is."""
+        """Modules of a layer that are recomputed selectively; empty with full or no recomputation."""
         return frozenset(self.recompute_modules if self.recompute == "selective" else ())
 
     @functools.cached_property
     def parameters(self) -> list[list[RankParameter]]:
-        """What a rank of each pipeline stage holds."""
+        """Parameters of a rank of each pipeline stage."""
         return [
             rank_parameters(
                 self.architecture,
@@ -124,13 +125,16 @@ class Training:
 
     @functools.cached_property
     def flops(self) -> ModelFlops:
-        """Of a pass through the whole model."""
+        """FLOPs of passes through the whole model."""
         return ModelFlops.of_model(self.architecture, adapters=self.adapters)
 
     @functools.cached_property
     def blocks(self) -> list[list[Block]]:
-        """Of the layers of each pipeline stage. Of what other stages send there is a gradient, and of an embedding that is
-        adapted, or asked for one because what follows is recomputed."""
+        """Blocks of the layers of each pipeline stage.
+
+        The input of a stage has a gradient if it is received from another stage. The output of the embedding has one if the
+        embedding has adapters, or because recomputation of the following layers requires it.
+        """
         adapted = self.adapters is not None and EMBEDDING in self.adapters.modules
         asked = adapted or self.recompute is not None
         return [
@@ -145,28 +149,31 @@ class Training:
         ]
 
     def copies(self, parameter: RankParameter) -> int:
-        """Ranks that hold the same values: data- and context-parallel ones; of an expert all of its stage with it."""
+        """Return the number of ranks that hold the same values of a parameter.
+
+        These are the data- and context-parallel ranks; for an expert, all ranks of its stage with that expert.
+        """
         if not parameter.of_expert:
             return self.replicas
         return self.replicas * self.tensor_parallel // self.expert_ranks
 
     def share(self, parameters: Iterable[RankParameter]) -> float:
-        """How many of the trained values are this rank's, where the ranks that hold the same share them out."""
+        """Return how many trained values each rank is assigned if the ranks with the same values partition them."""
         return sum(each.numel / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
-        """The optimizer's, for each trained parameter that it keeps here: two moments, and in bf16 the fp32 value.
+        """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value.
 
-        Without what lies on the host.
+        Offloaded state is not included.
         """
         main = 0 if self.element_bytes == _FP32 else _FP32
         return (1 - self.offload) * (2 * self.moment_bytes + main)
 
     def offloaded_bytes(self, parameters: Iterable[RankParameter]) -> float:
-        """The optimizer's on the host: fp32 values, two moments and gradients of the part that is there.
+        """Return the bytes of the optimizer on the host: fp32 values, two moments and gradients of the offloaded fraction.
 
-        megatron-core takes the gradients from torch's page-locked memory, whose blocks are powers of two, and copies the
-        bf16 values through it, of which torch keeps a block of each size.
+        megatron-core allocates the gradients in torch's page-locked memory, whose blocks are powers of two, and copies the
+        bf16 values through such memory, of which torch keeps a block of each size.
         """
         trained = [each for each in parameters if each.trained]
         if not self.offload or not trained:
@@ -176,9 +183,9 @@ class Training:
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
     def saved_bytes(self) -> float:
-        """What a rank writes into a checkpoint, for each trained parameter of its share.
+        """Return the bytes that a rank writes into a checkpoint per trained value of its share.
 
-        The distributed optimizer stores the fp32 values of fp32 weights too, so that any layout and precision can read it.
+        The distributed optimizer also stores the fp32 values of fp32 weights, so that any layout and precision can read it.
         """
         main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
         return self.element_bytes + main + 2 * self.moment_bytes
@@ -186,20 +193,20 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of a rank.
+    """Memory of a rank, in bytes except for the counts.
 
     Attributes:
-        stage: its pipeline stage.
-        parameters, trained: their numbers.
-        weights, gradients, optimizer: held all the time; gradients are summed in fp32.
-        activations: kept for the backward passes of all micro-batches that are on their way at the same time.
+        stage: pipeline stage of the rank.
+        parameters, trained: numbers of all and of trained values.
+        weights, gradients, optimizer: held during the whole run; gradients are summed in fp32.
+        activations: saved for the backward passes of all in-flight micro-batches.
         logprobs: hidden states and logits of the last stage.
-        working: the largest of what exists only for a moment while gradients are reduced and weights updated.
-        heap: what the C library keeps of freed activations, and cannot use again: see :attr:`device`.
-        offloaded: of the optimizer, on the host.
+        working: the largest temporary during the reduction of gradients and the update of weights.
+        heap: allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`.
+        offloaded: optimizer state on the host.
         reference, checkpoint: copies on the host.
-        file: of weights, mapped while the model is loaded.
-        on_gpu: the host is another memory than the device.
+        file: file of weights, mapped while the model is loaded.
+        on_gpu: host memory is separate from device memory.
     """
 
     stage: int
@@ -220,23 +227,23 @@ class RankMemory:
 
     @property
     def certain(self) -> float:
-        """What the device must hold whatever the data are."""
+        """Bytes on the device that do not depend on the data."""
         held = self.weights + self.gradients + self.optimizer
         return held if self.on_gpu else held + self.reference
 
     @property
     def host(self) -> float:
-        """On the host of a GPU."""
+        """Bytes in the host memory of a GPU; 0 without a GPU."""
         return self.offloaded + self.reference + self.checkpoint if self.on_gpu else 0.0
 
     @property
     def device(self) -> float:
-        """The most at one time.
+        """Peak bytes on the device.
 
-        torch's allocator on a GPU uses the memory of activations again for the update. The C library gives freed memory back
-        only from the end of its heap. On the CPU the memory of the first pass stays with the process; moments and copies,
-        which then come to lie there and stay, leave holes in which the tensors of the next pass find no room, so that the
-        heap grows by a second pass. Where large blocks are always mapped (MALLOC_MMAP_THRESHOLD_=131072) neither is so.
+        On a GPU torch's allocator reuses the memory of activations for the update. On the CPU the C library returns freed
+        memory only from the end of its heap, so the memory of the first pass stays with the process. Moments and copies are
+        then allocated in it and stay, and leave holes that are too small for the tensors of the next pass, so the heap grows
+        by a second pass. If large blocks are always mapped (MALLOC_MMAP_THRESHOLD_=131072), neither happens.
         """
         passes = self.activations + self.logprobs
         if self.on_gpu:
@@ -246,11 +253,11 @@ class RankMemory:
 
 
 def rank_memory(training: Training, *, stage: int) -> RankMemory:
-    """Memory of a rank of a pipeline stage."""
+    """Return the memory of a rank of a pipeline stage."""
     parameters = training.parameters[stage]
     count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
     share = training.share(parameters)
-    kept = share if training.distributed_optimizer else trained  # by the optimizer
+    kept = share if training.distributed_optimizer else trained  # values with optimizer state on this rank
     swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
     moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
     activations = _activations(training, stage, parameters)
@@ -275,22 +282,22 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
 
 
 def _quantised(parameters: list[RankParameter]) -> int:
-    """Matrices in fp8, kept for all micro-batches of a step: as they are, and transposed for the backward pass."""
+    """Return the bytes of fp8 matrices, kept for all micro-batches of a step: as stored, and transposed for backward."""
     return 2 * sum(each.numel for each in parameters if each.is_multiplied)
 
 
 def _power_of_two(size: int) -> int:
-    """The least power of two that is not less than a size in bytes."""
+    """Return the smallest power of two that is not less than a size in bytes."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def stages_memory(training: Training) -> list[RankMemory]:
-    """Of a rank of each pipeline stage."""
+    """Return the memory of a rank of each pipeline stage."""
     return [rank_memory(training, stage=stage) for stage in range(training.split.stages)]
 
 
 def saved_by_layers(training: Training) -> Activations:
-    """The layers' formula."""
+    """Return the formula for the activations that the layers save."""
     return Activations(
         architecture=training.architecture,
         element_bytes=training.element_bytes,
@@ -304,13 +311,13 @@ def saved_by_layers(training: Training) -> Activations:
 
 
 def _activations(training: Training, stage: int, parameters: list[RankParameter]) -> float:
-    """What is kept at most of the micro-batches that have gone forward and not back, and what exists only for a moment."""
+    """Return the peak bytes of saved activations of in-flight micro-batches, plus temporaries."""
     saved, tokens = saved_by_layers(training), training.rank_tokens
     chunks = training.split.layers(training.architecture.num_layers)[stage]
     kept = [_kept_by_chunk(training, len(layers)) for layers in chunks]
     kept[0] += saved.embedding() * tokens if stage == 0 else 0
     most = training.split.most_kept(stage, training.micro_batches, kept)
-    rotated: float = training.micro_batch_width  # a table, and its values for each token of a row or of a share of it
+    rotated: float = training.micro_batch_width  # the table's positions; below also its values gathered for each token
     if training.packed or training.context_parallel > 1:
         rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
     rotations = saved.rotations() * rotated * len(chunks)
@@ -319,7 +326,10 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
 
 
 def _kept_by_chunk(training: Training, layers: int) -> float:
-    """Of one micro-batch by a chunk of so many layers: activations, or inputs of what is recomputed."""
+    """Return the bytes that a chunk of ``layers`` layers saves for one micro-batch.
+
+    These are activations, or only the inputs of recomputed layers.
+    """
     each, inputs = _layer(training), 0
     if training.recompute == "full":
         count = min(training.recompute_layers or 1, layers)
@@ -329,7 +339,7 @@ def _kept_by_chunk(training: Training, layers: int) -> float:
 
 
 def _recomputation(training: Training, layers: int) -> float:
-    """What one recomputation makes again in a chunk of so many layers."""
+    """Return the bytes that one recomputation restores in a chunk of ``layers`` layers."""
     if training.recompute != "full":
         saved = saved_by_layers(training)
         return (saved.layer() - saved.layer(training.recomputed)) * training.rank_tokens
@@ -338,24 +348,27 @@ def _recomputation(training: Training, layers: int) -> float:
 
 
 def _layer(training: Training) -> float:
-    """Kept by a layer of one micro-batch, but for the modules that are recomputed one by one."""
+    """Return the bytes that a layer saves for one micro-batch, except in selectively recomputed modules."""
     saved = saved_by_layers(training)
     return saved.layer(training.recomputed) * training.rank_tokens + saved.adapter_matrices(training.recomputed)
 
 
 def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:
-    """The largest gradient of a matrix in a layer, before it is added to the sum: in fp32 on the CPU it is added at once."""
+    """Return the bytes of the largest weight gradient in a layer, before it is added to the accumulated gradient.
+
+    0 for fp32 on the CPU, where the matrix product adds it directly.
+    """
     in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
     added_at_once = training.element_bytes == _FP32 and not training.on_gpu
     return 0.0 if added_at_once else max(in_layers, default=0) * training.element_bytes
 
 
 def _logprobs(training: Training) -> float:
-    """Hidden states that meet the vocabulary, and a chunk of logits in fp32; a soft cap's slopes.
+    """Return the bytes of hidden states whose logits are computed, of a chunk of fp32 logits, and of a soft cap's slopes.
 
-    For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The chunk is free again when their
-    product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time in
-    a torch that cannot. Which of them is not known here; the block is counted, and is seldom more than the chunk.
+    For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The fp32 chunk is freed before their
+    product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time if
+    torch cannot. The planner does not know which applies; it counts the block, which is seldom larger than the chunk.
     """
     saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
@@ -368,12 +381,15 @@ def _logprobs(training: Training) -> float:
 
 
 def _working(training: Training, parameters: list[RankParameter]) -> float:
-    """An update on the CPU goes from weight to weight, with two tensors in fp32; torch's on a GPU makes one of each.
+    """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
-    Moments in bf16 are widened for it, both of them: Transformer Engine did so up to its version 2.12. An optimizer that is
-    partly on the host is made twice, first of whole weights: those that stay on the GPU are there in fp32 for that time.
+    On the CPU weights are updated one after the other, with two fp32 tensors each; torch's update on a GPU creates one fp32
+    tensor for every weight at the same time. Both bf16 moments are converted to fp32 for the update: Transformer Engine did
+    so up to version 2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time
+    the weights that stay on the GPU exist there in fp32.
 
-    gloo copies what it scatters and gathers, which the distributed optimizer's gradients and weights are, even to one rank.
+    gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and weights, even in a
+    group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)

@@ -1,4 +1,4 @@
-"""From a configuration to what a run of it needs, and whether that is there: arithmetic, before anything is built."""
+"""Estimate the memory and the speed of a run from its configuration, before anything is built."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What a run would be given.
+    """Machines of a run.
 
     Attributes:
-        ranks: in all.
-        hardware: what each computes on; its memory is that of one rank.
-        on_gpu: it is a GPU.
+        ranks: total number of ranks.
+        hardware: device of each rank; its memory is that of one rank.
+        on_gpu: the device is a GPU.
     """
 
     ranks: int
@@ -50,16 +50,16 @@ class Machines:
     on_gpu: bool
 
     def with_memory(self, memory: float) -> Machines:
-        """The same with another memory of a rank."""
+        """Return the same machines with another memory size per rank."""
         return replace(self, hardware=replace(self.hardware, memory=memory))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs on some machines.
+    """Estimated needs of a run on given machines.
 
     Attributes:
-        cfg: the configuration, with a precision that is not auto.
+        cfg: the configuration, with a precision other than auto.
         stages: memory of a rank of each pipeline stage.
     """
 
@@ -71,28 +71,28 @@ class Plan:
 
     @property
     def largest(self) -> RankMemory:
-        """Of the rank that needs the most."""
+        """Memory of the rank that needs the most."""
         return max(self.stages, key=lambda memory: memory.device)
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate is within the memory."""
+        """Whether the estimate is within the memory of each rank."""
         return self.largest.device <= self.machines.hardware.memory
 
     @property
     def certain(self) -> float:
-        """Bytes that a rank needs whatever the data are: of the largest on a GPU, on average where ranks share a memory."""
+        """Bytes that a rank needs independently of the data: the maximum on GPUs, the mean if ranks share a memory."""
         needs = [memory.certain for memory in self.stages]
         return max(needs) if self.machines.on_gpu else sum(needs) / len(needs)
 
     @functools.cached_property
     def speed(self) -> Speed:
-        """The estimate for a step."""
+        """Estimated speed of a step."""
         return step_speed(self.training, self.step, self.machines.hardware)
 
 
 def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
-    """What the run of a configuration needs; its layout must fit the number of ranks.
+    """Build the plan of a run, whose layout must fit the number of ranks.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -138,7 +138,7 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
         on_gpu=machines.on_gpu,
     )
     live, disabled = reference_passes(cfg)
-    with_kl = cfg.loss.record.needs_z0  # the policy evaluates the KL examples, and so does a live reference
+    with_kl = cfg.loss.record.needs_z0  # both the policy and a live reference evaluate the KL examples
     step = Step(
         rows=model.global_batch_size * answers,
         width=width,
@@ -149,23 +149,25 @@ def make_plan(cfg: RunConfig, machines: Machines) -> Plan:
 
 
 def degrees(model: GPTConfig) -> tuple[int, int, int]:
-    """Ranks that share a layer, the layers, and a sequence."""
+    """Return the tensor-, pipeline- and context-parallel sizes."""
     return model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
 
 
 def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
-    """So many GPUs, by the short name of one of planner/hardware.py."""
+    """Return machines with ``ranks`` GPUs of a kind that planner/hardware.py lists under the short name ``gpu``."""
     return Machines(ranks=ranks, hardware=GPUS[gpu], on_gpu=True)
 
 
 def these_machines(cfg: RunConfig, *, ranks: int | None = None, local: int | None = None, timed: bool = True) -> Machines:
-    """What a run has that is started here. The ranks of a machine without GPUs share its memory and its processors.
+    """Return the machines of a run that is started on this machine.
+
+    The ranks of a machine without GPUs share its memory and its processors.
 
     Args:
-        cfg: with a precision that is not auto.
-        ranks: that are there already.
-        local: how many of them are on this machine.
-        timed: a matrix product is timed on a CPU, so that there is an estimate of the speed.
+        cfg: configuration with a precision other than auto.
+        ranks: number of ranks that are already running; None to use that of the configuration.
+        local: number of ranks on this machine; None to use that of the configuration.
+        timed: time a matrix product on a CPU, which an estimate of the speed needs.
     """
     gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
     ranks = world_size(cfg.trainer, gpus=gpus, world=None) if ranks is None else ranks
@@ -185,7 +187,7 @@ def these_machines(cfg: RunConfig, *, ranks: int | None = None, local: int | Non
 
 
 def with_precision(cfg: RunConfig, *, on_gpu: bool | None = None) -> RunConfig:
-    """The same configuration with trainer.precision bf16 or 32: auto is what it would be on GPUs, or here."""
+    """Return the configuration with trainer.precision bf16 or 32; auto is resolved for GPUs, or for this machine."""
     precision = PRECISIONS[cfg.trainer.precision]
     if precision == "auto":
         precision = "bf16" if on_gpu or bf16_support().native else "32"
@@ -193,13 +195,13 @@ def with_precision(cfg: RunConfig, *, on_gpu: bool | None = None) -> RunConfig:
 
 
 def check_memory(cfg: RunConfig, machines: Machines) -> None:
-    """Refuse a run that cannot fit, and warn of one that may not.
+    """Raise an error for a run that cannot fit into memory, and log a warning for one that may not fit.
 
-    Weights, gradients, optimizer state and a reference on the host do not depend on the data: where they alone are more than
-    the memory there is, the run would end later, and for certain. What a pass needs depends on how long the rows really are.
+    Weights, gradients, optimizer state and a reference on the host do not depend on the data: if they alone exceed the
+    memory, the run would certainly fail later. The memory of a pass depends on the actual length of the sequences.
 
     Raises:
-        UserError: it cannot fit.
+        UserError: the run cannot fit.
     """
     plan = make_plan(cfg, machines)
     there = f"{size(machines.hardware.memory)} of {machines.hardware.name}"
@@ -214,7 +216,7 @@ def check_memory(cfg: RunConfig, machines: Machines) -> None:
 
 
 def remedy(plan: Plan) -> str:
-    """What to change, such as "use model.tensor_model_parallel_size=8"."""
+    """Return advice on a plan that does not fit, such as "use model.tensor_model_parallel_size=8"."""
     from nemo_kto.planner.search import remedies
 
     found = remedies(plan)
@@ -222,23 +224,26 @@ def remedy(plan: Plan) -> str:
 
 
 def with_model(cfg: RunConfig, **values: Any) -> RunConfig:
-    """The same configuration with other values of model."""
+    """Return the configuration with other values in its model section."""
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=values)})
 
 
 def size(count: float) -> str:
-    """Bytes in words: 1 GB are 10^9 of them."""
+    """Format a number of bytes; 1 GB is 10^9 bytes."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
 def _swapped(cfg: RunConfig, mode: str) -> str | None:
-    """What of the model has a copy on the host: the reference, or the policy while the reference is evaluated."""
+    """Return which weights have a copy on the host ("all" or "trained"); None if there is no copy.
+
+    The copy holds the reference, or the policy while the reference is evaluated.
+    """
     adapted = cfg.model.peft.peft_scheme != "none"
     if mode == "cached" and has_new_kl_examples(cfg) and (not adapted or cfg.model.reference.restore_from_path is not None):
         return "all"
     if mode == "swap":
         return "trained" if adapted and cfg.model.reference.restore_from_path is None else "all"
-    # the adapters that training starts from are the reference too
+    # the reference is the model with the adapters with which training starts
     return "trained" if mode == "adapter" and cfg.model.peft.restore_from_path is not None else None
 
 

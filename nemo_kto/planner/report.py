@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Reports of plans and of the layout search as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEASURED = "an estimate from a matrix product that was timed just now"
 
 
 def plan_text(plan: Plan) -> str:
-    """All that is known of a plan."""
+    """Return the report of a plan: run, layout, memory, communication, speed and verdict."""
     largest, training, speed, mode = plan.largest, plan.training, plan.speed, choose_mode(plan.cfg)
     device = plan.machines.hardware
     lines = {
@@ -48,7 +48,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def search_text(plan: Plan, found: Sequence[Plan]) -> str:
-    """The layouts that were found, and how the first one is asked for."""
+    """Return the report of the layout search, with the overrides that select the first layout."""
     lines = _run_lines(plan)
     for number, each in enumerate(found, start=1):
         lines[str(number)] = (

@@ -1,4 +1,4 @@
-"""Other layouts for a run: which fit, which are fast, and which single change would make one fit."""
+"""Search for layouts that fit and are fast, and for changes that make a run fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.planner.hardware import GPUS_PER_MACHINE
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan, with_model
 
-Values = dict[str, object]  # of model
+Values = dict[str, object]  # keys of the model section of the configuration -> values
 _FULL: Values = {
     "activations_checkpoint_granularity": "full",
     "activations_checkpoint_method": "uniform",
@@ -22,16 +22,16 @@ _FULL: Values = {
 }
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
-_ROWS = (1, 2, 4)  # of a micro-batch
-_CHUNK = 2048  # tokens: with shorter chunks, context-parallel ranks wait for keys and values instead of computing
-_CHUNKS = (1, 2, 4)  # of a pipeline stage
+_ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
+_CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
+_CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
-    """Values of model that make a layout of the same ranks: all that the model and the batch allow.
+    """Yield the model settings of every layout of the same number of ranks that the model and the batch allow.
 
-    Tensor-parallel ranks share a machine, and sequence parallelism goes with them: it costs nothing more. Ranks share
-    sequences where these are long.
+    Tensor parallelism stays within a machine and is always combined with sequence parallelism, which has no extra cost.
+    Context parallelism is considered only for long sequences.
     """
     ranks, model, architecture = plan.machines.ranks, plan.cfg.model, plan.training.architecture
     answers = plan.step.rows // model.global_batch_size
@@ -54,7 +54,10 @@ def layouts(plan: Plan) -> Iterator[Values]:
 
 
 def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
-    """How so many stages may share out the layers; embedding and loss each take the place of one where it comes out even."""
+    """Yield the settings with which the layers can be partitioned across ``stages`` pipeline stages.
+
+    The embedding and the loss may each count as one layer if the partition is then even.
+    """
     for chunks, counts_ends in product(_CHUNKS, (False, True)):
         split = replace(given, stages=stages, chunks=chunks)
         if counts_ends:
@@ -68,7 +71,7 @@ def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
 
 
 def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
-    """How whole experts may be shared out over the ranks of a stage; one way to share none, of a dense model."""
+    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model."""
     if architecture.experts is None:
         return [{}]
     possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
@@ -76,7 +79,10 @@ def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
-    """The fastest of the layouts that fit, one of each degrees; of equally fast ones that with the fuller micro-batches."""
+    """Return the ``count`` fastest layouts that fit, one for each combination of parallel sizes.
+
+    Of equally fast ones, the one with more tokens in a micro-batch is preferred.
+    """
     fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
     best: dict[tuple[int, ...], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
@@ -85,7 +91,11 @@ def best_layouts(plan: Plan, count: int) -> list[Plan]:
 
 
 def remedies(plan: Plan) -> list[str]:
-    """Overrides that each make a run fit on the same ranks: of each kind the mildest, of several together if no one does."""
+    """Return alternative overrides that each make the run fit on the same ranks.
+
+    There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
+    of several is returned, and if that does not suffice either, LoRA.
+    """
     model = plan.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
     tensor: list[Values] = [
@@ -116,7 +126,7 @@ def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
 
 
 def values_of(plan: Plan) -> Values:
-    """The values of model that make the layout of a plan, but for those that are null anyway."""
+    """Return the model settings that define the layout of a plan, without those that are null."""
     kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
     shared = ("context",) if plan.training.context_parallel > 1 else ()
     names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
@@ -129,7 +139,7 @@ def values_of(plan: Plan) -> Values:
 
 
 def overrides(values: Values) -> str:
-    """The same on a command line."""
+    """Format model settings as command-line overrides."""
     words = {"None": "null", "True": "true", "False": "false"}
     texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name != "peft"}
     if "peft" in values:
@@ -152,12 +162,12 @@ def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
 
 
 def _are_long(plan: Plan, context: int) -> bool:
-    """Whether so many ranks may share the sequences."""
+    """Return whether sequences are long enough for ``context`` context-parallel ranks."""
     return context == 1 or plan.training.micro_batch_width // (2 * context) >= _CHUNK
 
 
 def _divides_mlps(architecture: Architecture, tensor: int) -> bool:
-    """Whether tensor-parallel ranks can share out the MLPs, if the model has any."""
+    """Return whether ``tensor`` divides the width of the MLPs; True if every layer has experts instead."""
     return all(architecture.sparse_layers) or architecture.ffn_hidden_size % tensor == 0
 
 

@@ -1,7 +1,7 @@
-"""How long a step may take: its operations, the bytes that its ranks send, and the time in which a pipeline is not full.
+"""Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble.
 
-An estimate from published figures (planner/hardware.py). Left out: reading data, the update itself, swaps of the reference,
-validation, checkpoints, and that sending overlaps with computing nowhere.
+It uses published hardware figures (planner/hardware.py), and assumes that communication does not overlap with computation.
+Not included are reading data, the optimizer update, swaps of the reference, validation and checkpoints.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nemo_kto.planner.traffic import Step, Traffic, step_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of a step.
+    """Estimated speed of a step.
 
     Attributes:
-        flops: of the unpadded model over the global batch: what perf/mfu counts.
-        traffic: of a rank of the stage that sends the most.
+        flops: FLOPs of the unpadded model over the global batch, as counted by perf/mfu.
+        traffic: communication of a rank of the stage that sends the most bytes.
         bubble: fraction of the time in which a rank waits for the pipeline to fill and to drain.
-        seconds: the estimate.
+        seconds: estimated duration of the step.
     """
 
     flops: int
@@ -32,7 +32,7 @@ class Speed:
 
 
 def step_flops(training: Training, step: Step) -> int:
-    """Of all forward and backward passes, in all ranks; recomputation is not counted."""
+    """Return the FLOPs of all forward and backward passes on all ranks, without recomputation."""
     return _operations(training, step).of_rows(step.rows, step.width)
 
 
@@ -42,13 +42,13 @@ def _operations(training: Training, step: Step) -> Flops:
 
 
 def _busiest(training: Training, step: Step) -> Traffic:
-    """What the ranks of the stage send that sends the most."""
+    """Return the communication of a rank of the stage that sends the most bytes."""
     stages = [step_traffic(training, step, stage=stage) for stage in range(training.split.stages)]
     return max(stages, key=lambda each: each.bytes)
 
 
 def _again(training: Training, step: Step) -> int:
-    """Operations of what is recomputed: of all layers, of the MLPs, or the attention's own products."""
+    """Return the FLOPs of recomputation: of all layers, of the MLPs, or of the products of the core attention."""
     forward = training.flops.forward
     if training.recompute == "full":
         return step.rows * forward.of_tokens(step.width)
@@ -57,7 +57,7 @@ def _again(training: Training, step: Step) -> int:
 
 
 def _slowest_stage(training: Training, step: Step) -> float:
-    """The part of the work of a step that the stage with the most of it does: its layers, and the log-probs of the last."""
+    """Return the fraction of the FLOPs of a step on the stage with the most; the last stage also computes log-probs."""
     of_logprobs = _operations(training, step).per_response_token * step.rows * (step.width - 1)
     whole = step_flops(training, step) + _again(training, step)
     sizes = training.split.stage_sizes(training.architecture.num_layers)
@@ -67,7 +67,7 @@ def _slowest_stage(training: Training, step: Step) -> float:
 
 
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
-    """The estimate for a step: a pipeline goes at the pace of its slowest stage."""
+    """Estimate the speed of a step; a pipeline is as fast as its slowest stage."""
     of_stage = training.tensor_parallel * training.replicas
     ranks = of_stage * training.split.stages
     flops, traffic = step_flops(training, step), _busiest(training, step)
@@ -76,7 +76,7 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     seconds = work / of_stage / hardware.reached(training.element_bytes)
     if hardware.link is not None and hardware.network is not None:
         seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
-        near = training.tensor_parallel * training.context_parallel  # the next ranks, on the same machine if they fit
+        near = training.tensor_parallel * training.context_parallel  # consecutive ranks, on one machine if they fit
         model_ranks = near * training.split.stages
         reaches = near, model_ranks, ranks, training.expert_ranks
         sent_far = traffic.context, traffic.pipeline, traffic.data, traffic.expert

@@ -1,9 +1,9 @@
-"""What the ranks of a layout tell each other in a step: messages and bytes, in closed form.
+"""Communication of each rank in a step, in closed form: number of messages and bytes.
 
-A ring of k ranks sends 2 n (k - 1) / k bytes for an all-reduce of n bytes, and half of it for each of its halves, an
-all-gather or a reduce-scatter. A message is a collective, or a tensor that is sent on. tests/distributed/test_traffic.py
-counts both on real ranks. Left out is what does not grow with the model or the batch: sums of metrics, and answers that
-ranks agree on; and with DoRA and dropout the products W dropout(x).
+In a ring of k ranks each rank sends 2 n (k - 1) / k bytes for an all-reduce of n bytes, and half of that for each of its
+halves, an all-gather or a reduce-scatter. A message is a collective, or a tensor that is sent to the next stage.
+tests/distributed/test_traffic.py counts both on real ranks. Not counted is communication that does not grow with the model
+or the batch (sums of metrics, flags that ranks agree on), and with DoRA and dropout the products W dropout(x).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from nemo_kto.models.flops import ATTENTION, EXPERTS, Block
 from nemo_kto.planner.memory import Training
 
 _FP32, _FP64, _INT64 = 4, 8, 8
-_SHAPE = 3 * 8  # three integers tell the next stage how large a hidden state is
+_SHAPE = 3 * 8  # bytes of three integers, the shape of a hidden state that is sent to the next stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step asks of the model.
+    """Passes through the model in a step.
 
     Attributes:
-        rows: sequences of the global batch that go forward and backward.
-        width: tokens of each.
-        answer: tokens of each whose log-prob is wanted; None for all but the first.
-        forward_only: forward passes without gradient over as many sequences: KL examples, a loss that looks ahead, and a
-            reference that is evaluated.
-        disabled: of these, passes of a reference that is the model with its adapters disabled.
+        rows: number of sequences of the global batch, each with a forward and a backward pass.
+        width: tokens per sequence.
+        answer: tokens per sequence whose log-prob is computed; None for all but the first.
+        forward_only: number of forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss
+            that looks ahead, and for a reference that is evaluated.
+        disabled: how many of the ``forward_only`` passes evaluate a reference that is the model with adapters disabled.
     """
 
     rows: int
@@ -43,17 +43,17 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """That are trained on."""
+        """Number of tokens that are trained on."""
         return self.rows * self.width
 
     @property
     def answers(self) -> int:
-        """Tokens whose log-prob is wanted."""
+        """Number of tokens whose log-prob is computed."""
         return self.rows * (self.width - 1 if self.answer is None else self.answer)
 
 
 class Sent(NamedTuple):
-    """By one rank in a step."""
+    """Number of messages and bytes that one rank sends in a step."""
 
     messages: float
     bytes: float
@@ -61,7 +61,15 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a rank sends to its tensor-, pipeline- and context-parallel group, to those with the same weights, to experts."""
+    """Communication of one rank in a step, by process group.
+
+    Attributes:
+        tensor: in the tensor-parallel group.
+        pipeline: to other pipeline stages.
+        context: in the context-parallel group.
+        data: between ranks that hold the same weights.
+        expert: tokens for experts on other ranks.
+    """
 
     tensor: Sent
     pipeline: Sent
@@ -71,12 +79,12 @@ class Traffic:
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Total number of bytes."""
         return sum(each.bytes for each in (self.tensor, self.pipeline, self.context, self.data, self.expert))
 
 
 def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
-    """Of a rank of a pipeline stage."""
+    """Return the communication of a rank of a pipeline stage."""
     return Traffic(
         tensor=_sum(_tensor(training, step, stage)) if training.tensor_parallel > 1 else Sent(0, 0.0),
         pipeline=_sum(_pipeline(training, step, stage)) if training.split.stages > 1 else Sent(0, 0.0),
@@ -92,19 +100,22 @@ def _sum(parts: Iterator[Sent]) -> Sent:
 
 
 def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """An all-reduce for attention and one for an MLP or a shared expert, forward and backward; sequence parallelism makes
-    two messages of each, of the same bytes."""
+    """Yield the communication in the tensor-parallel group.
+
+    Attention and an MLP or a shared expert each need one all-reduce, forward and backward. Sequence parallelism replaces
+    each all-reduce by two messages with the same number of bytes in total.
+    """
     ranks, micro_batches = training.tensor_parallel, _micro_batches(training)
-    blocks = [block for block in training.blocks[stage] if block.name != EXPERTS]  # which have ranks of their own
+    blocks = [block for block in training.blocks[stage] if block.name != EXPERTS]  # experts have separate process groups
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes
     half, shards, trained = (ranks - 1) / ranks, training.sequence_parallel, training.adapters is None
     forwards = 1 + step.forward_only
     times = 2 * sum(forwards + _again(training, block) for block in blocks)  # halves of an all-reduce
     times += sum(block.enters + (block.inside if shards else block.enters) for block in blocks)
     yield Sent(times / (1 if shards else 2) * micro_batches, times * half * hidden)
-    if shards and trained:  # inputs of layers are gathered again for the gradients of their weights
+    if shards and trained:  # the inputs of layers are gathered again to compute the gradients of their weights
         yield Sent(micro_batches * len(blocks), len(blocks) * half * hidden)
-    if stage == 0:  # rows of the embedding, which one rank has each
+    if stage == 0:  # rows of the embedding, each of which is on one rank only
         yield Sent(forwards * micro_batches, forwards * half * hidden * (1 if shards else 2))
         if shards and trained:
             yield Sent(micro_batches, half * hidden)
@@ -117,18 +128,20 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         yield Sent(micro_batches, half * hidden if shards else whole)  # the gradient of the hidden states
         if shards:
             yield Sent(forwards * micro_batches, forwards * half * hidden)
-    if shards:  # each rank has the gradient of its part of the sequence
+    if shards:  # gradients of replicated weights: each rank has those of its part of the sequence
         held = sum(each.numel for each in training.parameters[stage] if each.trained and each.is_replicated)
         yield Sent(held > 0, 2 * half * held * _FP32)
     yield from _adapters(training, step, stage)
 
 
 def _adapters(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """A x of each adapter, as wide as its rank, times the parts of a layer that reads the input for several.
+    """Yield the communication of adapters in the tensor-parallel group.
 
-    Of a column-parallel layer the gradient of A x is summed over the ranks, of a row-parallel layer and of an embedding A x
-    itself; sequence parallelism scatters or gathers the one and does the reverse with the other. Of a row of DoRA's, the
-    squares of W and of the sum with the adapter, once for all micro-batches. Whole experts have all of their tokens.
+    The tensor is A x of each adapter, whose width is the adapter's rank, times the number of parts of a fused layer. For a
+    column-parallel layer the gradient of A x is summed over the ranks; for a row-parallel layer and for an embedding A x
+    itself is. Sequence parallelism gathers or scatters the tensor in the forward pass and does the reverse with its
+    gradient. With DoRA, row-parallel layers also sum the squares of W and of W plus adapter for each row, once for all
+    micro-batches. Adapters of experts are skipped: adapted experts are whole on their rank, which has all of their tokens.
     """
     if training.adapters is None:
         return
@@ -155,11 +168,15 @@ def _adapters(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 
 def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Hidden states to the next stage, and their gradients back; the gradient of an embedding that two stages have."""
+    """Yield the communication between pipeline stages.
+
+    Hidden states go to the next stage and their gradients to the previous one. If the first and the last stage both hold the
+    embedding, they sum its gradient.
+    """
     split, shards = training.split, training.tensor_parallel if training.sequence_parallel else 1
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
     for passes, is_end in ((1 + step.forward_only, stage == split.stages - 1), (1, stage == 0)):
-        times = passes * (split.chunks - is_end)  # the last chunk sends nothing on, and the first nothing back
+        times = passes * (split.chunks - is_end)  # the last chunk sends no hidden states, and the first no gradients
         yield Sent(2 * times * _micro_batches(training), times * (hidden + _micro_batches(training) * _SHAPE))
     if _shares_embedding(training, stage):
         rows = training.architecture.padded_vocab_size / training.tensor_parallel
@@ -167,9 +184,10 @@ def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 
 def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Keys and values of a rank's tokens to each of the others, and the gradient that they have of them.
+    """Yield the communication in the context-parallel group.
 
-    Transformer Engine sends them around a ring, and once more in the backward pass; otherwise they are gathered and kept.
+    Each rank sends the keys and values of its tokens to the others, which send back their gradients. Transformer Engine
+    sends keys and values around a ring, and again in the backward pass; without it they are gathered once and kept.
     """
     architecture, others = training.architecture, training.context_parallel - 1
     groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
@@ -181,16 +199,18 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     passes += sum(block.inside for block in attentions) * (2 if training.on_gpu else 1)
     messages = others if training.on_gpu else 1
     yield Sent(passes * messages * _micro_batches(training), passes * each)
-    if stage == training.split.stages - 1:  # the log-probs of the sequences, which each rank has a part of
+    if stage == training.split.stages - 1:  # sums of the sequence log-probs, of which each rank has a part
         sums = 2 * others / (others + 1) * step.rows / training.data_parallel * _FP64
         yield Sent((1 + step.forward_only) * _micro_batches(training), (1 + step.forward_only) * sums)
 
 
 def _data(training: Training, stage: int) -> Iterator[Sent]:
-    """Gradients in fp32, and what comes back: the weights, or the gradients again where each rank updates all of them.
+    """Yield the communication between ranks that hold the same weights.
 
-    Those of experts go to fewer ranks, in messages of their own. Experts have an optimizer of their own too, and after each
-    of the two all weights come back, unless they do so while the next step computes, as on GPUs.
+    Gradients are reduced in fp32. Then the updated weights are gathered, or, without the distributed optimizer, the
+    gradients themselves, because each rank updates all weights. Gradients of experts go to fewer ranks, in separate
+    messages. Experts also have a separate optimizer, and after the step of each of the two optimizers all weights are
+    gathered, unless the gathers overlap with the next step, as on GPUs.
     """
     trained = [each for each in training.parameters[stage] if each.trained]
     kinds = {each.of_expert for each in trained}
@@ -199,7 +219,7 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
         sent = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained if each.of_expert == of_expert)
         buckets = 1 + (
             _shares_embedding(training, stage) and not of_expert
-        )  # where nothing is sent while gradients are made
+        )  # one bucket if communication does not overlap the backward pass
         yield Sent(buckets * (sent > 0), sent * _FP32)
         back = training.element_bytes if training.distributed_optimizer else _FP32
         times = gathers if training.distributed_optimizer else 1
@@ -207,9 +227,11 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
 
 
 def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Tokens and their weights to experts of other ranks, and what comes back, in each pass; they choose all alike.
+    """Yield the communication of expert parallelism.
 
-    Ranks that share an expert gather the tokens that came to each of them, and add up what they make of these.
+    In each pass tokens and their router probabilities are sent to experts on other ranks, and the outputs are sent back.
+    Tokens are assumed to choose all experts equally often. Ranks that share an expert by tensor parallelism gather the
+    tokens that each of them received, and sum their outputs.
     """
     architecture, experts = training.architecture, training.architecture.experts
     assert experts is not None, "only a mixture shares out experts"
@@ -221,21 +243,21 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     for elsewhere in (1 - 1 / training.expert_parallel, architecture.expert_tensor_parallel - 1):
         messages = (2 * gone + back) * micro_batches * (elsewhere > 0)
         yield Sent(messages, (gone * (hidden + _FP32) + back * hidden) * choices * elsewhere)
-    counts = forwards * micro_batches  # how many tokens each rank has for each expert
+    counts = forwards * micro_batches  # messages with the number of tokens that each rank has for each expert
     yield Sent(counts, counts * _INT64 * experts.number * (training.expert_ranks - 1))
 
 
 def _again(training: Training, block: Block) -> int:
-    """Forward passes of a block that are made once more for the backward pass."""
+    """Return 1 if the forward pass of a block is recomputed in the backward pass, otherwise 0."""
     return int(training.recompute == "full" or ("mlp" in training.recomputed and block.name != ATTENTION))
 
 
 def _shares_embedding(training: Training, stage: int) -> bool:
-    """The first and the last stage have a copy each of an embedding that is the output layer too; it has its own bucket."""
+    """Return whether this stage is one of two that each hold a copy of a trained, tied embedding, in a separate bucket."""
     ends = (0, training.split.stages - 1)
     return training.architecture.tied and training.adapters is None and stage in ends and len(set(ends)) == 2
 
 
 def _micro_batches(training: Training) -> int:
-    """That the schedule gets for each rank."""
+    """Return the number of micro-batches that the schedule runs on each rank, including empty ones."""
     return training.split.micro_batches(training.micro_batches)

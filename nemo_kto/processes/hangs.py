@@ -1,4 +1,4 @@
-"""Which rank the others wait for: what each rank says of itself, and what follows from it. No communication."""
+"""Finding the rank that the others wait for: the state of each rank, and the verdict. No communication."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from types import FrameType
 
 import torch.distributed
 
-MAX_FRAMES = 10  # of a stack that is shown, so that the cause stands in the last 20 lines of an error
-_MAX_RANKS = 6  # that are described one by one
+MAX_FRAMES = 10  # frames of a printed stack, so that the cause is within the last 20 lines of an error
+_MAX_RANKS = 6  # ranks that are described individually
 _TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
-_PATIENT_WAITS = str(Path(__file__).with_name("waits.py"))  # they watch the rank they wait for themselves
-_WAIT = re.compile(r"\.wait\(")  # of a collective that runs in the background; megatron-core calls it directly
+_PATIENT_WAITS = str(Path(__file__).with_name("waits.py"))  # these waits check for themselves that the other ranks live
+_WAIT = re.compile(r"\.wait\(")  # wait for a collective that runs in the background; megatron-core calls it directly
 
 BUSY, WAITING, PATIENT = "busy", "waiting", "patient"
-"""What a rank does: its own work; it is in a collective; it waits through the store while another rank works long."""
+"""States of a rank: own work; in a collective; waiting through the store while another rank works long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a rank says of itself.
+    """State of a rank, as reported by the rank.
 
     Attributes:
-        host: name of its machine.
-        process: its process id there.
-        phase: the phases it is in, outermost first, such as "validation/reference"; "" between phases.
-        last_phase: the one that ended last; "" if none has.
-        seconds: since the last phase began or ended.
-        changes: phases begun and ended so far; ranks go through the same ones in the same order.
+        host: host name.
+        process: process id on that host.
+        phase: current phases, outermost first, such as "validation/reference"; "" between phases.
+        last_phase: the phase that ended last; "" if none has.
+        seconds: time since a phase last began or ended.
+        changes: phases begun and ended so far; all ranks go through the same phases in the same order.
         steps: optimizer steps done; None before the training.
         doing: BUSY, WAITING or PATIENT.
-        stack: a line for each of the innermost frames of its main thread, innermost last.
+        stack: a line for each of the innermost frames of the main thread, innermost last.
     """
 
     host: str
@@ -59,7 +59,7 @@ class Answer:
         return cls(**json.loads(text))
 
     def place(self) -> str:
-        """Where it is: "in phase 'data' for 95 s (11 steps done)"."""
+        """Return text such as "in phase 'data' for 95 s (11 steps done)"."""
         if self.phase:
             phase = f"in phase '{self.phase}'"
         else:
@@ -69,14 +69,14 @@ class Answer:
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and its callers, innermost first."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def main_frame(thread_id: int) -> FrameType | None:
-    """Where a thread is now."""
+    """Return the current frame of a thread."""
     return sys._current_frames().get(thread_id)
 
 
@@ -91,10 +91,10 @@ def _in_main_thread(_: int | None) -> int:
 
 
 def main_thread_ran() -> bool:
-    """Whether the main thread has run Python code since this was called last; it runs none inside one call of a library.
+    """Return whether the main thread has run Python code since the last call; it runs none during a library call.
 
-    The interpreter makes pending calls in the main thread, between two instructions. Frames would tell less (a loop of
-    collectives comes by the same place again and again), and keeping or marking them would keep tensors alive or disturb a
+    The interpreter runs pending calls in the main thread, between two instructions. Frames would be less reliable (a loop of
+    collectives passes the same place again and again), and keeping or marking frames would keep tensors alive or disturb a
     debugger.
     """
     global _awaits_main_thread
@@ -107,11 +107,11 @@ def main_thread_ran() -> bool:
 
 
 def doing(frame: FrameType | None, *, device_busy: bool) -> str:
-    """What a main thread with this innermost frame does.
+    """Return the state of a main thread: BUSY, WAITING or PATIENT.
 
     Args:
-        frame: the innermost one.
-        device_busy: the device has work that is not finished; a collective there waits for the other ranks.
+        frame: its innermost frame.
+        device_busy: the device has unfinished work; a collective on the device waits for the other ranks.
     """
     stack = list(frames(frame))
     if any(one.f_code.co_filename == _PATIENT_WAITS for one in stack[:8]):
@@ -124,7 +124,7 @@ def doing(frame: FrameType | None, *, device_busy: bool) -> str:
 
 
 def stack_lines(frame: FrameType | None, limit: int = MAX_FRAMES) -> list[str]:
-    """A line for each of the innermost frames, innermost last."""
+    """Return a line for each of the innermost frames, innermost last."""
     found = []
     for one, _ in zip(frames(frame), range(limit), strict=False):
         code = one.f_code
@@ -134,7 +134,7 @@ def stack_lines(frame: FrameType | None, limit: int = MAX_FRAMES) -> list[str]:
 
 
 def _short(file: str) -> str:
-    """A path from the package on, without where it is installed."""
+    """Return a path relative to site-packages, or starting at this package, without the installation folder."""
     for part in ("site-packages/", "nemo_kto/"):
         if part in file:
             return file[file.rindex(part) + (len(part) if part.startswith("site") else 0) :]
@@ -142,15 +142,15 @@ def _short(file: str) -> str:
 
 
 def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Mapping[int, str], size: int) -> str:
-    """Whom the others wait for, in words.
+    """Return a message that names the rank or ranks that the others wait for.
 
-    Ranks that do not answer are to blame first; then, among those that have come least far, those that do their own work;
+    Ranks that do not answer are blamed first; then, among the ranks with the least progress, those that do their own work;
     then those that wait in an earlier phase than the others.
 
     Args:
-        answers: of the ranks that gave one.
-        ended: why a rank ended that could say so.
-        hosts: machine of each rank.
+        answers: answer of each rank that gave one.
+        ended: reason of each rank that announced its end.
+        hosts: host name of each rank.
         size: number of ranks.
     """
     if lost := [rank for rank in range(size) if rank not in answers]:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, passes signals on to them, and says which one failed first."""
+"""Launcher of the ranks on this machine: starts them, forwards signals to them, and reports the one that failed first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks, rendezvous, signals
 
 _POLL_SECONDS = 0.05
-_SECONDS_TO_FAIL = 0.2  # after the first failure, in which the rank that caused it may be seen to have ended too
-_SECONDS_TO_FOLLOW = 10  # that the other ranks get to end by themselves where one was stopped
+_SECONDS_TO_FAIL = 0.2  # after the first failure, so that the rank that caused it is seen to have ended too
+_SECONDS_TO_FOLLOW = 10  # for the other ranks to end by themselves after one has stopped early
 _NO_LOOPBACK = (
     "the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
     "(ip link set lo up) or use trainer.devices=1"
 )
-_SAYS_WHY = (ranks.USAGE_ERROR, signals.ENDED_EARLY)  # statuses of ranks that leave a message for the user, or said it
-# Other signals are 0 as well, errors 1. A rank that was stopped is missed by the others.
+_SAYS_WHY = (ranks.USAGE_ERROR, signals.ENDED_EARLY)  # statuses of ranks that leave a message or have printed it
+# Order of exit statuses as likely causes, lowest first: other signals are 0 too, errors 1. A rank that has ended early makes
+# the others fail, because they miss it.
 _LIKELY_CAUSE = {signals.ENDED_EARLY: -1, -signal.SIGTERM: 2, ranks.USAGE_ERROR: 0}
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,14 +35,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[str]) -> None:
     """Start ``count`` ranks of a Python command on this machine and wait for them; nothing is restarted.
 
-    When one fails, the others are ended at once. The processors are shared: each rank gets as many threads as there are
-    processors a rank, unless OMP_NUM_THREADS says otherwise.
+    When a rank fails, the others are ended at once. The CPU cores are divided among the ranks: each gets as many threads as
+    there are cores per rank, unless OMP_NUM_THREADS is set.
 
-    Signals that ask the run to stop are passed on, and the ranks take as long as they need. A second SIGINT ends them at
+    Signals that ask the run to stop are forwarded, and the ranks take as long as they need. A second SIGINT ends them at
     once, and so do signals that are not among ``stop_signals``.
 
-    They meet in a file without a name, which is gone with the last of them, and listen on the loopback interface only.
-    What they leave behind is killed; processes that this one had started otherwise are spared.
+    The ranks rendezvous in an unnamed file, which disappears with the last of them, and listen only on the loopback
+    interface. Processes that the ranks leave behind are killed; other child processes of this process are spared.
 
     Args:
         count: number of ranks.
@@ -54,7 +55,7 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
     """
     if rendezvous.loopback() is None:
         ranks.fail(UserError(_NO_LOOPBACK), world=None)
-    ranks.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed rank leaves behind becomes ours, and is ended below
+    ranks.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # this process inherits the children of killed ranks, and ends them below
     with contextlib.ExitStack() as files:
         store, *errors = (files.enter_context(_file_in_memory()) for _ in range(1 + count))
         started: list[_Rank] = []
@@ -63,7 +64,7 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
                 with signals.blocked():
                     for rank, error in enumerate(errors):
                         started.append(_start(rank, count, command, store=store, error=error))
-                for number in tuple(arrived):  # meanwhile, by way of another thread
+                for number in tuple(arrived):  # signals that another thread received during the start
                     _send(number, started)
                 failures = _wait(started)
         except _Ended as end:
@@ -76,7 +77,7 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
 
 @contextlib.contextmanager
 def _file_in_memory() -> Iterator[int]:
-    """The number of an open file without a name: it cannot be cleaned out of /tmp, and ends with the last process."""
+    """Yield the descriptor of an unnamed file, which no cleanup of /tmp removes and which ends with the last process."""
     number = os.memfd_create("nemo_kto")
     try:
         yield number
@@ -86,7 +87,7 @@ def _file_in_memory() -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """A rank that was started here; ``error_file`` is where it leaves the message with which it ends."""
+    """A rank that was started by this process; it leaves the message with which it ends in ``error_file``."""
 
     number: int
     process: Popen[bytes]
@@ -94,14 +95,14 @@ class _Rank:
 
 
 def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: int) -> _Rank:
-    """``store``, ``error``: numbers of open files, which the rank inherits: one of all ranks, one of its own."""
+    """Start a rank, which inherits the descriptors ``store``, shared by all ranks, and ``error``, its own."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": rendezvous.LOCAL,  # nothing listens there: they meet in the file
+        "MASTER_ADDR": rendezvous.LOCAL,  # required but unused: the ranks rendezvous in the file
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         ranks.ERROR_FILE: _path_of(error),
@@ -115,7 +116,7 @@ def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: 
 
 
 def _search_path() -> dict[str, str]:
-    """PYTHONPATH, if this package was found in the working directory (``python -m``), which the ranks do not search."""
+    """Return PYTHONPATH if this package was found in the working directory (``python -m``), which ranks do not search."""
     root = str(Path(__file__).parents[2])
     if sys.path[0] != root:
         return {}
@@ -123,12 +124,12 @@ def _search_path() -> dict[str, str]:
 
 
 def _path_of(number: int) -> str:
-    """A path to an open file, in this process and in those that inherit it."""
+    """Return a path to an open file, valid in this process and in those that inherit the descriptor."""
     return f"/proc/self/fd/{number}"
 
 
 class _Ended(BaseException):
-    """A signal ends the launcher and with it the ranks."""
+    """A signal ends the launcher, and the ranks with it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -137,9 +138,9 @@ class _Ended(BaseException):
 
 @contextlib.contextmanager
 def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[set[int]]:
-    """Within the block the signals that ask for a stop go to the ranks; the others, and a second SIGINT, end the block.
+    """Forward the signals that ask for a stop to the ranks within the block; others, and a second SIGINT, end the block.
 
-    Gives the signals that have arrived.
+    Yields the set of signals that have arrived.
     """
     stopping = signals.numbers(stop_signals)
     arrived: set[int] = set()
@@ -151,7 +152,7 @@ def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterat
         _send(number, started)
 
     others = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handled = {*stopping, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)}  # nohup's stay so
+    handled = {*stopping, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)}  # not under nohup
     before = {number: signal.signal(number, act) for number in handled}
     try:
         yield arrived
@@ -166,7 +167,7 @@ def _send(number: int, to: Iterable[_Rank]) -> None:
 
 
 def _wait(started: Sequence[_Rank]) -> list[_Failure]:
-    """Wait for the end of all ranks. What failed, when one failed; the others are ended, and are not among it."""
+    """Wait for all ranks to end and return the failures; ranks that are ended because one failed are not among them."""
     running, failures = list(started), list[_Failure]()
     patience: float | None = None
     while running and (patience is None or time.monotonic() < patience):
@@ -175,7 +176,7 @@ def _wait(started: Sequence[_Rank]) -> list[_Failure]:
         running = [rank for rank in running if rank not in ended]
         failures += [_Failure.of(rank) for rank in ended if rank.process.returncode != 0]
         if failures and patience is None:
-            # a rank that was asked to stop before the first step may be the only one that knows
+            # a rank that was asked to stop before the first step may be the only one that got the signal
             early = all(failure.exitcode == signals.ENDED_EARLY for failure in failures)
             patience = time.monotonic() + (_SECONDS_TO_FOLLOW if early else _SECONDS_TO_FAIL)
             _send(signal.SIGTERM, running if early else ())
@@ -186,7 +187,7 @@ def _wait(started: Sequence[_Rank]) -> list[_Failure]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """A rank that failed. ``exitcode`` is negative where a signal ended it, ``timestamp`` in seconds since 1970."""
+    """A rank that failed. ``exitcode`` is negative if a signal ended it; ``timestamp`` is in seconds since 1970."""
 
     local_rank: int
     exitcode: int
@@ -195,21 +196,21 @@ class _Failure:
 
     @classmethod
     def of(cls, rank: _Rank) -> _Failure:
-        """That of a rank that has ended."""
+        """Return the failure of a rank that has ended."""
         status = rank.process.returncode
         return cls(local_rank=rank.number, exitcode=status, error_file=rank.error_file, timestamp=int(time.time()))
 
 
 def _first(failures: Iterable[_Failure]) -> _Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
-    A rank that was killed is noticed late, after those that missed it; one that was ended by SIGTERM was not the cause.
+    A killed rank is noticed only after the ranks that missed it; a rank that was ended by SIGTERM was not the cause.
     """
     return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), _when(failure)))
 
 
 def _when(failure: _Failure) -> int:
-    """Nanoseconds; ranks fail within milliseconds of each other, and the ends of processes are noticed later."""
+    """Return the time of a failure in ns: ranks fail within milliseconds, and the ends of processes are noticed later."""
     with contextlib.suppress(OSError):
         if (written := os.stat(failure.error_file)).st_size:
             return written.st_mtime_ns
@@ -217,14 +218,14 @@ def _when(failure: _Failure) -> int:
 
 
 def _report(failure: _Failure, count: int) -> int:
-    """Say which rank failed first and why; the exit status to end with."""
+    """Print which rank failed first and why, and return the exit status of the launcher."""
     who, code = f"nemo-kto: rank {failure.local_rank} of {count}", failure.exitcode
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
         return 1
     recorded = _recorded(failure.error_file)
-    if recorded and (code in _SAYS_WHY or not recorded.startswith("Traceback")):  # words, which name the rank if need be
+    if recorded and (code in _SAYS_WHY or not recorded.startswith("Traceback")):  # a message, which names the rank if needed
         print(f"nemo-kto: {recorded}", file=sys.stderr)
     elif recorded:
         print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
@@ -234,17 +235,17 @@ def _report(failure: _Failure, count: int) -> int:
 
 
 def _recorded(error_file: str) -> str:
-    """The traceback of a rank, or the message of its UserError; empty if it left neither."""
+    """Return the traceback of a rank, or the message of its UserError; empty if it left neither."""
     with contextlib.suppress(OSError):
         return Path(error_file).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def _end_descendants(started: Sequence[_Rank]) -> None:
-    """Kill the ranks and what they started, but nothing else that descends from this process.
+    """Kill the ranks and the processes they started, but no other descendants of this process.
 
-    What a rank starts is in its session or has its environment, also when the rank is gone; a daemon that has left both
-    lives on.
+    A process started by a rank is in the rank's session or has its environment, even if the rank has ended; a daemon that
+    has left both survives.
     """
     sessions = {rank.process.pid for rank in started}
     for process in psutil.Process().children(recursive=True):

@@ -1,4 +1,4 @@
-"""The limit on open files of a process (``ulimit -n``): raised where that is allowed, and named where it is too low."""
+"""The limit on open files of a process (``ulimit -n``): raised if permitted, and reported if it is too low."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDY = "raise it before the start, e.g. ulimit -n 4096"
 
 
 def limit_mistake() -> str | None:
-    """Constraint, value and remedy if this user may not open enough files for a run; None if all is well."""
+    """Return constraint, value and remedy if this user may not open enough files for a run; else None."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= MIN_FILES:
         return None
@@ -21,7 +21,7 @@ def limit_mistake() -> str | None:
 
 
 def raise_limit() -> None:
-    """Let this process open as many files as its user may: many shells and services set a lower limit for a start."""
+    """Raise the limit of this process to its hard limit, at most 65536: many shells and services set a lower soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -29,9 +29,9 @@ def raise_limit() -> None:
 
 
 def explained(error: Exception) -> Exception:
-    """A UserError that names the limit if it is the cause of the error; else the error itself."""
+    """Return a UserError that names the limit if it caused the error; else the error itself."""
     cause: BaseException | None = error
-    seen: list[BaseException] = []  # an error that was raised from one of its own consequences is met again
+    seen: list[BaseException] = []  # guards against a cycle, as of an error raised from its own consequence
     while cause is not None and cause not in seen:
         seen.append(cause)
         if (isinstance(cause, OSError) and cause.errno == errno.EMFILE) or "Too many open files" in str(cause):

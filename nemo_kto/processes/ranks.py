@@ -1,7 +1,7 @@
-"""The ranks of a run: found under torchrun or srun, or started by ``launcher.py``; and how each ends.
+"""The ranks of a run: detected under torchrun or srun, or started by ``launcher.py``; and the exit of each.
 
-Torchrun is looked for before SLURM, since torchrun may itself run inside an srun step, and SLURM's variables are also set
-where nothing was started for each of them, such as in the batch script itself.
+Torchrun is detected before SLURM, because torchrun may itself run inside an srun step, and because SLURM's variables are
+also set in processes that are not ranks, such as the batch script itself.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import NoReturn
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
 
-USAGE_ERROR = 2  # exit status of a mistake of the user, which has been said
-SECONDS_TO_SPEAK = 5  # in which rank 0 says what is wrong before the launcher ends it because another rank is gone
+USAGE_ERROR = 2  # exit status after a mistake of the user that has been reported
+SECONDS_TO_SPEAK = 5  # in which rank 0 can print the error before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
-# The environment of the ranks that ``launcher.py`` starts.
+# Environment variables of the ranks that ``launcher.py`` starts.
 STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
-STARTED_AT = "NEMO_KTO_STARTED_AT"  # when the run began, in seconds since 1970
-ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # where a rank leaves the message that the launcher prints
-STORE_FILE = "NEMO_KTO_STORE_FILE"  # the store through which the ranks meet
+STARTED_AT = "NEMO_KTO_STARTED_AT"  # start of the run, in seconds since 1970
+ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # file for the message that the launcher prints
+STORE_FILE = "NEMO_KTO_STORE_FILE"  # file of the store for the rendezvous of the ranks
 _TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_RANKS = 10**6
 _UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
@@ -41,14 +41,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks this process is one of.
+    """The position of this process among the ranks.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         size: number of ranks.
-        local_rank: of this process among those of its machine.
-        local_size: ranks on this machine; None where not known.
-        sees_same: the ranks of a machine see the same GPUs, as torchrun's do; those of srun may see one each.
+        local_rank: rank of this process among those of its machine.
+        local_size: number of ranks on this machine; None if unknown.
+        sees_same: all ranks of a machine see the same GPUs, as under torchrun; under srun each may see a single one.
     """
 
     rank: int
@@ -59,12 +59,12 @@ class World:
 
 
 def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
-    """The ranks that somebody started, None if this process is the only one.
+    """Return this process's position among ranks started by a launcher; None if the process is the only one.
 
-    In an srun step the variables that torch.distributed reads are set from SLURM's; a MASTER_ADDR that is set already stays.
+    In an srun step the variables that torch.distributed reads are set from SLURM's; an existing MASTER_ADDR is kept.
 
     Raises:
-        UserError: a variable is no number, or out of range, or missing; names it.
+        UserError: a variable is not a number, out of range, or missing; names it.
     """
     environ = os.environ if environ is None else environ
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
@@ -92,7 +92,7 @@ def detect_world(environ: MutableMapping[str, str] | None = None) -> World | Non
 
 
 def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
-    """The value of a variable of a launcher."""
+    """Return the value of a launcher's environment variable."""
     value = environ[name]
     if not re.fullmatch(r"\d{1,9}", value) or not lowest <= int(value) <= highest:
         text = f"the environment variable {name} must be an integer from {lowest} to {highest}, got {value!r}"
@@ -101,7 +101,7 @@ def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) ->
 
 
 def _in_srun_step(environ: Mapping[str, str]) -> bool:
-    """True in each of several tasks of srun; a batch script or an interactive shell has no step or a step of one task."""
+    """Return True in each of several srun tasks; a batch script or interactive shell has no step, or one with one task."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     return "SLURM_PROCID" in environ and step is not None and tasks.isdecimal() and int(tasks) > 1
@@ -110,7 +110,7 @@ def _in_srun_step(environ: Mapping[str, str]) -> bool:
 def _from_slurm(environ: MutableMapping[str, str]) -> None:
     from lightning_fabric.plugins.environments import SLURMEnvironment
 
-    # Lightning insists on --ntasks-per-node, for the sake of its own trainer; the ranks are there either way.
+    # Lightning requires --ntasks-per-node only for its own trainer; the ranks exist either way.
     environ.setdefault("SLURM_NTASKS_PER_NODE", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))
     slurm = SLURMEnvironment(auto_requeue=False)
     environ["RANK"] = str(slurm.global_rank())
@@ -121,7 +121,7 @@ def _from_slurm(environ: MutableMapping[str, str]) -> None:
 
 
 def has_launcher() -> bool:
-    """Whether this rank was started by :func:`~nemo_kto.processes.launcher.spawn_ranks`, which prints for all its ranks."""
+    """Return whether :func:`~nemo_kto.processes.launcher.spawn_ranks` started this rank; it prints for all its ranks."""
     return os.environ.get(STARTED_BY) == str(os.getppid())
 
 
@@ -129,14 +129,14 @@ _began: float | None = None
 
 
 def started_at() -> float:
-    """When the run began, in seconds since 1970: when its first process was started, or the last :func:`begin_now`."""
+    """Return the start of the run in seconds since 1970: that of its first process, or the last :func:`begin_now`."""
     if _began is not None:
         return _began
     return float(os.environ[STARTED_AT]) if has_launcher() else created()
 
 
 def created() -> float:
-    """When this process was created, in seconds since 1970."""
+    """Return when this process was created, in seconds since 1970."""
     import psutil
 
     return psutil.Process().create_time()
@@ -145,8 +145,9 @@ def created() -> float:
 def resume_sibling(process: int, *, created: float) -> None:
     """Send SIGCONT to a stopped rank of this machine.
 
-    The id and the time come from another rank, and may be wrong: the process may be gone and its id used again, or be one of
-    another container. So only a process with the same parent as this one is signalled, and only if it was created then.
+    Process id and creation time come from another rank and may be wrong: the process may be gone and its id reused, or the
+    id may belong to another container. Only a process with the same parent as this one and the same creation time is
+    signalled.
     """
     import psutil
 
@@ -157,16 +158,16 @@ def resume_sibling(process: int, *, created: float) -> None:
 
 
 def begin_now() -> None:
-    """Let the run begin now: the next job of a sweep runs in a process that was started long ago."""
+    """Set the start of the run to now: the next job of a sweep runs in a process that was started long ago."""
     global _began
     _began = time.time()
 
 
 def end_with_launcher() -> None:
-    """Let this rank die when the process that started it is killed: nobody would notice a failure of another rank then.
+    """Let the kernel kill this rank when its launcher is killed: nobody would notice the failure of another rank then.
 
     Raises:
-        UserError: the environment is that of a rank, but this process is not one, as where a rank starts another program.
+        UserError: the environment is that of a rank but this process is not one, for example if a rank starts a program.
     """
     left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE) if name in os.environ]
     if not left:
@@ -178,16 +179,16 @@ def end_with_launcher() -> None:
             f"{os.environ.get(STARTED_BY)}: the environment is left from a rank of another run; unset {', '.join(left)}"
         )
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not has_launcher():  # killed before the line above
+    if not has_launcher():  # the launcher was killed before prctl
         os._exit(1)
 
 
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
-    """End this process: of a UserError with its message and status 2, of any other error with its traceback and status 1.
+    """End this process: for a UserError with its message and status 2, for other errors with a traceback and status 1.
 
-    A rank started by :func:`~nemo_kto.processes.launcher.spawn_ranks` leaves the message to the launcher, which
-    prints that of the rank that failed first and not those of the ranks that failed because of it. Elsewhere the ranks
-    after the first wait before they speak: the first says the same, if it knows, and the launcher ends them all meanwhile.
+    A rank started by :func:`~nemo_kto.processes.launcher.spawn_ranks` leaves the message to the launcher, which prints the
+    message of the rank that failed first and not those of the ranks that failed because of it. Otherwise all ranks but
+    rank 0 wait before they print: rank 0 prints the same error, if it has it, and meanwhile the launcher ends them all.
     """
     if isinstance(error, UserError):
         _say(str(error), world=world)
@@ -205,7 +206,7 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
 
 
 def end_early(message: str, *, world: World | None) -> NoReturn:
-    """End this process with status 85, because it was asked to stop; the message is empty where all has been said."""
+    """End this process with status 85, because it was asked to stop; ``message`` is empty if it was already printed."""
     if message:
         _say(message, world=world)
     exit_rank(signals.ENDED_EARLY, world=world)
@@ -221,27 +222,27 @@ def _say(message: str, *, world: World | None) -> None:
 
 
 def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
-    """End this rank with a message and status 1, from a thread that is not the main thread, which may hold any lock.
+    """End this rank with a message and status 1, from a watchdog thread while the main thread may hold any lock.
 
     Args:
-        message: names the rank that is to blame.
-        world: of this rank.
-        wait: another rank says the same; wait before speaking, as :func:`fail` does.
+        message: names the rank at fault.
+        world: position of this rank.
+        wait: another rank prints the same; wait before printing, as :func:`fail` does.
     """
-    _record(message)  # torchrun prints it in its own report, which is long
+    _record(message)  # torchrun prints it in its own long report
     if not has_launcher():
         if wait:
             time.sleep(SECONDS_TO_SPEAK)
-        with contextlib.suppress(OSError):  # the terminal is closed
+        with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"nemo-kto: {message}\n".encode(errors="backslashreplace"))
     ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
     ending.start()
-    ending.join(2)  # longer only where output is blocked
+    ending.join(2)  # exceeded only if output is blocked
     os._exit(1)
 
 
 def _record(message: str) -> None:
-    """Leave a message for the process that started this rank; torch's own function would write a traceback."""
+    """Leave a message for the process that started this rank; torch's own function would add a traceback."""
     if has_launcher():
         Path(os.environ[ERROR_FILE]).write_text(message, encoding="utf-8", errors="backslashreplace")
     elif file := os.environ.get(_TORCHRUN_ERROR_FILE):
@@ -249,7 +250,7 @@ def _record(message: str) -> None:
 
 
 def exit_rank(status: int, *, world: World | None) -> NoReturn:
-    """End this process; a rank does so at once, because an orderly end may wait for ranks that will never answer."""
+    """End this process; a rank ends at once, because a regular exit may wait for ranks that will never answer."""
     if world is None:
         sys.exit(status)
     for child in multiprocessing.active_children():
@@ -260,6 +261,6 @@ def exit_rank(status: int, *, world: World | None) -> NoReturn:
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel for something about this process."""
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+    """Set an attribute of this process in the kernel."""
+    with contextlib.suppress(OSError, AttributeError):  # exists only on Linux
         ctypes.CDLL(None).prctl(option, value)

@@ -1,6 +1,6 @@
-"""How the ranks of one machine meet: in a file that their launcher holds in memory, and over the loopback interface.
+"""Rendezvous of the ranks: on one machine through a file that their launcher holds in memory, and the loopback interface.
 
-Torch's own launcher meets over TCP: it listens at every address of the machine and unpickles what it is sent there.
+Torch's own launcher uses TCP: it listens on every address of the machine and unpickles what it receives.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from nemo_kto.processes import ranks, watchdog
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 300.0  # in which rank 0 must listen, at most the timeout of the collectives
-TELL_SECONDS = 15.0  # of waiting for it, after which a line says so
+CONNECT_SECONDS = 300.0  # within which rank 0 must listen, at most the timeout of the collectives
+TELL_SECONDS = 15.0  # of waiting for rank 0, after which a warning is logged
 LOCAL = "127.0.0.1"
 
 
 def loopback() -> str | None:
-    """The name of the interface that has 127.0.0.1; None where it is down or there is none."""
+    """Return the name of the interface that has 127.0.0.1; None if it is down or does not exist."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(one.address == LOCAL for one in addresses)), None)
 
 
 def join(backend: str, *, timeout: timedelta) -> None:
-    """Make the default process group: of this process, of the ranks of this launcher, or of those that others started.
+    """Create the default process group: of this process, of the ranks of this launcher, or of ranks started by others.
 
-    The first two listen on the loopback interface only, whatever the environment says of interfaces; others are left as
-    torchrun or srun has set them up. From here on a watchdog says which rank the others wait for.
+    The first two listen only on the loopback interface, even if the environment names other interfaces; ranks started by
+    others keep the settings of torchrun or srun. From this call on, a watchdog reports the rank that the others wait for.
 
     Args:
-        backend: of torch.distributed.
+        backend: backend of torch.distributed.
         timeout: how long a collective waits for a missing rank before it fails.
 
     Raises:
-        UserError: the ranks cannot meet: rank 0 cannot be reached or cannot listen, or ranks are missing after the timeout.
+        UserError: the rendezvous failed: rank 0 cannot be reached or cannot listen, or ranks are missing after the timeout.
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     file = os.environ.get(ranks.STORE_FILE)
@@ -56,7 +56,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
     else:
         if (interface := loopback()) is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # this name, not every name that begins so
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=" matches the exact name instead of a prefix
         store = dist.HashStore() if file is None else dist.FileStore(file, size)
         holder = "the launcher"
     store.set_timeout(timeout)
@@ -75,16 +75,16 @@ def join(backend: str, *, timeout: timedelta) -> None:
 
 
 def holds_store() -> bool:
-    """Whether the store of the ranks ends with this process."""
+    """Return whether the store of the ranks ends with this process."""
     return "RANK" in os.environ and ranks.STORE_FILE not in os.environ and os.environ["RANK"] == "0" and not _of_agent()
 
 
 def _await_all(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until every rank is there."""
+    """Wait until every rank has joined."""
     watchdog.check_in(store, rank)
     if store.add("joined", 1) == size:
         store.set("complete", "")
-    stay = 2 * holds_store()  # so that the others can find out as well
+    stay = 2 * holds_store()  # seconds, in which the other ranks can find the missing ones as well
     deadline = time.monotonic() + timeout.total_seconds() + stay
     bounded = watchdog.BoundedStore(store=store, seconds=timeout.total_seconds())
     pause = 0.001
@@ -104,17 +104,18 @@ def _await_all(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -
 
 
 def _of_agent() -> bool:
-    """Whether torchrun holds the store, not rank 0."""
+    """Return whether torchrun holds the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where ranks of several machines meet, and who asks.
+    """The address of a rendezvous of several machines, and the rank that joins it.
 
     Attributes:
         address, port: MASTER_ADDR and MASTER_PORT.
-        rank, size: of this process and of the world.
+        rank: rank of this process.
+        size: number of ranks.
     """
 
     address: str
@@ -123,16 +124,16 @@ class Meeting:
     size: int
 
     def who(self) -> str:
-        """This rank, for an error."""
+        """Return a description of this rank for an error."""
         return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
 
 
-_stores: dict[Meeting, dist.Store] = {}  # the jobs of a sweep meet again at the same port
-_joined = 0  # process groups that this process has made
+_stores: dict[Meeting, dist.Store] = {}  # kept because the jobs of a sweep use the same port again
+_joined = 0  # number of process groups that this process has created
 
 
 def _tcp_store(meeting: Meeting, wait: float) -> dist.Store:
-    """The store at rank 0 or in torchrun, which must be there within ``wait`` seconds."""
+    """Connect to the store of rank 0 or torchrun, which must be reachable within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     _resolve(meeting, deadline)
     listener = _listen(meeting) if meeting.rank == 0 and not _of_agent() else None
@@ -157,7 +158,7 @@ def _tcp_store(meeting: Meeting, wait: float) -> dist.Store:
 
 
 def _resolve(meeting: Meeting, deadline: float) -> None:
-    """Raise the error if the name is not known; a name server that is busy is asked again."""
+    """Raise a UserError if the host name cannot be resolved; a busy name server is asked again."""
     while True:
         try:
             socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)
@@ -174,7 +175,7 @@ def _resolve(meeting: Meeting, deadline: float) -> None:
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    """The socket of rank 0. Torch's own attempt would retry for minutes."""
+    """Create the listening socket of rank 0. Torch's own attempt would retry for minutes."""
     both = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
@@ -188,7 +189,7 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _reach(meeting: Meeting, deadline: float, wait: float, *, listening: bool) -> None:
-    """Wait for rank 0, which may start later. Torch's own attempt would write a warning every second."""
+    """Wait until rank 0, which may start later, accepts connections. Torch's own attempt would warn every second."""
     pause, told = 0.05, time.monotonic() + TELL_SECONDS
     where = f"{meeting.address}:{meeting.port}"
     while True:

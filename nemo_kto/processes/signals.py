@@ -1,7 +1,7 @@
 """Signals that ask a run to stop.
 
-Before there is anything to save a signal raises :class:`Stopped` where the program is. Inside :func:`deferred` it is only
-noted: the ranks ask for it at points where all of them can leave together (see ``telemetry.timers.RunTimer``).
+Before there is anything to save, a signal raises :class:`Stopped` in the running code. Inside :func:`deferred` it is only
+recorded: the ranks check for it at points where all of them can stop together (see ``telemetry.timers.RunTimer``).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2")  # that may ask a run to stop
+NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2")  # signals that can be configured to stop a run
 ENDED_EARLY = 85  # exit status of a run that was asked to stop; the same command resumes it
 _NOTHING_SAVED = "before the first step, so that there was nothing to save; start the same command again"
 
 
 class Stopped(BaseException):
-    """The run was asked to stop. The message is for the user; it is empty where everything has been said.
+    """The run was asked to stop. The message is for the user; it is empty if everything has been printed already.
 
-    No Exception, because libraries catch those and go on.
+    Not a subclass of Exception, because libraries catch those and continue.
     """
 
 
 @dataclass(eq=False)
 class _Listener:
-    """What has arrived in this process."""
+    """State of the signals in this process."""
 
     process: int = 0
     first: int = 0  # number of the first signal
@@ -41,17 +41,17 @@ _listener = _Listener()
 
 
 def numbers(names: Sequence[str]) -> list[signal.Signals]:
-    """Of signals by their names."""
+    """Return the signals with these names."""
     return [signal.Signals[name] for name in names]
 
 
 def listen(names: Sequence[str], *, ends_at_second_interrupt: bool) -> None:
-    """Let the signals of these names stop the run in this process; only the main thread can, others do nothing.
+    """Make the named signals stop the run in this process; no effect outside the main thread.
 
-    Those that arrived while they were blocked count.
+    Signals that arrived while they were blocked take effect.
 
     Args:
-        names: among :data:`NAMES`.
+        names: names from :data:`NAMES`.
         ends_at_second_interrupt: a second SIGINT raises KeyboardInterrupt at once.
     """
     global _listener
@@ -65,7 +65,7 @@ def listen(names: Sequence[str], *, ends_at_second_interrupt: bool) -> None:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Let signals wait until the end of the block; a process that is started in it has them wait until it listens."""
+    """Block signals until the end of the block; a process started in it has them blocked until it listens."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers(NAMES))
     try:
         yield
@@ -75,13 +75,13 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Only note the signals that arrive in the block; who runs in it asks for them with :func:`received`.
+    """Only record the signals that arrive in the block; the code in it checks for them with :func:`received`.
 
-    A block that is left by :class:`Stopped` ends the run. Signals stay deferred then: where another rank has ended before,
-    the one that started them ends this one too.
+    If :class:`Stopped` leaves the block, the run ends, and signals stay deferred: if another rank has ended before, the
+    launcher of the ranks ends this one too.
     """
     before, _listener.deferred = _listener.deferred, True
-    _listener.raised = None  # nobody left because of it, or this would not be reached
+    _listener.raised = None  # a Stopped raised earlier was caught, or this line would not be reached
     try:
         yield
     except Stopped:
@@ -92,12 +92,12 @@ def deferred() -> Iterator[None]:
 
 
 def received() -> int:
-    """Number of the first signal that has arrived; 0 if none has."""
+    """Return the number of the first signal that has arrived; 0 if none has."""
     return _listener.first
 
 
 def raised() -> Stopped | None:
-    """What was raised where nothing is saved, if it was: another error that is raised after it there may have come of it."""
+    """Return the exception raised outside :func:`deferred`, if any: it may have caused another error raised later."""
     return _listener.raised
 
 
@@ -114,7 +114,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _in_helper(number: int) -> None:
-    """A process that was forked from a rank leaves the decision to the rank, which may end it with SIGTERM."""
+    """Handle a signal in a process forked from a rank: the rank decides, and may end this process with SIGTERM."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

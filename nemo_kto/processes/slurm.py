@@ -1,4 +1,4 @@
-"""Puts the SLURM job of a run back into the queue."""
+"""Requeue the SLURM job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SCONTROL_SECONDS = 60
 
 
 def requeue(environ: Mapping[str, str]) -> str | None:
-    """Put the SLURM job of this process back into the queue.
+    """Requeue the SLURM job of this process.
 
     Returns:
-        The number of the job, of an array job with its task; None where that failed, which is said.
+        The job id, for an array job with its task id; None if requeueing failed, which is logged as a warning.
     """
     job = environ.get("SLURM_JOB_ID")
     if array := environ.get("SLURM_ARRAY_JOB_ID"):

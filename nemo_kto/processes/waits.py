@@ -1,7 +1,7 @@
-"""Ranks that wait for the work of others, for as long as it takes: a collective gives up after a time, a heartbeat does not.
+"""Heartbeats of ranks that work while others wait for them, without the time limit of a collective.
 
-Each rank tells the others through the store of the default process group that it is alive, and when its work is done. Only
-names and counts go through the store, nothing that would be unpickled: on several machines strangers may reach it.
+Through the store of the default process group each rank signals that it is alive, and when its work is done. Only names and
+counts pass through the store and nothing is unpickled, because on several machines outsiders may reach it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from torch.distributed.distributed_c10d import _get_default_store
 Item = TypeVar("Item")
 
 BEAT_SECONDS = 5.0  # between two heartbeats
-SILENT_SECONDS = 60.0  # without a heartbeat: the rank is gone or stopped
-_MIN_POLL, _MAX_POLL = 0.001, 0.5  # seconds between two looks: most waits are short, and a long one must cost nothing
+SILENT_SECONDS = 60.0  # without a heartbeat, after which a rank counts as gone or stopped
+_MIN_POLL, _MAX_POLL = 0.001, 0.5  # seconds between two polls: most waits are short, and a long one must cost nothing
 
 
 class Section(threading.Thread):
-    """A part of the program in which ranks work for different times; collective, from its making to :meth:`finish`.
+    """A part of the program in which ranks work for different times; collective, from its creation to :meth:`finish`.
 
-    This thread is the heartbeat of this rank. It also does the waiting, because a call to the store never returns if the
+    This thread is the heartbeat of the rank. It also does the waiting, because a call to the store never returns if the
     process that holds the store is stopped.
     """
 
     def __init__(self, *, doing: str) -> None:
-        """Args: doing: what a rank that works does here, such as "reading the rows"."""
+        """Enter the section and start the heartbeat.
+
+        Args:
+            doing: activity of a rank that works in the section, such as "reading the rows".
+        """
         super().__init__(name=f"heartbeat while {doing}", daemon=True)
         self._doing = doing
         self._left, self._awaits_others = threading.Event(), False
         self._problem: Exception | None = None
-        self._answers = 0  # of the store
+        self._answers = 0  # number of calls that the store has answered
         self._has_others = dist.is_initialized() and dist.get_world_size() > 1
         if self._has_others:
             self._store, self._rank, self._size = _get_default_store(), dist.get_rank(), dist.get_world_size()
             self.start()
 
     def leave(self) -> None:
-        """This rank's work is done, or has failed, and it waits for nobody."""
+        """End this rank's work, done or failed, without waiting for other ranks."""
         self._left.set()
         answers, unanswered = self._answers, 0
         while self._has_others and self.is_alive():
@@ -58,11 +62,11 @@ class Section(threading.Thread):
                 return
 
     def finish(self) -> None:
-        """This rank's work is done; wait until that of all ranks is.
+        """End this rank's work and wait until all ranks have ended theirs.
 
         Raises:
-            RuntimeError: a rank that still works has been silent for ``SILENT_SECONDS``, or has not come here within the
-                timeout of the process group; names it.
+            RuntimeError: a rank that still works has been silent for ``SILENT_SECONDS``, or has not entered the section
+                within the timeout of the process group; names the rank.
         """
         self._awaits_others = True
         self.leave()
@@ -70,7 +74,7 @@ class Section(threading.Thread):
             raise self._problem
 
     def run(self) -> None:
-        """What the thread does."""
+        """Send heartbeats until the rank leaves, then wait for the other ranks if required."""
         try:
             self._beat_until_left()
             if self._awaits_others:
@@ -80,7 +84,7 @@ class Section(threading.Thread):
 
     def _beat_until_left(self) -> None:
         counted = f"nemo_kto/sections/{self._rank}"
-        # each rank counts its own, and all come to the same number
+        # each rank counts its own sections, and all arrive at the same number
         self._prefix = f"nemo_kto/section/{self._ask(lambda: self._store.add(counted, 1))}"
         who = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})"
         self._ask(lambda: self._store.set(self._key("who"), who))
@@ -93,7 +97,7 @@ class Section(threading.Thread):
         self._ask(lambda: self._store.add(f"{self._prefix}/left", 1))
 
     def _await_all(self) -> None:
-        """Watch the first rank that has not left; when it has, the next one of those."""
+        """Watch the first rank that has not left; once it has, the next such rank."""
         watched, beats, silent, pause = 0, 0, 0.0, _MIN_POLL
         while self._count(f"{self._prefix}/left") < self._size:
             if self._count(self._key("left", watched)):
@@ -104,7 +108,7 @@ class Section(threading.Thread):
             self._judge(watched, beats, silent)
             began = time.monotonic()
             time.sleep(pause)
-            silent += min(time.monotonic() - began, 2 * _MAX_POLL)  # if it is longer, this process itself was stopped
+            silent += min(time.monotonic() - began, 2 * _MAX_POLL)  # a longer pause means that this process was stopped
             pause = min(2 * pause, _MAX_POLL)
 
     def _judge(self, rank: int, beats: int, silent: float) -> None:

@@ -1,9 +1,9 @@
-"""A thread on each rank that finds out which rank the others wait for, and ends them with its name, phase and stack.
+"""Watchdog thread of each rank: finds the rank that the others wait for, and aborts them with its name, phase and stack.
 
-Nothing is sent while all goes well: each rank looks into the store for a question every few seconds. A rank whose main
-thread has waited in one collective for most of the timeout asks, all ranks answer with what they do
-(:mod:`nemo_kto.processes.hangs`), and the verdict goes through the store to all. A rank that gives no answer is gone or
-stopped. What goes through the store is JSON; nothing of it is unpickled.
+Nothing is sent in normal operation: each rank only checks the store for a question every few seconds. A rank whose main
+thread has waited in one collective for most of the timeout posts a question, all ranks answer with their current state
+(:mod:`nemo_kto.processes.hangs`), and the verdict is distributed through the store. A rank that does not answer has ended or
+is stopped. Messages in the store are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from nemo_kto.processes import hangs, ranks
 
 Result = TypeVar("Result")
 
-WAIT_FRACTION = 0.75  # of the timeout, in one collective: then it is asked whom the others wait for
-PATIENCE_SECONDS = 24 * 3600.0  # the same of a rank that waits through the store while another one works long
+WAIT_FRACTION = 0.75  # of the timeout, spent in one collective: then the rank starts an investigation
+PATIENCE_SECONDS = 24 * 3600.0  # the same limit for a rank that waits through the store while another one works long
 _ANSWER_FRACTION = 0.15  # of the timeout: how long a rank has to answer, at most _ANSWER_SECONDS
 _ANSWER_SECONDS = 30.0
-_TICKS = 40  # looks into the store in a timeout, at least one in _TICK_SECONDS
+_TICKS = 40  # checks of the store per timeout, at least one in _TICK_SECONDS
 _TICK_SECONDS = 5.0
-_LEAVE_SECONDS = 5.0  # that the process that holds the store stays for the others at the end
+_LEAVE_SECONDS = 5.0  # how long the process that holds the store stays for the others at the end
 _REMEDY = "the timeout is trainer.timeout_minutes ({minutes} min); raise it if work of one rank takes longer"
-# What torch says where another rank is gone or late, in errors of types that say nothing.
+# Messages by which torch reports that another rank is gone or late, in errors of unspecific types.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection (was )?(likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error of torch says that another rank is gone or late."""
+    """Return whether an error of torch means that another rank is gone or late."""
     of_torch = isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
     return of_torch or isinstance(error, dist.DistError)
 
@@ -50,7 +50,7 @@ class StoreLost(RuntimeError):
     """The store does not answer.
 
     Attributes:
-        caller: still waits for the answer; None if there was an error instead.
+        caller: the thread that still waits for the answer; None if the call raised an error instead.
     """
 
     def __init__(self, reason: str, *, caller: threading.Thread | None) -> None:
@@ -59,10 +59,13 @@ class StoreLost(RuntimeError):
 
 
 def within(seconds: float, action: Callable[[], Result]) -> Result:
-    """What the action gives; torch's calls to a store may wait forever for a process that is stopped, or is none of ours.
+    """Run an action with a time limit: torch's store calls may wait forever for a stopped or foreign process.
+
+    Returns:
+        The result of the action.
 
     Raises:
-        StoreLost: it gave nothing in time, or raised an error.
+        StoreLost: the action did not return in time, or raised an error.
     """
     results: list[Result] = []
     problems: list[Exception] = []
@@ -85,11 +88,11 @@ def within(seconds: float, action: Callable[[], Result]) -> Result:
 
 @dataclass(kw_only=True, eq=False)
 class BoundedStore:
-    """A store whose calls end.
+    """A store whose calls have a time limit.
 
     Attributes:
-        store: a client of its own, since a client that waits for a key lets nobody else speak.
-        seconds: after which a call is given up.
+        store: a separate client, because a client that waits for a key blocks all its other callers.
+        seconds: time limit of a call.
     """
 
     store: dist.Store
@@ -99,10 +102,10 @@ class BoundedStore:
         self._lost: StoreLost | None = None
 
     def call(self, action: Callable[[dist.Store], Result]) -> Result:
-        """What the action gives.
+        """Run an action on the store and return its result.
 
         Raises:
-            StoreLost: this call got no answer, an earlier one still has none, or there is no connection any more.
+            StoreLost: this call was not answered, an earlier one is still unanswered, or the connection is lost.
         """
         if self._lost is not None and (self._lost.caller is None or self._lost.caller.is_alive()):
             raise self._lost
@@ -113,22 +116,22 @@ class BoundedStore:
             raise
 
     def read(self, key: str) -> str | None:
-        """A value; None if there is none."""
+        """Return the value of a key; None if there is none."""
         return self.call(lambda store: store.get(key).decode() if store.check([key]) else None)
 
 
 class Watchdog:
-    """Watches the main thread of this rank, answers for it, and ends it when it waits for a rank that will not come."""
+    """Observer of this rank's main thread, which answers for it and aborts it if it waits for a lost rank."""
 
     def __init__(self, *, store: dist.Store, rank: int, size: int, timeout: timedelta, holder: str) -> None:
-        """Begin to watch the thread that calls this; every rank must.
+        """Start to observe the calling thread; every rank must do this.
 
         Args:
-            store: in which every rank has said its machine and process (:func:`check_in`).
-            rank: of this process.
+            store: store in which every rank has registered its host and process (:func:`check_in`).
+            rank: rank of this process.
             size: number of ranks.
-            timeout: of the collectives.
-            holder: whose process holds the store, in words.
+            timeout: timeout of the collectives.
+            holder: description of the process that holds the store, for messages.
         """
         self.steps: Callable[[], int] | None = None
         self._timeout = timeout.total_seconds()
@@ -142,7 +145,7 @@ class Watchdog:
         self._failed_in = ""
         self._last_phase, self._changes, self._changed = "", 0, time.monotonic()
         self._sample = (hangs.BUSY, 0)
-        self._stuck = 0.0  # seconds that the main thread has been at the same place, waiting
+        self._stuck = 0.0  # seconds for which the main thread has been waiting in the same place
         self._question, self._quiet_until = 0, 0.0
         self._stopped, self._wake = False, threading.Event()
         self._failing, self._ending, self._found = False, False, threading.Event()
@@ -152,7 +155,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the main thread does within the block."""
+        """Name the activity of the main thread within the block."""
         self._phases.append(name)
         self._change()
         try:
@@ -169,10 +172,10 @@ class Watchdog:
         self._changes, self._changed = self._changes + 1, time.monotonic()
 
     def stop(self, *, holds_store: bool) -> None:
-        """This rank leaves, and the others must not take it for lost.
+        """Deregister this rank, so that the others do not take it for lost, and end the watchdog.
 
         Args:
-            holds_store: the store ends with this process, which waits a while until all have left.
+            holds_store: the store ends with this process, which therefore waits a while until all ranks have left.
         """
         self._stopped = True
         self._wake.set()
@@ -186,14 +189,14 @@ class Watchdog:
                 left = self._store.call(lambda store: store.add("left", 0))
 
     def say_farewell(self, why: str) -> None:
-        """Leave the reason for which this rank ends, for those who will wait for it."""
+        """Store the reason why this rank ends, for ranks that will wait for it."""
         with contextlib.suppress(StoreLost):
             self._store.call(lambda store: store.set(f"ended/{self._rank}", why))
 
     def find_lost(self) -> str | None:
-        """Whom this rank, which has lost a connection, lost; None if that cannot be found out.
+        """Return a description of the rank to which this rank lost its connection; None if it cannot be found.
 
-        Does not return where the watchdog is about to end this process.
+        Does not return if the watchdog is about to end this process.
         """
         self._failing = True
         self._wake.set()
@@ -208,7 +211,7 @@ class Watchdog:
             self._wake.wait(self._tick)
             self._wake.clear()
             now = time.monotonic()
-            # A longer time means that this process itself was stopped, and perhaps all others were too.
+            # A longer interval means that this process itself was stopped, and perhaps all others too.
             self._look_at_main(min(now - before, 2 * self._tick))
             before = now
             try:
@@ -217,17 +220,17 @@ class Watchdog:
                 self._on_lost_store(str(error))
 
     def _phase(self) -> str:
-        """The phases this rank is in, or in which it failed."""
+        """Return the phases this rank is in, or in which it failed."""
         return self._failed_in if self._failing else "/".join(self._phases)
 
     def _doing(self) -> str:
-        if self._failing:  # it waits for what this thread finds
+        if self._failing:  # the main thread waits in find_lost for the result of this thread
             return hangs.WAITING
         return hangs.doing(hangs.main_frame(self._main), device_busy=device.has_queued_work())
 
     def _look_at_main(self, seconds: float) -> None:
         doing = self._doing()
-        # A thread that is not the main one cannot be asked, and one that waits through the store runs code meanwhile.
+        # Only the main thread can be probed for having run; a wait through the store runs code all the time.
         ran = self._main != threading.main_thread().ident or hangs.main_thread_ran()
         same_place = (doing, self._changes) == self._sample and (not ran or doing == hangs.PATIENT)
         self._stuck = self._stuck + seconds if same_place and doing != hangs.BUSY else 0.0
@@ -247,7 +250,7 @@ class Watchdog:
             self._investigate()
 
     def _answer(self) -> None:
-        """Say what this rank does, to whoever asked."""
+        """Publish the state of this rank as the answer to the current question."""
         frame = hangs.main_frame(self._main)
         answer = hangs.Answer(
             host=socket.gethostname(),
@@ -265,7 +268,7 @@ class Watchdog:
         self._store.call(lambda store: store.set(key, answer.to_json()))
 
     def _investigate(self) -> None:
-        """Ask all ranks, unless another one asks already, and end with what follows from the answers."""
+        """Ask all ranks for their state, unless another rank has asked already, and end with a verdict on the answers."""
         number, me = self._question, str(self._rank)
         asker = self._store.call(lambda store: store.compare_set(f"question/{number}", "", me)).decode()
         self._answer()
@@ -274,7 +277,7 @@ class Watchdog:
             return
         answers, ended = self._collect(number)
         self._look_at_main(0.0)
-        if not self._failing and not self._waits_too_long():  # whoever was waited for has come
+        if not self._failing and not self._waits_too_long():  # the rank that was waited for has arrived
             return
         present = {rank: check_in_of(self._store.read(f"present/{rank}")) for rank in range(self._size)}
         verdict = hangs.judge(answers, ended=ended, hosts={rank: one.host for rank, one in present.items()}, size=self._size)
@@ -282,11 +285,11 @@ class Watchdog:
             verdict += "\n" + _REMEDY.format(minutes=f"{round(self._timeout / 60, 1):g}")
         self._store.call(lambda store: store.set("verdict", verdict))
         self._wake_stopped({rank: present[rank] for rank in range(self._size) if rank not in answers})
-        time.sleep(2 * self._tick)  # so that the others have read it before the store can go with this process
+        time.sleep(2 * self._tick)  # lets the others read the verdict before the store can end with this process
         self._end(verdict, said_by_others=False)
 
     def _collect(self, number: int) -> tuple[dict[int, hangs.Answer], dict[int, str]]:
-        """What the ranks answer in time, and why those have ended that said so."""
+        """Return the answers that arrive in time, and the reasons of ranks that have announced their end."""
         answers: dict[int, hangs.Answer] = {}
         ended: dict[int, str] = {}
         deadline = time.monotonic() + self._answer_seconds
@@ -303,13 +306,13 @@ class Watchdog:
             time.sleep(min(self._tick, 0.25))
 
     def _wake_stopped(self, lost: Mapping[int, CheckIn]) -> None:
-        """Let a rank of this machine that is stopped go on, so that a launcher need not wait until it is killed."""
+        """Resume a stopped rank on this machine, so that a launcher need not wait until it is killed."""
         for one in lost.values():
             if one.host == socket.gethostname():
                 ranks.resume_sibling(one.process, created=one.created)
 
     def _on_lost_store(self, reason: str) -> None:
-        """Without the store nobody can be asked. This rank may still come to a good end, unless it waits."""
+        """Handle a store without answers: no rank can be asked, but this rank goes on unless it waits or has failed."""
         if self._waits_too_long() or self._failing:
             place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
             text = (
@@ -319,7 +322,7 @@ class Watchdog:
             self._end(text, said_by_others=False)
 
     def _end(self, verdict: str, *, said_by_others: bool) -> None:
-        """End this process, whose main thread waits in a call that nothing else can interrupt, or tell it the verdict."""
+        """End this process, whose main thread is in an uninterruptible call; if it is failing, only pass on the verdict."""
         self._finding, self._ending = verdict, not self._failing
         self._found.set()
         self._stopped = True
@@ -335,9 +338,9 @@ class CheckIn:
     """The process of a rank.
 
     Attributes:
-        host: name of its machine.
-        process: its process id there.
-        created: when it was created, in seconds since 1970.
+        host: host name.
+        process: process id on that host.
+        created: creation time of the process, in seconds since 1970.
     """
 
     host: str
@@ -346,13 +349,13 @@ class CheckIn:
 
 
 def check_in(store: dist.Store, rank: int) -> None:
-    """Say where this rank runs."""
+    """Register host and process of this rank in the store."""
     here = CheckIn(host=socket.gethostname(), process=os.getpid(), created=ranks.created())
     store.set(f"present/{rank}", json.dumps(asdict(here)))
 
 
 def check_in_of(text: str | None) -> CheckIn:
-    """What a rank said of itself, if it did."""
+    """Parse the registration of a rank; a placeholder if it has none."""
     return CheckIn(host="an unknown machine", process=0, created=0) if text is None else CheckIn(**json.loads(text))
 
 
@@ -360,14 +363,14 @@ _current: Watchdog | None = None
 
 
 def start(*, store: dist.Store, rank: int, size: int, timeout: timedelta, holder: str) -> None:
-    """Watch this rank from now on, in the thread that calls; see :class:`Watchdog`. Alone, a rank waits for nobody."""
+    """Start to observe the calling thread, see :class:`Watchdog`. A single rank waits for no other and is not observed."""
     global _current
     if size > 1:
         _current = Watchdog(store=store, rank=rank, size=size, timeout=timeout, holder=holder)
 
 
 def stop(*, holds_store: bool) -> None:
-    """End the watch, if there is one; a rank that does not call this and ends is taken for lost."""
+    """End the watchdog, if there is one; a rank that ends without this call counts as lost."""
     global _current
     if _current is not None:
         watchdog, _current = _current, None
@@ -376,19 +379,19 @@ def stop(*, holds_store: bool) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What this rank does within the block, for the others; nothing where nobody watches."""
+    """Name the activity of this rank within the block, for reports of other ranks; no effect without a watchdog."""
     with contextlib.nullcontext() if _current is None else _current.phase(name):
         yield
 
 
 def count_steps(steps: Callable[[], int]) -> None:
-    """Where the number of optimizer steps done can be read, at any time and from another thread."""
+    """Set the function that returns the number of optimizer steps done; it is called at any time from another thread."""
     if _current is not None:
         _current.steps = steps
 
 
 def explain(error: BaseException) -> None:
-    """Before this rank ends with an error: add to it which rank was lost, if one was, or tell the others of it."""
+    """Explain an error with which this rank ends: add the lost rank that caused it, or announce the error to the others."""
     if _current is None:
         return
     if not is_lost_connection(error):

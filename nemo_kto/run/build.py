@@ -1,4 +1,4 @@
-"""From a configuration to a running job: every object is built here, once, from the parts in this package."""
+"""Run a training job from its configuration: build each object once, train, and export the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 def build_optimizer_and_schedule(
     cfg: RunConfig, policy: Policy, *, max_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of a run of ``max_steps`` steps and its learning rates."""
+    """Build the optimizer and the learning-rate schedule of a run of ``max_steps`` steps."""
     optim = cfg.model.optim
     rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
     optimizer = build_optimizer(
@@ -94,7 +94,7 @@ def build_optimizer_and_schedule(
 
 
 class ScheduleLengths(NamedTuple):
-    """Optimizer steps of the parts of a schedule; ``wsd_decay_steps`` is None where it has no such part."""
+    """Lengths of the parts of a schedule in optimizer steps; ``wsd_decay_steps`` is None if there is no such part."""
 
     warmup_steps: int
     constant_steps: int
@@ -102,7 +102,11 @@ class ScheduleLengths(NamedTuple):
 
 
 def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
-    """The parts of the schedule of a run of ``max_steps`` steps, and a warning for each that has no room as it is."""
+    """Fit the parts of a schedule into ``max_steps`` steps.
+
+    Returns:
+        The lengths of the parts, and a warning for each part that was shortened or left out.
+    """
     prefix, warnings = "model.optim.sched", []
     wanted, ratio = schedule.warmup_steps, schedule.warmup_ratio
     warmup = min(wanted, max_steps - 1) if ratio is None else fraction_of(max_steps, ratio)
@@ -124,11 +128,12 @@ def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[Schedule
 logger = logging.getLogger(__name__)
 
 
-CheckMemory = Callable[[RunConfig, int, int], None]  # (configuration, ranks, those of this machine): raises UserError
+# (configuration, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
+CheckMemory = Callable[[RunConfig, int, int], None]
 
 
 def train(cfg: RunConfig, *, check_memory: CheckMemory | None = None) -> None:
-    """Run the whole job on this rank: align the model and export it. ``cfg`` has been checked by ``launch.cli``."""
+    """Run the whole job on this rank: train the policy and export it; ``cfg`` must already be validated (see ``cli``)."""
     layout = state.Layout(
         tensor=cfg.model.tensor_model_parallel_size,
         pipeline=cfg.model.pipeline_model_parallel_size,
@@ -145,7 +150,7 @@ def train(cfg: RunConfig, *, check_memory: CheckMemory | None = None) -> None:
 
 
 def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
-    """The job, in a run folder that no other job writes."""
+    """Run the job; the lock of the run folder must be held."""
     cfg, why = resolve_precision(cfg)
     state.raise_together(state.attempt(lambda: check_gpu(cfg)), "{}")
     if check_memory is not None:
@@ -171,9 +176,10 @@ def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(cfg, policy, start, build_timer(cfg))
     watchdog.count_steps(lambda: trainer.step)
-    # before the ranks wait for each other: else one could leave and save nothing while another is in the first step
+    # Defer stop signals before the ranks synchronise: otherwise one rank could exit without saving while another is in its
+    # first step.
     with signals.deferred():
-        # not earlier: what a run cannot be resumed with must not replace what it was started with
+        # Only after the resume checks: a configuration with which the run cannot be resumed must not replace the saved one.
         state.on_rank_zero(lambda: save_config(cfg), "the configuration could not be written: {}")
         began = time.monotonic()
         trainer.fit()
@@ -186,7 +192,7 @@ def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is known of a run before its model is built: data, length, and what its folder says."""
+    """State of a run before its model is built: data, run length, and the result of the resume checks."""
 
     data: RunData
     trainer_cfg: TrainerConfig
@@ -194,10 +200,10 @@ class Start:
 
 
 def prepare(cfg: RunConfig) -> Start:
-    """Read the data, and compare the run with the one in its folder; collective.
+    """Read the data and run the resume checks on the run folder; collective.
 
     Raises:
-        UserError: the data cannot be used, or the run cannot be resumed as it is.
+        UserError: the data cannot be used, or the run cannot be resumed with this configuration.
     """
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
     data = build_data(cfg, model_tokenizer(source))
@@ -206,7 +212,7 @@ def prepare(cfg: RunConfig) -> Start:
 
 
 def build_timer(cfg: RunConfig) -> RunTimer:
-    """What says, the same on every rank, when the run must stop."""
+    """Build the timer that decides, equally on all ranks, when the run must stop."""
     return RunTimer(
         max_time=cfg.trainer.max_time,
         started=ranks.started_at(),
@@ -217,7 +223,7 @@ def build_timer(cfg: RunConfig) -> RunTimer:
 
 
 def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTimer) -> DPOTrainer:
-    """Everything around the policy, each object once and from those before it; resumed from the newest checkpoint."""
+    """Build the trainer and all its components; if the run is resumed, load the chosen checkpoint."""
     timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     data, trainer_cfg = start.data, start.trainer_cfg
     engine = build_engine(cfg, policy)
@@ -246,7 +252,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
     resumed_step = None if resumed is None else resumed["step"]
 
     def last_good() -> str:
-        checkpoints.finish()  # the one that is being written
+        checkpoints.finish()  # complete the checkpoint in progress
         return newest_checkpoint(cfg)
 
     trainer = cfg.recipe.trainer(data.collate_fn)(
@@ -277,7 +283,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
 
 
 def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
-    """What runs the policy."""
+    """Build the engine that runs the policy."""
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
@@ -291,7 +297,7 @@ def build_engine(cfg: RunConfig, policy: Policy) -> LogProbEngine:
 
 
 def build_objective(cfg: RunConfig) -> Objective:
-    """What is minimised."""
+    """Build the training objective."""
     return Objective(
         loss=cfg.loss.record,
         options=cfg.loss.loss_options(),
@@ -305,7 +311,7 @@ def build_objective(cfg: RunConfig) -> Objective:
 def build_callbacks(
     cfg: RunConfig, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
 ) -> list[Callback]:
-    """What hangs on the loop besides checkpoints and loggers; the user's own come last."""
+    """Build the training callbacks except for checkpoints and loggers; the user's callbacks come last."""
     callbacks: list[Callback] = []
     if reference.precompute is not None:
         callbacks.append(PrecomputeReference(precompute=reference.precompute))
@@ -335,10 +341,12 @@ def build_callbacks(
 
 
 def check_logs(cfg: RunConfig) -> None:
-    """Check that the logs of a new run can be opened; collective. A resumed run continues without them.
+    """Check that the logs of a new run can be opened; collective.
+
+    A resumed run is not checked: it continues without logs that cannot be opened.
 
     Raises:
-        UserError: names those that cannot.
+        UserError: some logs cannot be opened; the message names them.
     """
 
     def check() -> None:
@@ -361,7 +369,7 @@ def _logger_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:
-    """Where metrics are written; only rank 0 writes. Collective: a log that cannot be opened is an error of every rank."""
+    """Build the logger, which writes on rank 0 only; collective: if a log cannot be opened, all ranks raise the error."""
     made = list[RunLogger]()
 
     def make() -> None:

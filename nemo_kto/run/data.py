@@ -1,4 +1,4 @@
-"""From a configuration to the examples of a run, in loaders that yield global batches."""
+"""Build the datasets and loaders of a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The loaders of a run, the examples themselves, and what turns what the loaders yield into a batch.
+    """Datasets and loaders of a run.
 
-    ``validation`` is the name of each validation set -> its loader, as in ``Splits``.
+    Attributes:
+        train: loader of the training examples.
+        validation: loader of each validation set by name, as in ``Splits``.
+        splits: the datasets.
+        collate_fn: turns each item that a loader yields into a batch.
     """
 
     train: Loader[Any]
@@ -38,15 +42,15 @@ class RunData:
 
 
 def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
-    """Read, tokenise (once) and split the rows.
+    """Read, tokenise and split the rows, and build their loaders; the tokenised rows are cached.
 
     Raises:
-        DataError: rows cannot be used, or there are too few to train on.
+        DataError: some rows are invalid, or there are too few training rows.
     """
     with state.main_process_first(doing="reading and tokenising the rows"):
         settings = source_settings(cfg, tokenizer) | {
             "progress": partial(progress_bar, shown=state.is_rank_zero()),
-            "cache_verified": not state.is_first_of_machine(),  # which has just read it
+            "cache_verified": not state.is_first_of_machine(),  # by the first process of the machine
         }
         splits = cfg.recipe.build_splits(settings, cfg.data_options())
     if splits.train is None:
@@ -66,7 +70,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
 
 
 def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
-    """Say what is done with the ``rows`` of the training and the others that is not obvious."""
+    """Log warnings about the data; ``rows`` is the number of training rows."""
     for warning in splits.warnings:
         logger.warning(warning)
     for name, examples in splits.in_use.items():
@@ -87,7 +91,7 @@ def _loader(cfg: RunConfig, examples: Any, take: Callable[..., Any], *, training
         drop_last=training,
         needs_kl_examples=cfg.loss.record.needs_z0,
     )
-    loader: Any = build_dataloader(  # torch does not type what its sampler can do
+    loader: Any = build_dataloader(  # torch's type of batch_sampler lacks set_position
         dataset=examples,
         sampler=sampler,
         rank=parallel_state.get_data_parallel_rank(),

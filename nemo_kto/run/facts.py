@@ -1,4 +1,4 @@
-"""Facts that a resumed run shares with its checkpoint: content of data and weights, and keys that must stay the same."""
+"""Facts that must not change when a run is resumed: content of data and weights, and some configuration keys."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.run.data import RunData
 from nemo_kto.utils.field_errors import echo
 
-ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, its files) -> their hash
-Facts = dict[str, Any]  # what is compared -> a value, or {"sha256": of the content, "from": where it lies}; in JSON's types
+ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, files in it) -> hash of the files
+# Name of each fact -> its value, or {"sha256": hash of the content, "from": description of its source}; JSON types only.
+Facts = dict[str, Any]
 _TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
 _DATA_KEYS = ("seq_length", "truncation_mode", "reset_attention_mask", "eod_mask_loss")
 _DATA, _MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
@@ -38,8 +39,9 @@ _SAME_CONTENT = {
     _VALIDATION: f"{_DATA} and splits_string must give the same validation rows",
     _ORDER: "model.seed must draw the rows in the same order",
 }
-# End of a key -> what it follows from: it is only named where those are the same.
-_OF_TOKENS = (_TOKENIZER, "model.data.seq_length", "model.data.truncation_mode", "model.seed")  # a blend is drawn
+# Suffix of a key -> facts that determine it. A change of the key is only reported if none of these facts has changed.
+# model.seed is among them because a blend of files is sampled at random.
+_OF_TOKENS = (_TOKENIZER, "model.data.seq_length", "model.data.truncation_mode", "model.seed")
 _FOLLOWS = {
     _DATA: _OF_TOKENS,
     _VALIDATION: _OF_TOKENS,
@@ -49,7 +51,9 @@ _FOLLOWS = {
 
 
 def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Facts:
-    """What must stay, of a configuration whose precision is known; reads all weights unless their hashes are known.
+    """Return the facts of a run; the precision in ``cfg`` must be resolved.
+
+    All weights are read, unless their hashes are in the cache.
 
     Raises:
         OSError: a file cannot be read.
@@ -57,7 +61,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
     name, model = cfg.recipe.name, cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
-    train: Any = data.train  # torch's loader, of which the trainer needs less
+    train: Any = data.train  # a torch DataLoader, with more attributes than the Loader protocol
     tokenizer_folder = config_folder(source)
     tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
     facts: Facts = {
@@ -85,7 +89,7 @@ def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> F
 
 
 def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
-    """Hash of the examples of the validation sets; of several under their names, whatever their order."""
+    """Hash the examples of the validation sets; named sets are hashed with their names, independently of their order."""
     if not sets:
         return None
     if list(sets) == [UNNAMED]:
@@ -96,7 +100,7 @@ def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _loss_facts(cfg: RunConfig) -> dict[str, object]:
-    """All of the section of the loss but what may change; options that were not given have the default of the loss."""
+    """Return the keys of the loss section that must not change; unset options have the default of the loss."""
     prefix, name = f"model.{cfg.recipe.name}", cfg.recipe.name
     values: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
     values |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
@@ -119,7 +123,10 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
 
 
 def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
-    """The content of a model; of adapters with that of their base model, which is ``default_base`` if they name none."""
+    """Hash the content of a model.
+
+    For adapters, the base model is hashed as well; this is ``default_base`` if the adapters name none.
+    """
     if folder is None:
         return None
     source = find_source(Path(folder), default_base=default_base)
@@ -132,9 +139,11 @@ def _adapter_content(folder: str | None, hashed: ContentHash) -> dict[str, str] 
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
-    """What a checkpoint of an earlier version, whose trainer.json has no facts, says of its run.
+    """Derive facts from a checkpoint of an earlier version, whose trainer.json contains none.
 
-    ``now``: of the run that is to be resumed.
+    Args:
+        info: content of trainer.json.
+        now: facts of the run to be resumed.
     """
     trainer, saved = info["trainer"], adapters_in(info)
     known: Facts = {
@@ -153,7 +162,7 @@ def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
 
 
 def differences(before: Facts, now: Facts) -> list[str]:
-    """Everything that is not what it was, a sentence each; what only one of them says is not compared."""
+    """Describe each changed fact in one sentence; facts that only one side has are not compared."""
     return list(_differences(before, now))
 
 

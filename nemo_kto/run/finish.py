@@ -1,4 +1,4 @@
-"""The end of a run: which model is exported, and what is said."""
+"""End of a run: export the model and print the summary."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_export(cfg: RunConfig, data: RunData) -> None:
-    """Make sure, before the training, that its model can be exported: where to, and by what the best is chosen; collective.
+    """Check before training that the model can be exported; collective.
+
+    The target folders must be writable, and export.which=best needs validation rows.
 
     Raises:
-        UserError: no row was left for validation, or a folder cannot be written or has not enough room.
+        UserError: there are no validation rows, or a folder cannot be written or has too little free space.
     """
     if cfg.export.enabled:
         state.on_rank_zero(lambda: _check_targets(cfg), "{}")
@@ -44,7 +46,7 @@ def _check_targets(cfg: RunConfig) -> None:
     architecture = read_architecture(source, tensor_parallel=1)
     targets = [("export.path", cfg.export.path, is_our_model, export_bytes(architecture, DTYPES[cfg.trainer.precision]))]
     if cfg.model.peft.peft_scheme != "none":
-        targets.append(("export.adapter_path", cfg.export.adapter_path, is_our_adapter, 0))  # small beside the model
+        targets.append(("export.adapter_path", cfg.export.adapter_path, is_our_adapter, 0))  # adapters are small
     for key, path, is_ours, need in targets:
         try:
             check_target(Path(path), is_ours=is_ours, need=need)
@@ -53,11 +55,14 @@ def _check_targets(cfg: RunConfig) -> None:
 
 
 def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, seconds: float) -> None:
-    """Export the model that the configuration asks for, and say how the run ended; collective.
+    """Export the configured model and print the summary of the run; collective.
 
     Args:
-        length: of the run.
-        seconds: that the training took.
+        cfg: configuration of the run.
+        policy: the trained policy.
+        trainer: the trainer after its last step.
+        length: configured run length.
+        seconds: wall-clock time of training.
     """
     ranking = cfg.exp_manager.checkpoint_callback_params
     folder = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
@@ -68,7 +73,7 @@ def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerC
 
 
 def _export(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:
-    """The best checkpoint takes the place of the policy in memory."""
+    """Export the policy; export.which=best first replaces its weights by those of the best checkpoint, if there is one."""
     if cfg.export.which == "best" and best is not None:
         load_weights_only(best.folder, policy.chunks)
     elif cfg.export.which == "best" and state.is_rank_zero():

@@ -1,4 +1,4 @@
-"""Start and early end of a job: the lock of its folder, its precision, what it leaves when it is stopped."""
+"""Start and early end of a job: lock of the run folder, choice of precision, and exit of a stopped run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_
 
 @contextlib.contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a run folder during the block, by a lock that rank 0 holds; collective.
+    """Lock a run folder during the block, so that no other job uses it; collective, rank 0 holds the lock.
 
-    The folder is made where it is absent, and removed again if nothing was written into it.
+    The folder is created if it does not exist, and removed at the end if nothing was written into it.
 
     Raises:
-        UserError: another job is using it, or it cannot be written; on every rank alike.
+        UserError: another job is using the folder, or it cannot be written; raised on all ranks.
     """
     with contextlib.ExitStack() as held:
 
@@ -64,7 +64,7 @@ def _held_here(folder: Path) -> Iterator[None]:
             yield
         finally:
             lock.close()
-            with contextlib.suppress(OSError):  # something was written
+            with contextlib.suppress(OSError):  # a folder is not empty, because something was written into it
                 for each in absent:
                     each.rmdir()
 
@@ -73,10 +73,13 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_precision(cfg: RunConfig) -> tuple[RunConfig, str]:
-    """The same configuration with trainer.precision bf16 or 32, and why it is that one; collective.
+    """Replace trainer.precision=auto by bf16 or 32; collective.
 
-    Rank 0 decides for all ranks what auto becomes: a resumed run keeps the precision of its newest checkpoint, any other
-    run takes bf16 where the machine computes faster with it.
+    Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
+    machine computes faster with it.
+
+    Returns:
+        The configuration with the precision, and the reason for it as text.
     """
     chosen, why = state.from_rank_zero(lambda: _choose(cfg), doing="choosing the precision")
     return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})}), why
@@ -99,7 +102,7 @@ def _choose(cfg: RunConfig) -> tuple[str, str]:
 
 
 def _of_checkpoint(cfg: RunConfig) -> str | None:
-    """The precision of the checkpoint that the run resumes from; None if it does not resume."""
+    """Return the precision of the newest checkpoint if the run is resumed from it, else None."""
     run_folder = Path(cfg.exp_manager.explicit_log_dir)
     checkpoints = find_checkpoints(run_folder / CHECKPOINTS) if cfg.exp_manager.resume_if_exists else []
     dtype = checkpoint_dtype(checkpoints[-1].folder) if checkpoints else None
@@ -107,7 +110,7 @@ def _of_checkpoint(cfg: RunConfig) -> str | None:
 
 
 def leave_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
-    """Leave a run whose last checkpoint is complete; collective.
+    """End a run early, after its last checkpoint is complete; collective.
 
     Raises:
         Stopped: always.
@@ -118,7 +121,11 @@ def leave_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
 
 
 def leave(text: str, cfg: RunConfig) -> NoReturn:
-    """Say why the run ends here and how it is resumed, requeue its job where it is asked for, and leave; collective.
+    """End the run: requeue its SLURM job if trainer.requeue is set, and print how it is resumed; collective.
+
+    Args:
+        text: reason for the end of the run.
+        cfg: configuration of the run.
 
     Raises:
         Stopped: always.
@@ -127,11 +134,11 @@ def leave(text: str, cfg: RunConfig) -> NoReturn:
         job = requeue(os.environ) if cfg.trainer.requeue else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
         print(f"nemo-kto: {text}; {how}", file=sys.stderr, flush=True)
-    state.largest(0)  # a rank that ends may take the others with it, and rank 0 was busy until here
+    state.largest(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
     raise Stopped
 
 
 def newest_checkpoint(cfg: RunConfig) -> str:
-    """The folder of the newest complete checkpoint of the run; "none" where there is none."""
+    """Return the folder of the newest complete checkpoint of the run, or "none"."""
     checkpoints = find_checkpoints(Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS)
     return str(checkpoints[-1].folder) if checkpoints else "none"

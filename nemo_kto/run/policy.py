@@ -1,4 +1,4 @@
-"""From a configuration to the policy: the model of this rank, its adapters, and its way out again."""
+"""Build, load and export the policy model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The model of this rank and what belongs to it.
+    """The policy model of this rank, with its architecture and sources.
 
     Attributes:
-        source: where the weights come from: a Hugging Face folder or one of our checkpoints.
-        chunks: model chunks, wrapped for data parallelism where they are trained.
-        split: how its layers are shared out over the pipeline.
-        adapters: what is adapted; None where all weights are trained.
-        adapter_folder: trained adapters to start from, in PEFT format; ``source`` may bring some as well.
+        source: Hugging Face folder or one of our checkpoints, from which the weights are loaded.
+        chunks: model chunks of this rank, wrapped for data parallelism if they are trained.
+        split: partition of the layers across pipeline stages.
+        adapters: adapter settings; None if all weights are trained.
+        adapter_folder: trained adapters to start from, in PEFT format; ``source`` may also contain adapters.
     """
 
     source: Path
@@ -58,25 +58,25 @@ class Policy:
 
     @property
     def folder(self) -> Path:
-        """Hugging Face folder with the configuration and the tokenizer."""
+        """Hugging Face folder with the model configuration and the tokenizer."""
         return config_folder(self.source)
 
     @property
     def start(self) -> ModelSource:
-        """What the run starts from; adapters that are there before the run are the reference too."""
+        """Source of the initial weights; adapters that exist before the run are also part of the reference."""
         source = find_source(self.source)
         return source if self.adapter_folder is None else replace(source, adapters=Path(self.adapter_folder))
 
     @property
     def base_model(self) -> Path:
-        """The model that adapters are put on: where the weights come from, or what those are themselves adapters of."""
+        """Base model of the adapters: the source itself or, if the source contains adapters, their base model."""
         return self.start.base.absolute()
 
 
 def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
-    """The model at ``source`` (a Hugging Face folder or one of our checkpoints), on this rank's share of the layout.
+    """Build this rank's part of the model in ``source``, a Hugging Face folder or one of our checkpoints, and load it.
 
-    With adapters, these are all that is trained.
+    If adapters are configured, only they are trained.
     """
     adapters = adapter_settings(cfg.peft)
     architecture = read_architecture(
@@ -85,7 +85,7 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
         expert_tensor_parallel=cfg.expert_tensor_parallel_size,
     )
     if not is_checkpoint(source):
-        check_weights(architecture, source)  # before memory is taken for what may be of another size
+        check_weights(architecture, source)  # before memory is allocated for a model that may have other sizes
     chunks = build_chunks(
         architecture,
         params_dtype=dtype,
@@ -119,14 +119,14 @@ def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
 
 
 def overlaps(optim: OptimConfig) -> bool:
-    """Whether the ranks that sum their gradients communicate while they compute."""
+    """Return whether gradient communication overlaps with computation."""
     if optim.overlap is None:
         return device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     return optim.overlap
 
 
 def load_policy_weights(policy: Policy) -> None:
-    """Fill the model with what the policy starts from; new adapters keep their values."""
+    """Load the initial weights of the policy; new adapters keep their initial values."""
     load_base_weights(policy, policy.source)
     if policy.adapter_folder is not None:
         named = named_base(Path(policy.adapter_folder))
@@ -139,12 +139,12 @@ def load_policy_weights(policy: Policy) -> None:
 
 
 def load_base_weights(policy: Policy, source: Path) -> None:
-    """Fill the model, but for its adapters, from a Hugging Face folder or one of our checkpoints of the same shape.
+    """Load all weights except for adapters from a Hugging Face folder or one of our checkpoints of the same shape.
 
-    Of a checkpoint of adapters it is their base model.
+    If the checkpoint contains adapters, the weights of their base model are loaded.
 
     Raises:
-        UserError: it is of another shape, or a base model is not there.
+        UserError: the model has another shape, or a base model does not exist.
     """
     try:
         base = find_source(source).base
@@ -158,7 +158,7 @@ def load_base_weights(policy: Policy, source: Path) -> None:
     values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
     differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if "head_dim" in differing:
-        differing.pop("rope", None)  # one frequency for two channels of a head: it says nothing more
+        differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
     try:
         refuse_other_shape(policy.folder, folder, differing)
     except UserError as error:
@@ -171,10 +171,13 @@ def load_base_weights(policy: Policy, source: Path) -> None:
 
 
 def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
-    """Write the model in Hugging Face format, and its adapters, if it has any, in PEFT's; every rank takes part.
+    """Write the model in Hugging Face format, and its adapters, if any, in PEFT format; collective.
 
-    A folder that is None is left out. Adapters are merged into the weights that are written, and stay merged. No weight
-    file is larger than ``max_shard_size_gb`` * 10^9 bytes.
+    Args:
+        policy: the policy.
+        out: folder for the model; None to skip it. Adapters are merged into the written weights, and stay merged in memory.
+        adapter_out: folder for the adapters; None to skip them.
+        max_shard_size_gb: maximum size of a weight file in 10^9 bytes.
     """
     chunks, architecture = policy.chunks, policy.architecture
     if policy.adapters is not None and adapter_out is not None:
@@ -186,13 +189,16 @@ def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None,
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Write one of our own checkpoints, or the newest of a run folder, in Hugging Face format, on this one process.
+    """Export one of our checkpoints in Hugging Face format, in a single process.
 
-    With ``adapter`` the adapters are written, in PEFT format, instead of the model they are merged into.
+    Args:
+        checkpoint: a checkpoint, or a run folder, of which the newest checkpoint is exported.
+        out: target folder.
+        adapter: write the adapters in PEFT format instead of the model with merged adapters.
 
     Raises:
-        UserError: there is no checkpoint, none that is as it was written, or none with adapters for ``adapter``; or ``out``
-            is in the way.
+        UserError: there is no checkpoint, the checkpoint is damaged, it has no adapters although ``adapter`` is set, or
+            ``out`` cannot be used.
     """
     if not is_checkpoint(checkpoint):
         newest = newest_checkpoint(checkpoint / CHECKPOINTS)
@@ -206,7 +212,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
     architecture, dtype = read_architecture(config_folder(checkpoint), tensor_parallel=1), checkpoint_dtype(checkpoint)
     need = 0 if adapter else export_bytes(architecture, dtype)
-    check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before anything is loaded
+    check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before the model is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings
     gpt = build_gpt(architecture, params_dtype=dtype, grouped_experts=not adapts_experts(architecture, adapters))

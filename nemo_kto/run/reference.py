@@ -1,4 +1,4 @@
-"""From a configuration to the reference policy: its mode, and its log-probs where they are precomputed."""
+"""Build the reference policy in its mode, and precompute its log-probs if they are cached."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class ReferenceSetup(NamedTuple):
     """The reference of a run.
 
     Attributes:
-        policy: None where the loss needs no reference.
-        synced_weights: those that are moved towards the policy now and then, if any are.
-        precompute: computes the log-probs from a step to the end of its epoch, where some are left for later epochs.
+        policy: the reference policy; None if the loss needs no reference.
+        synced_weights: reference weights that are moved towards the policy at intervals; None if they stay fixed.
+        precompute: compute the log-probs from a step to the end of its epoch; None if the mode is not "cached" or no further
+            epoch follows.
     """
 
     policy: ReferencePolicy | None
@@ -71,16 +72,24 @@ def build_reference(
     *,
     first_step: int,
 ) -> ReferenceSetup:
-    """The reference, and with it the weights that the policy starts from.
+    """Build the reference; afterwards the model holds the initial weights of the policy.
 
-    Where the reference is another model, its weights are in the model while they are kept or evaluated.
+    If the reference is another model, its weights are loaded into the policy's model to copy or evaluate them, and the
+    initial weights of the policy are loaded again at the end.
 
     Args:
-        first_step: optimizer steps that were done before this start.
+        cfg: configuration of the run.
+        policy: the policy with its initial weights.
+        engine: runs the model.
+        data: data of the run.
+        trainer_cfg: run length.
+        timers: measure the phases of a step.
+        run_timer: decides when the run must stop.
+        first_step: optimizer steps done before this run was resumed; 0 for a new run.
 
     Raises:
-        UserError: there is another model, which is not there or of another shape.
-        Stopped: the run must stop before all log-probs are computed; those that are, are in the cache.
+        UserError: the reference model does not exist or has another shape.
+        Stopped: the run must stop before all log-probs are computed; those already computed are in the cache.
     """
     mode, _ = choose_mode(cfg)
     other = find_other(cfg, policy)
@@ -114,10 +123,13 @@ def build_reference(
 
 
 def load_model(policy: Policy, other: ModelSource) -> None:
-    """Fill the policy's model with another one: its adapters become part of the weights, and the policy's own add nothing.
+    """Load another model into the policy's model.
+
+    The adapters of the other model are merged into the weights. The adapters of the policy are reset so that they have no
+    effect.
 
     Raises:
-        UserError: it is of another shape.
+        UserError: the other model has another shape.
     """
     load_base_weights(policy, other.base)
     zero_adapters(policy.chunks)
@@ -126,13 +138,13 @@ def load_model(policy: Policy, other: ModelSource) -> None:
     saved = saved_adapters(adapters) if is_checkpoint(adapters) else None
     settings = read_adapter_settings(adapters) if saved is None else saved.settings
     for number, chunk in enumerate(policy.chunks):
-        # fp32, whatever the policy is: adapters are small beside their weights, and are rounded once with them
+        # fp32 even if the policy is bf16: adapters are small, and are then rounded only once, together with the weights
         carrier = build_gpt(
             policy.architecture,
             params_dtype=torch.float32,
             split=policy.split,
             chunk=number,
-            pre_process=False,  # nothing outside of the layers is adapted
+            pre_process=False,  # only layers have adapters
             post_process=False,
             expert_parallel=get_model_config(chunk).expert_model_parallel_size,
             empty=True,
@@ -147,7 +159,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
 
 
 def find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
-    """What the configuration names as the reference; None where that is what the policy starts from."""
+    """Return the configured reference model; None if none is set, or if it is the model from which the policy starts."""
     if (folder := cfg.model.reference.restore_from_path) is None:
         return None
     named, start = find_source(Path(folder), default_base=policy.base_model), policy.start
@@ -157,11 +169,12 @@ def find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
 def _hold(
     cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine, timers: PhaseTimers, *, adapter: bool
 ) -> ReferenceSetup:
-    """Hold the weights that the model has now."""
+    """Build a reference from the current weights of the model."""
     if adapter and policy.start.adapters is None:
         without = partial(disable_adapters, policy.chunks)
         return ReferenceSetup(LiveReference(engine=engine, active=without, disables_adapters=True))
-    # Trained adapters are the reference: they are swapped, and the base model, which is frozen, is not.
+    # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all
+    # weights, or only the adapters, whose frozen base model is shared with the policy.
     weights_of = [weight for chunk in policy.chunks for weight in chunk.parameters()]
     parameters = [weight for weight in weights_of if other is not None or weight.requires_grad]
     moves = cfg.model.reference.sync_interval > 0
@@ -178,7 +191,10 @@ def _reference_again(
     engine: LogProbEngine,
     timers: PhaseTimers,
 ) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the model is the reference, after the policy has moved; call while it has not."""
+    """Return a function whose context turns the model into the reference, also after updates of the policy.
+
+    Call it before the first update of the policy.
+    """
     if policy.adapters is not None and other is None:
         live = _hold(cfg, policy, None, engine, timers, adapter=True).policy
         assert isinstance(live, LiveReference)
@@ -188,12 +204,12 @@ def _reference_again(
 
 @contextlib.contextmanager
 def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
-    """Within the block the model has the reference's weights, read from their files; afterwards the policy's, bit for bit.
+    """Load the reference weights from their files for the block, and restore the policy weights exactly afterwards.
 
-    The policy's weights of this rank are in host memory meanwhile.
+    During the block, the policy weights of this rank are in host memory.
 
     Raises:
-        UserError: the files are not those that the run was started with.
+        UserError: the files have changed since the start of the run.
     """
     cache.check_models()
     finish_gathers(policy.chunks)
@@ -206,7 +222,7 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
             load_model(policy, other)
         yield
     finally:
-        set_rng_state(generators)  # as if nothing had been built
+        set_rng_state(generators)  # building modules has drawn random numbers
         with torch.no_grad():
             for weight, value in zip(weights, kept, strict=True):
                 weight.copy_(value)
@@ -214,13 +230,14 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
 
 @dataclass(frozen=True, kw_only=True)
 class Precomputation:
-    """Computes the reference log-probs of a run: of its first epoch and its validations before training, of others later.
+    """Precomputation of the reference log-probs of a run.
 
-    The examples of later epochs are those of the first, but for KL examples, which are formed within a batch, and for those
-    that ``limit_train_batches`` left out.
+    The log-probs for the first epoch and for the validations are computed before training, those for each later epoch when
+    it begins. Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch,
+    and for examples that ``limit_train_batches`` left out.
 
     Attributes:
-        first_step: steps that were done before this start.
+        first_step: optimizer steps done before this run was resumed; 0 for a new run.
     """
 
     cfg: RunConfig
@@ -234,17 +251,17 @@ class Precomputation:
 
     @property
     def has_later_epochs(self) -> bool:
-        """Whether this start goes beyond its first epoch."""
+        """Whether the run continues beyond the epoch in which it starts or is resumed."""
         batches = len(self.data.train.batch_sampler)
         return self.first_step + self._steps(self.first_step) < self.trainer_cfg.total_steps(batches)
 
     def before_training(self) -> None:
-        """Those of the epoch that the run begins with or resumes in, and of the validation examples; collective.
+        """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must be the reference.
+        The model must hold the reference weights.
 
         Raises:
-            Stopped: the run must stop before all are computed.
+            Stopped: the run must stop before all log-probs are computed.
         """
         length, validation = self.trainer_cfg, self.data.validation
         train, number = batches_to_epoch_end(length, self.data.train, step=self.first_step), self._steps(self.first_step)
@@ -260,21 +277,21 @@ class Precomputation:
             if reason is not None:
                 text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"
                 leave(text, self.cfg)
-        self.timers.report_and_reset()  # not the phases of a step
+        self.timers.report_and_reset()  # these phases are not part of a step
         if state.is_rank_zero():
             print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
 
     def at_epoch_start(self, step: int, *, active: Callable[[], AbstractContextManager[None]]) -> None:
-        """Those from ``step`` to the end of its epoch; collective. Where the run must stop, the rest is left out.
+        """Compute the log-probs from ``step`` to the end of its epoch, or until the run must stop; collective.
 
         Args:
-            step: optimizer steps done.
-            active: gives a context in which the model is the reference.
+            step: optimizer steps done so far.
+            active: return a context in which the model is the reference.
         """
         if step == self.first_step:
             return
         with self.timers.phase("reference"):
-            self.cached.cache.refresh()  # without a lock: a run that waits for another job's cannot be stopped
+            self.cached.cache.refresh()  # without a lock: a run cannot be stopped while it waits for another job
             batches = batches_to_epoch_end(self.trainer_cfg, self.data.train, step=step)
             self._compute(batches, self._steps(step), active=active)
 
@@ -282,7 +299,7 @@ class Precomputation:
         return steps_to_epoch_end(self.trainer_cfg, len(self.data.train.batch_sampler), step=step)
 
     def _covers_later_epochs(self) -> bool:
-        """Whether all that later epochs need is known once each example has been evaluated."""
+        """Return whether one pass over all examples gives the log-probs of all later epochs."""
         batches = len(self.data.train.batch_sampler)
         uses_all = self.trainer_cfg.steps_per_epoch(batches) == batches
         return self.has_later_epochs and uses_all and not self.cfg.loss.record.needs_z0
@@ -290,7 +307,7 @@ class Precomputation:
     def _compute(
         self, batches: Iterator[Any], number: int, *, active: Callable[[], AbstractContextManager[None]]
     ) -> StopReason | None:
-        """Why the run must stop; None if it need not, and all log-probs of the ``number`` of batches are computed."""
+        """Compute the log-probs of ``number`` batches; return the reason if the run must stop first, else None."""
         reasons: list[StopReason] = []
 
         def until_stopped() -> Iterator[Sequence[SequenceBatch]]:

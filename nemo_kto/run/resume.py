@@ -1,4 +1,4 @@
-"""Resume checks, and the early stopping that a resumed run continues."""
+"""Resume checks, and setup of early stopping, whose state a resumed run continues."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from nemo_kto.run.facts import Facts, differences, facts_of_earlier, facts_of_ru
 
 
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
-    """What ends the run when its validations no longer improve; None if nothing does.
+    """Build early stopping from the configuration; None if it is disabled.
 
     Args:
-        agree: the largest of what the ranks answer.
+        cfg: configuration of the run.
+        agree: return the maximum of an integer over all ranks; None for one rank.
     """
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
@@ -39,7 +40,7 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
 
 
 def stopped_early(cfg: RunConfig, checkpoint: Checkpoint) -> str | None:
-    """Why early stopping ended the run that the checkpoint is of, by the settings of now; None if it did not."""
+    """Return why early stopping ended the run of a checkpoint, under the current settings; None if it did not."""
     stopping = build_early_stopping(cfg)
     if stopping is None:
         return None
@@ -48,10 +49,10 @@ def stopped_early(cfg: RunConfig, checkpoint: Checkpoint) -> str | None:
 
 
 def check_early_stopping(cfg: RunConfig, data: RunData) -> None:
-    """Make sure, before the training, that there are rows for its validations.
+    """Check before training that early stopping has validation rows.
 
     Raises:
-        UserError: no row was left for them.
+        UserError: there are no validation rows.
     """
     if cfg.exp_manager.create_early_stopping_callback and not data.validation:
         key = "exp_manager.create_early_stopping_callback"
@@ -66,12 +67,12 @@ _ANOTHER = "start a new run in another folder with exp_manager.name or exp_manag
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """What the run folder says of a run.
+    """Result of the resume checks on the run folder.
 
     Attributes:
-        facts: what must stay when the run is resumed, for its checkpoints.
-        checkpoint: that it resumes from, the same on every rank; None for a new run.
-        finished: there is nothing left to do, in words; None otherwise.
+        facts: facts that must not change when the run is resumed; they are saved in its checkpoints.
+        checkpoint: checkpoint from which the run is resumed, the same on all ranks; None for a new run.
+        finished: message that nothing is left to do; None if the run is not finished.
     """
 
     facts: Facts
@@ -80,17 +81,18 @@ class Resumption:
 
     @property
     def resumed_step(self) -> int | None:
-        """Steps that are done already; None for a new run."""
+        """Number of steps already done; None for a new run."""
         return None if self.checkpoint is None else self.checkpoint.step
 
 
 def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
-    """What is known of the run in the run folder, the same on every rank; collective. Nothing is written.
+    """Check the run folder and choose the checkpoint to resume from; collective, with the same result on all ranks.
 
-    Here it is decided which checkpoint the run resumes from.
+    Nothing is written.
 
     Raises:
-        UserError: there is another run, what must stay has changed (lists all of it), or all checkpoints are damaged.
+        UserError: the folder contains another run, facts have changed (the message lists all of them), or all checkpoints
+            are damaged.
     """
     doing = "comparing the run with its folder"
     if not cfg.exp_manager.resume_if_exists:
@@ -138,7 +140,7 @@ def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
 
 
 def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
-    """That nothing is left to do; None if something is."""
+    """Return the message that nothing is left to do; None if the run is not finished."""
     step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
     stopped = stopped_early(cfg, newest) if step < total else None
     to_do = (step < total and stopped is None) or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest)
@@ -155,9 +157,10 @@ def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, ba
 
 
 def _lacks_export(cfg: RunConfig, newest: Checkpoint) -> bool:
-    """It was ended after its last step, and before it had exported all it should.
+    """Return whether a run that reached its last step still lacks an export.
 
-    An export is whole or not there. One that is older than the newest checkpoint is of an earlier step.
+    Exports are written atomically, so an existing one is complete. An export older than the newest checkpoint belongs to an
+    earlier step.
     """
     if not cfg.export.enabled:
         return False

@@ -1,4 +1,4 @@
-"""From a configuration to the arguments of what reads the rows and of what makes batches of them."""
+"""Arguments for datasets, collate functions and micro-batches, from a configuration."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
 
-# Tokens of a micro-batch on a rank: with few, time goes into launches and the accumulation of gradients. A CPU launches
-# nothing, and with more, sequences of unlike length share a micro-batch: padding then costs what is won.
+# Default number of tokens per micro-batch and rank. On a GPU, small micro-batches waste time on kernel launches and gradient
+# accumulation. A CPU has no launch overhead, and in larger micro-batches the sequences differ more in length, so that
+# padding costs as much as is gained.
 _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
 def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, or of one of our checkpoints."""
+    """Load the tokenizer of a Hugging Face folder or of one of our checkpoints."""
     return load_tokenizer(config_folder(source), vocab_size=model_vocab_size(source))
 
 
 def model_vocab_size(source: Path) -> int | None:
-    """Rows of the embedding of the model there; None where there is none: to count tokens, a tokenizer is enough."""
+    """Return the number of rows of the model's embedding.
+
+    None if the folder contains no readable model configuration, because a tokenizer is enough to count tokens.
+    """
     try:
         return read_architecture(config_folder(source), tensor_parallel=1).vocab_size
     except UserError:
@@ -39,7 +43,7 @@ def model_vocab_size(source: Path) -> int | None:
 
 
 def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What ``data.dataset.build_splits`` takes, besides the kind of the examples."""
+    """Return the arguments of ``data.batches.dataset.build_splits``, except for the kind of the examples."""
     data = cfg.model.data
     return {
         "data_prefix": data.data_prefix,
@@ -58,7 +62,7 @@ def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
 
 
 def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the collate functions of ``data.collate`` take by keyword."""
+    """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
     return {
         "eos_id": tokenizer.eos_token_id,
         "seq_length": cfg.model.data.seq_length,
@@ -69,7 +73,13 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBatchLimits:
-    """What is asked for, or what suits the device: that of this rank, or what a plan is made for."""
+    """Return the configured limits of a micro-batch, or the defaults for the device.
+
+    Args:
+        cfg: configuration of the run.
+        on_gpu: whether the run computes on a GPU; None for the device of this rank. The planner passes a value, because a
+            plan may be for another machine.
+    """
     model, on_gpu = cfg.model, device.on_gpu() if on_gpu is None else on_gpu
     multiple = width_multiple(
         tensor_parallel=model.tensor_model_parallel_size,
@@ -92,7 +102,10 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
 
 
 def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]]]:
-    """How the examples of a global batch are shared out over the data-parallel ranks."""
+    """Return the function that distributes the examples of a global batch over the data-parallel ranks.
+
+    With packed sequences, the ranks get about equal cost, otherwise about equal numbers of examples.
+    """
     if not cfg.model.data.packing:
         return every_nth
     source = Path(cfg.pretrained_checkpoint.restore_from_path)
@@ -113,7 +126,7 @@ def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
-    """Why ``rows`` training rows do not make a global batch, and what to set; None if they do."""
+    """Return why ``rows`` training rows are too few for a global batch, with a remedy; None if they suffice."""
     wanted = cfg.model.global_batch_size
     if rows >= wanted:
         return None

@@ -1,4 +1,4 @@
-"""What a run says of itself, gathered from its configuration and its parts; ``telemetry.summary`` makes the text."""
+"""Collect and print the summaries at start and end of a run; ``telemetry.summary`` formats the text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_line
 def say_start(
     cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConfig, *, why_precision: str, resumed_step: int | None
 ) -> None:
-    """Print, on rank 0, what is about to be trained."""
+    """Print the summary of the run before training, on rank 0."""
     if not state.is_rank_zero():
         return
     trained, adapters = _trained(policy)
@@ -76,12 +76,15 @@ def say_start(
 def say_end(
     cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, best: Checkpoint | None, seconds: float
 ) -> None:
-    """Print, on rank 0, what was reached, what was written and how to use it.
+    """Print the summary of the run after training, on rank 0: metrics, written files and how to use them.
 
     Args:
-        length: of the run.
-        best: of the checkpoints that are kept.
-        seconds: that training and export took.
+        cfg: configuration of the run.
+        policy: the trained policy.
+        trainer: the trainer after its last step.
+        length: configured run length.
+        best: the best of the kept checkpoints; None if none has the monitored metric.
+        seconds: wall-clock time of training and export.
     """
     if not state.is_rank_zero():
         return
@@ -106,7 +109,7 @@ def say_end(
 
 
 def validation_titles(cfg: RunConfig) -> dict[str, str]:
-    """What each validation set is called -> what the names of its logged metrics begin with."""
+    """Map the title of each validation set to the prefix of its logged metrics."""
     names = validation_names(cfg.model.data.data_prefix)
     return {f"validation {name}".strip(): f"val/{metric_prefix(name)}" for name in names}
 
@@ -116,7 +119,7 @@ def _count(shapes: Shapes) -> int:
 
 
 def _trained(policy: Policy) -> tuple[int, str | None]:
-    """Number of parameters that are trained, and what is adapted; None where it is the whole model."""
+    """Return the number of trained parameters, and a description of the adapters; None if all weights are trained."""
     settings = policy.adapters
     if settings is None:
         return _count(wanted_weights(policy.architecture)), None
@@ -173,7 +176,7 @@ def _exports(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, best: Checkpoi
 
 
 def _train_longer(cfg: RunConfig, trainer: DPOTrainer, length: TrainerConfig, *, is_early: bool) -> str:
-    """Overrides with which the same command makes more steps."""
+    """Return the overrides with which the same command trains for more steps."""
     needed = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
     if is_early and trainer.stopped_early is not None:
         needed.append("exp_manager.create_early_stopping_callback=false")

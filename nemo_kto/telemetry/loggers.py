@@ -1,7 +1,7 @@
-"""Where the metrics of a run go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow by a switch.
+"""Loggers for metrics: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow if enabled.
 
-The last two are Lightning's loggers, which need no Lightning Trainer. Only rank 0 logs. Names are NeMo-Aligner's behind a
-prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
+The last two use the loggers of Lightning, which need no Lightning Trainer. Only rank 0 logs. Metrics have the names of
+NeMo-Aligner with a prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
-_IDENTITY = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # of a run, as services give them
-_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # mlflow's own, whose default of 7 takes minutes
+_IDENTITY = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
+_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read by mlflow; its default of 7 retries takes minutes
 
 
 class Sink(Protocol):
-    """What RunLogger fans out to; Lightning's loggers have this form."""
+    """Destination of RunLogger; the loggers of Lightning implement this interface."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
     def log_hyperparams(self, params: dict[str, object]) -> None: ...
@@ -44,14 +44,14 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line: {"step": ..., "time": seconds since 1970, metric: value, ...}; what is not finite is null.
+    """Metrics file with one JSON object per line: {"step": ..., "time": seconds since 1970, metric: value, ...}.
 
-    A line is written in one piece as soon as it is logged, so that a killed run loses nothing it has reported. While the
-    disk is full, lines are kept in memory.
+    Non-finite values are written as null. Each line is written in one piece as soon as it is logged, so that a killed run
+    loses nothing it has reported. While the disk is full, lines are kept in memory.
     """
 
     def __init__(self, *, file: Path, resumed_step: int | None) -> None:
-        """Open ``file``; lines past ``resumed_step`` are dropped, as those steps are made again; None starts a new file."""
+        """Open ``file`` and drop lines after ``resumed_step``, because those steps are repeated; None starts a new file."""
         lines = _lines_up_to(file, resumed_step) if resumed_step is not None else []
         with publish_file(file) as writing:
             writing.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -77,16 +77,16 @@ class JsonLines:
             self._warned = True
 
     def log_hyperparams(self, params: dict[str, object]) -> None:
-        """Nothing: the run folder has its config.yaml."""
+        """Do nothing: the run folder contains config.yaml."""
 
     def finalize(self, status: str) -> None:
-        """Write what still waits, and close the file."""
+        """Write the pending lines and close the file."""
         self._write()
         self._file.close()
 
 
 def parse_line(line: bytes) -> dict[str, float] | None:
-    """What a line of metrics.jsonl says, at least its step; None of a line that was cut or damaged."""
+    """Parse a line of metrics.jsonl, which contains at least the step; None if the line is truncated or damaged."""
     try:
         metrics = json.loads(line)
         return metrics if isinstance(metrics["step"], int) else None
@@ -95,14 +95,14 @@ def parse_line(line: bytes) -> dict[str, float] | None:
 
 
 def _lines_up_to(file: Path, step: int) -> list[bytes]:
-    """The lines of the steps up to ``step``. Where others than the last cannot be read, a copy of the file is kept."""
+    """Return the lines up to ``step``; if lines other than a truncated last one are damaged, a copy of the file is kept."""
     if not file.exists():
         return []
     kept, damaged = [], False
     try:
         with open_file(file) as lines:
             for line in read_lines(lines):
-                if not line.endswith(b"\n"):  # one that was cut when the run was killed is no damage
+                if not line.endswith(b"\n"):  # a last line truncated by a killed run is not damage
                     damaged |= b"\0" in line or len(line) > MAX_LINE_BYTES
                 elif (metrics := parse_line(line)) is None:
                     damaged = True
@@ -119,10 +119,13 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
 
 
 class TensorBoard:
-    """Event files. torch's own writer: Lightning's logger does the same, and its import takes a third of a second."""
+    """TensorBoard event files.
+
+    This uses the writer of torch: Lightning's logger does the same, but its import takes a third of a second.
+    """
 
     def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
-        """Open a new event file in ``folder``. Steps past ``resumed_step`` are about to be made again and are forgotten."""
+        """Open a new event file in ``folder`` and purge events after ``resumed_step``, because those steps are repeated."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
@@ -137,12 +140,12 @@ class TensorBoard:
         self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
 
     def finalize(self, status: str) -> None:
-        """Flush and close."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 class RunLogger:
-    """Hands every metric to every sink, on rank 0; does nothing on the other ranks."""
+    """Logger that passes all metrics to all sinks on rank 0, and does nothing on the other ranks."""
 
     def __init__(
         self,
@@ -157,22 +160,22 @@ class RunLogger:
     ) -> None:
         """Open the sinks.
 
-        What cannot be opened is an error in a new run. A resumed run, and every run after its start, continues without it: a
-        log must never cost what was trained.
+        In a new run, a sink that cannot be opened is an error. A resumed run continues without it, and so does any run if a
+        sink fails later, because a logging error must not end a training run.
 
         Args:
-            folder: of the run; made if absent.
-            enabled: True on rank 0.
-            resumed_step: optimizer steps done before this start, None for a new run.
+            folder: run folder; created if it does not exist.
+            enabled: whether this rank logs; True on rank 0 only.
+            resumed_step: optimizer steps done before the run was resumed; None for a new run.
             tensorboard: write event files to ``folder``/tensorboard.
-            wandb: arguments of Lightning's WandbLogger; None switches it off.
-            mlflow: arguments of Lightning's MLFlowLogger; None switches it off. Without a tracking_uri the figures go to
+            wandb: arguments of Lightning's WandbLogger; None disables it.
+            mlflow: arguments of Lightning's MLFlowLogger; None disables it. Without a tracking_uri, metrics are written to
                 ``folder``/mlflow.db.
-            redact: takes secrets out of what is said of an error.
+            redact: remove secrets from an error message.
 
         Raises:
-            ModuleNotFoundError: a logger is switched on whose package is not installed.
-            UserError: one cannot be opened, in a new run.
+            ModuleNotFoundError: the package of an enabled logger is not installed.
+            UserError: a logger of a new run cannot be opened.
         """
         self._sinks: dict[str, Sink] = {}
         self._redact = redact
@@ -193,13 +196,13 @@ class RunLogger:
         for name, open_sink in to_open.items():
             try:
                 self._sinks[name] = open_sink()
-            except Exception as error:  # of services, which raise what they like
+            except Exception as error:  # tracking services may raise any exception
                 if resumed_step is None:
                     raise UserError(_cannot_open(name, self._told(error))) from error
                 self._leave_out(name, error)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics after optimizer step ``step`` (0 = before the first)."""
+        """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
         self._on_each(lambda sink: sink.log_metrics(dict(values), step))
 
@@ -208,7 +211,7 @@ class RunLogger:
         self._on_each(lambda sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
-        """Flush and close everything; ``status`` is "success", "failed" or "aborted", as Lightning's loggers know them."""
+        """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
         self._on_each(lambda sink: sink.finalize(status))
         self._sinks = {}
 
@@ -235,12 +238,13 @@ def check_loggers(
     mlflow: Mapping[str, object] | None = None,
     redact: Callable[[str], str] = str,
 ) -> None:
-    """Check that :class:`RunLogger`, with the same arguments, could open every logger of a new run.
+    """Check that :class:`RunLogger` can open all loggers of a new run with the same arguments.
 
-    Packages are imported and services are reached. Nothing is written, and no run is started in a service.
+    The packages are imported and the tracking services are contacted. Nothing is written, and no run is started in a
+    service.
 
     Raises:
-        UserError: names every logger that cannot be opened.
+        UserError: some loggers cannot be opened; the message names all of them.
     """
     checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
     if tensorboard:
@@ -253,14 +257,14 @@ def check_loggers(
     for name, check in checks.items():
         try:
             check()
-        except Exception as error:  # of services, which raise what they like
+        except Exception as error:  # tracking services may raise any exception
             broken.append(_cannot_open(name, redact(_one_line(error))))
     if broken:
         raise UserError("\n  ".join(["nothing was started:", *broken]) if len(broken) > 1 else broken[0])
 
 
 def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:
-    """Raise OSError if something is there that is of another kind or cannot be written."""
+    """Raise OSError if ``path`` exists, and is of another kind or cannot be written."""
     if path.exists() and not right_kind(path):
         raise FileExistsError(f"{path} is in the way")
     if path.exists() and not os.access(path, os.W_OK):
@@ -299,20 +303,21 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def import_package(module: str, *, package: str | None = None) -> Any:
-    """Import a module of a logger's package.
+    """Import a module that a logger needs.
 
     Args:
-        package: that must be installed for it; by default the module itself.
+        module: name of the module.
+        package: package that provides the module; by default it has the name of the module.
 
     Raises:
-        UserError: the package is not installed, or it is and cannot be imported.
+        UserError: the package is not installed, or it is installed but cannot be imported.
     """
     package = package or module
     if not installed(package):
         raise UserError(missing_package(package))
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a package that does not fit the others may raise anything
+    except Exception as error:  # an incompatible package may raise any exception
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -329,19 +334,19 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    """The message about a logger that a new run cannot start with."""
+    """Return the message for a logger of a new run that cannot be opened."""
     remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} must be there when a run begins, but it cannot be opened: {why}; make it reachable{remedy}"
 
 
 def installed(package: str) -> bool:
-    """True if ``package`` can be imported; a mere folder of that name (wandb leaves one behind) does not count."""
+    """Return whether ``package`` is installed; a plain folder of that name does not count (wandb leaves one behind)."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def missing_package(package: str) -> str:
-    """What to tell someone who switched on a logger whose package is not there."""
+    """Return the message for an enabled logger whose package is not installed."""
     return (
         f"the {package} logger needs the package {package}, which is not installed; run `pip install {package}` or set "
         f"exp_manager.create_{package}_logger=false"
@@ -349,7 +354,7 @@ def missing_package(package: str) -> str:
 
 
 def _known_identity(file: Path, resumed_step: int | None) -> str | None:
-    """The identity under which an outside service knows a resumed run; None for a new run."""
+    """Return the id of a resumed run in a tracking service; None for a new run."""
     if resumed_step is None or not file.exists():
         return None
     try:
@@ -375,12 +380,12 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
     identity = _known_identity(file, resumed_step) or uuid.uuid4().hex[:8]
     _keep_identity(file, identity)
     wandb_logger = WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
-    _ = wandb_logger.experiment  # opens it
+    _ = wandb_logger.experiment  # accessing the property starts the W&B run
     return wandb_logger
 
 
 def _tracking_uri(folder: Path, arguments: Mapping[str, object]) -> str:
-    """Where mlflow keeps its runs. It refuses new ones in plain folders, so the default is a database in one file."""
+    """Return the MLflow tracking URI; the default is an SQLite file, because MLflow rejects new runs in plain folders."""
     return str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
 
 

@@ -1,7 +1,7 @@
-"""Python's logging as the commands show it; importing the package sets up nothing.
+"""Setup of Python logging for the commands; importing the package sets up nothing.
 
-On rank 0: what the package tells (INFO), in plain words. On every rank: warnings, marked as such, those of the module
-``warnings`` too. Other libraries are heard from WARNING on.
+Rank 0 shows INFO messages of this package, without a prefix. All ranks show warnings and errors with a prefix, including
+those of the module ``warnings``. Messages of other libraries are shown from level WARNING.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from collections.abc import Iterable
 from typing import TextIO
 
 _PACKAGE = "nemo_kto"
-# Every rank reads the same rows and the same checkpoints, so that rank 0 speaks for all.
+# All ranks read the same rows and checkpoints, so that only rank 0 shows messages of these modules, except for errors.
 _ALIKE_ON_ALL_RANKS = (f"{_PACKAGE}.data", f"{_PACKAGE}.checkpoint")
 _HAVE_HANDLERS = ("transformers", "datasets", "huggingface_hub")
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to the terminal, above a progress bar where there is one; the same warning is written once."""
+    """Handler that writes to the terminal, above a progress bar if there is one, and shows each warning only once."""
 
     def __init__(self, *, stream: TextIO | None, rank: int) -> None:
-        """``stream``: where to; whatever sys.stderr is at the time if None."""
+        """Create the handler.
+
+        Args:
+            stream: output stream; None for sys.stderr as it is when a record is written.
+            rank: rank of this process.
+        """
         super().__init__(stream)
         self._follows_stderr = stream is None
         self._rank = rank
@@ -64,8 +69,8 @@ def set_up_logging(*, rank: int, stream: TextIO | None = None) -> None:
     """Show the logs of this process on its terminal; a second call replaces the first.
 
     Args:
-        rank: of this process.
-        stream: where to; stderr if None.
+        rank: rank of this process.
+        stream: output stream; stderr if None.
     """
     for handler in [handler for handler in logging.root.handlers if isinstance(handler, _Handler)]:
         logging.root.removeHandler(handler)
@@ -76,7 +81,10 @@ def set_up_logging(*, rank: int, stream: TextIO | None = None) -> None:
 
 
 def take_over(libraries: Iterable[str] = _HAVE_HANDLERS) -> None:
-    """Let libraries that show their logs themselves, once they are imported, be shown as all others are, and only once."""
+    """Remove the handlers that libraries install on import, so that their logs are shown once, in the common format.
+
+    Call it after the libraries are imported.
+    """
     for library in map(logging.getLogger, libraries):
         for handler in [handler for handler in library.handlers if type(handler) is logging.StreamHandler]:
             library.removeHandler(handler)
@@ -84,5 +92,5 @@ def take_over(libraries: Iterable[str] = _HAVE_HANDLERS) -> None:
 
 
 def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning without the source line that raised it."""
+    """Format a warning in one line, without the source line that raised it."""
     return f"{message} ({category.__name__}, {filename}:{lineno})"

@@ -1,6 +1,6 @@
-"""Standard output and error of the commands: what can no longer be written is dropped, and the command continues.
+"""Fault-tolerant standard output and error: text that cannot be written is dropped, and the command continues.
 
-A terminal may be closed, a disk full, or the reader of a pipe gone (``| head``). None of these ends a run.
+A run must not end because a terminal is closed, a disk is full, or the reader of a pipe has exited (``| head``).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
-LOST = 1  # exit status of a command whose output is all that it does, and could not be written
+LOST = 1  # exit status of a command whose result is its output, if the output could not be written
 
 
 class _Tolerant:
-    """A stream that drops what cannot be written. The first error is in ``problem``."""
+    """Stream that drops text which cannot be written; ``problem`` holds the first error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,41 +40,41 @@ class _Tolerant:
     def _tolerated(self) -> Iterator[None]:
         try:
             yield
-        except BlockingIOError:  # the reader is slow, and others have switched off waiting for it
+        except BlockingIOError:  # the reader is slow, and another process has set the stream to non-blocking
             pass
         except OSError as error:
             first, self.problem = self.problem is None, self.problem or error
-            with contextlib.suppress(OSError):  # a stream without a file has no number
+            with contextlib.suppress(OSError):  # a stream without a file has no file descriptor
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
-                self._stream.flush()  # what is buffered must not fail once more, when the interpreter ends
+                self._stream.flush()  # buffered text must not raise again when the interpreter exits
             if first and sys.stdout is cast(TextIO, self) and not isinstance(error, BrokenPipeError):
                 print(f"nemo-kto: standard output cannot be written: {error.strerror}; its rest is dropped", file=sys.stderr)
 
 
 def protect() -> None:
-    """Let this process go on where its output cannot be written, from now on; a second call changes nothing."""
+    """Make stdout and stderr of this process fault-tolerant; a second call has no effect."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:  # it is closed, and the next file or socket would get its number and what is written there
+        except OSError:  # closed: the next opened file or socket would get this descriptor, and the output with it
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a character that the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # for characters that the encoding of the terminal lacks
         if not isinstance(stream, _Tolerant):
             setattr(sys, name, _Tolerant(stream))
 
 
 @contextlib.contextmanager
 def is_the_result() -> Iterator[None]:
-    """Around a command whose output is all that it does: if that could not be written, it ends with status 1.
+    """Exit with status 1 if the output of the block could not be written; for commands whose result is their output.
 
-    A reader that has closed the pipe has what it wanted: then the status stays as it is.
+    The status is unchanged if the reader has closed the pipe, because the reader then has all that it needs.
     """
     status: str | int | None = None
     try:

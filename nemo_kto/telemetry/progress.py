@@ -1,4 +1,4 @@
-"""What a person who started the run sees of it: a bar on a terminal, plain lines in a file."""
+"""Progress display: a bar on a terminal, plain lines in a file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-_TELL_SECONDS = 5  # between two lines of a bar in a file
-_MEASURED = 3  # steps of this start after which its time is estimated; the first one takes longer and is left out
-# Label on the screen, and the metric without its "train/" or "val/".
+_TELL_SECONDS = 5  # interval between two progress lines in a file
+_MEASURED = 3  # log lines before the time of the run is estimated; the first one takes longer and is left out
+# Label on the screen, and name of the metric without its prefix "train/" or "val/".
 SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("margin", "rewards_margin"))
 ONE_VALIDATION_SET: Mapping[str, str] = {"validation": "val/"}
 _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
@@ -28,16 +28,16 @@ _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
-    """Shows step of steps, loss, kl or delta, margin, seconds a step, tokens a second and the time that is left.
+    """Progress display: step, loss, kl or delta, acc, margin, seconds per step, tokens per second and remaining time.
 
-    It takes the same calls as a logger and picks what it shows out of the metrics, so it follows a run that merely logs.
+    It has the interface of a logger and selects the displayed values from the logged metrics, so that a run only has to log.
 
     Attributes:
         total_steps: optimizer steps of the whole run.
-        start_step: steps done already, in a resumed run.
-        validations: what each validation set is called -> what the names of its metrics begin with.
-        stream: where to write.
-        clock: seconds since some fixed moment.
+        start_step: steps already done, in a resumed run.
+        validations: title of each validation set -> prefix of its metrics.
+        stream: output stream.
+        clock: return the seconds since some fixed moment.
     """
 
     total_steps: int
@@ -57,9 +57,9 @@ class Progress:
             self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, unit="step", bar_format=_BAR)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the state after ``step`` (metrics named train/..., val/..., perf/...); other metrics are passed over.
+        """Show the metrics train/..., val/... and perf/... after ``step``; other metrics are ignored.
 
-        When nobody can read it any more (the terminal is closed, the file's disk is full), nothing more is shown.
+        Once the stream cannot be written (the terminal is closed, the disk is full), nothing more is shown.
         """
         with self._as_long_as_it_can_be_read():
             self._show(metrics, step)
@@ -73,7 +73,7 @@ class Progress:
 
     def _train(self, metrics: Mapping[str, float], step: int) -> None:
         now = self.clock()
-        # only the step where it was measured, else with what came between: a validation, a checkpoint
+        # the measured step time; without it, the time since the last line, with any validation or checkpoint in between
         seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
         self._seconds.append(seconds)
         left = (now - self._began) / max(1, step - self.start_step) * max(0, self.total_steps - step)
@@ -93,14 +93,14 @@ class Progress:
             self.line(f"estimated time: {duration_text(whole)} ({each:.2g} s a step)")
 
     def line(self, text: str) -> None:
-        """Write a line, above the bar where there is one."""
+        """Write a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self.stream)
         else:
             print(text, file=self.stream, flush=True)
 
     def finalize(self, status: str) -> None:
-        """Leave the bar as it stands; a run that did not succeed says so."""
+        """Close the bar, and show ``status`` if the run did not succeed."""
         with self._as_long_as_it_can_be_read():
             if self._bar is not None:
                 self._bar.close()
@@ -119,9 +119,14 @@ class Progress:
 def progress_bar(
     items: Iterable[Item], *, total: int, title: str, shown: bool, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Item]:
-    """The items, and on a terminal a bar of how many of ``total`` have passed; in a file a line every few seconds.
+    """Yield the items and show progress: a bar on a terminal, a line every few seconds in a file.
 
-    ``title`` stands before the count; ``shown`` is False on the ranks that keep silent.
+    Args:
+        items: the items to yield.
+        total: their number.
+        title: text before the count.
+        shown: whether to show progress; False on all ranks but one.
+        clock: return the seconds since some fixed moment.
     """
     from tqdm import tqdm
 
@@ -148,6 +153,6 @@ def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:
 
 
 def _clamped(metrics: Mapping[str, float], prefix: str) -> str:
-    """The KL estimate before it was clamped to 0, if it was."""
+    """Return the KL estimate before clamping as text; empty if it was not clamped to 0."""
     estimate = metrics.get(f"{prefix}kl_unclamped", 0.0)
     return f" (unclamped {estimate:.2g})" if estimate < 0 else ""

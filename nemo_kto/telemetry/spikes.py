@@ -1,4 +1,4 @@
-"""A warning where the loss jumps far beyond what it was in the steps before."""
+"""Warnings about loss spikes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from statistics import median
 
 logger = logging.getLogger(__name__)
 
-_HISTORY, _MIN_HISTORY = 50, 20  # steps before the present one that it is compared with, and how many there must be
+_HISTORY, _MIN_HISTORY = 50, 20  # number of previous steps for the comparison, and its minimum
 _DEVIATIONS = 10  # median absolute deviations above the median: 6.7 standard deviations of a normal distribution
-_MIN_DEVIATION = 1e-2  # of the median: the loss of a run that stands still hardly moves at all
-_PAUSE = 50  # steps after a warning without another one
+_MIN_DEVIATION = 1e-2  # minimum deviation as a fraction of the median, because the loss of a converged run hardly varies
+_PAUSE = 50  # steps without a further warning after a warning
 
 
 class LossSpikes:
-    """Watches the training loss.
+    """Detector of spikes in the training loss.
 
-    The bound is the median of the last 50 losses and ten times their median absolute deviation, which single spikes do not
-    move. A loss that is not finite is no spike: such a step is skipped, and that is said elsewhere.
+    A spike is a loss above the median of the last 50 losses plus ten times their median absolute deviation; single spikes
+    hardly affect this bound. A non-finite loss does not count as a spike: such a step is skipped and reported separately.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LossSpikes:
         self._quiet_until = 0
 
     def spike(self, step: int, loss: float) -> str | None:
-        """Note the loss of a step; what is to be said of it, None if it is no spike or one was said of lately."""
+        """Add the loss of a step; return a warning if it is a spike, unless there was a warning in the last 50 steps."""
         if not math.isfinite(loss):
             return None
         losses = list(self._losses)
@@ -43,6 +43,6 @@ class LossSpikes:
         return f"step {step}: the loss jumped to {loss:.4g}; the median of the last {len(losses)} steps is {middle:.4g}"
 
     def watch(self, step: int, loss: float) -> None:
-        """Note the loss of a step, and warn if it is a spike."""
+        """Add the loss of a step, and log a warning if it is a spike."""
         if (text := self.spike(step, loss)) is not None:
             logger.warning(text)

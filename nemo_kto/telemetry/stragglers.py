@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others: which one took longest in each phase, and which one holds the others up."""
+"""Detection of stragglers: the slowest rank in each phase, and ranks that delay the others."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from statistics import median
 
 OWN_PHASES = ("data", "forward", "reference_swap")
-"""Phases in which a rank waits for no other one, but for those of its tensor- and context-parallel groups. In all others the
-collectives make the fast ranks as slow as the slowest."""
+"""Phases in which a rank waits only for the ranks of its tensor- and context-parallel groups. In all other phases,
+collectives make fast ranks take as long as the slowest."""
 INTERVAL = 10  # steps between two comparisons
-SLOW = 1.5  # times the median of the ranks with the same work
-_SHARE = 0.1  # of the time of a step, by which a rank must be slower: less is not worth a word
+SLOW = 1.5  # a straggler takes longer than this multiple of the median of the other ranks with the same work
+_SHARE = 0.1  # and is slower by more than this fraction of the step time; smaller delays do not justify a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """What one rank took, seconds a step on average.
+    """Times of one rank, in seconds per step on average.
 
     Attributes:
-        host: name of its machine.
-        stage: its pipeline stage; the stages have different work.
-        step: the whole step.
-        phases: by name.
+        host: name of the machine.
+        stage: pipeline stage of the rank; different stages have different work.
+        step: time of the whole step.
+        phases: time of each phase by name.
     """
 
     host: str
@@ -32,12 +32,12 @@ class RankTimes:
 
     @property
     def own(self) -> float:
-        """Seconds in which it waited for no other rank."""
+        """Seconds spent in :data:`OWN_PHASES`."""
         return sum(self.phases.get(name, 0.0) for name in OWN_PHASES)
 
 
 def slowest(times: Sequence[RankTimes]) -> dict[str, float]:
-    """For each phase PHASE_max (seconds) and PHASE_max_rank (who took them); ``times`` in the order of the ranks."""
+    """Return PHASE_max (seconds) and PHASE_max_rank (the slowest rank) for each phase; ``times`` is in rank order."""
     report: dict[str, float] = {}
     for name in dict.fromkeys(name for one in times for name in one.phases):
         seconds = [one.phases.get(name, 0.0) for one in times]
@@ -47,13 +47,13 @@ def slowest(times: Sequence[RankTimes]) -> dict[str, float]:
 
 @dataclass(kw_only=True, eq=False)
 class StragglerFinder:
-    """Finds ranks that are slow in two comparisons in a row; each is reported once."""
+    """Detector of ranks that are slow in two consecutive comparisons; each rank is reported once."""
 
     _suspected: set[int] = field(default_factory=set, init=False)
     _reported: set[int] = field(default_factory=set, init=False)
 
     def find(self, times: Sequence[RankTimes]) -> list[str]:
-        """A warning for each rank that has become a straggler; ``times`` in the order of the ranks."""
+        """Return a warning for each new straggler; ``times`` is in rank order."""
         slow = {rank: typical for rank, one in enumerate(times) if (typical := _slower_than(rank, times)) is not None}
         new = [rank for rank in slow if rank in self._suspected - self._reported]
         self._suspected = set(slow)
@@ -62,7 +62,7 @@ class StragglerFinder:
 
 
 def _slower_than(rank: int, times: Sequence[RankTimes]) -> float | None:
-    """The median of the others with the same work if this rank is much slower, else None."""
+    """Return the median of the other ranks with the same work if ``rank`` is much slower, else None."""
     mine = times[rank]
     others = [one.own for other, one in enumerate(times) if other != rank and one.stage == mine.stage]
     if not others:

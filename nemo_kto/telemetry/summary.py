@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and at its end: text from plain numbers."""
+"""Text of the summaries at start and end of a run, from plain values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nemo_kto.utils.files import open_file, read_lines
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRows:
-    """The rows of a split.
+    """Row counts of a data split.
 
     Attributes:
-        unit: what a row is: rows or pairs.
-        rows: their number.
-        classes: name of each kind of row -> number of rows; empty where there is one kind.
-        tokens: of prompts and responses together; None where they were not counted.
-        cut_prompts, cut_responses: rows whose prompt and whose response were truncated; None where they were not counted.
+        unit: noun for the rows: rows or pairs.
+        rows: number of rows.
+        classes: number of rows of each class by name; empty if there is only one class.
+        tokens: tokens of prompts and responses together; None if not counted.
+        cut_prompts, cut_responses: number of rows with a truncated prompt or response; None if not counted.
     """
 
     unit: str
@@ -46,29 +46,29 @@ class SplitRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What is known of a run before its first step.
+    """Summary of a run before its first step.
 
     Attributes:
-        command: that was run.
-        model: folder of the model that training starts from.
-        family: of the model.
-        parameters: of the whole model.
-        adapters: what is adapted; None where all weights are trained.
-        trained: parameters that are trained.
-        splits: name of each split -> its rows.
+        command: the command of the run.
+        model: folder of the initial model.
+        family: architecture family of the model.
+        parameters: number of parameters of the whole model.
+        adapters: description of the adapters; None if all weights are trained.
+        trained: number of trained parameters.
+        splits: row counts of each split by name.
         steps: optimizer steps of the whole run.
-        steps_per_epoch: of one epoch.
-        resumed_step: steps that are done already; None for a new run.
-        global_batch: examples of a step.
-        micro_batch: at most so much in one pass on one rank.
-        data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of the layout.
-        stages: what there is to say of the pipeline's stages besides; may be empty.
-        sequence_parallel: activations are sharded over the sequence too.
-        expert_parallel: ranks over which the experts of a layer are shared out; None for a dense model.
+        steps_per_epoch: optimizer steps per epoch.
+        resumed_step: number of steps already done; None for a new run.
+        global_batch: examples per step.
+        micro_batch: description of the micro-batch limits.
+        data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of parallelism.
+        stages: further description of the pipeline stages; may be empty.
+        sequence_parallel: whether activations are also sharded over the sequence.
+        expert_parallel: number of ranks across which the experts of a layer are partitioned; None for a dense model.
         device: name of the device of a rank.
-        precision, reference: what was chosen, and why.
-        folder: of the run.
-        slow_paths: what the device could do faster, and what that needs.
+        precision, reference: the chosen precision and reference mode, each with the reason.
+        folder: run folder.
+        slow_paths: computations that could be faster on this device, and what they need for that.
     """
 
     command: str
@@ -97,7 +97,7 @@ class RunStart:
     expert_parallel: int | None = None
 
     def __str__(self) -> str:
-        """A table with a line for each fact."""
+        """Format the summary as a table."""
         what = "all trained" if self.adapters is None else f"{short(self.trained)} in adapters trained"
         resumed = "" if self.resumed_step is None else f", resumed after step {self.resumed_step}"
         lines = {
@@ -133,20 +133,20 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What has become of a run.
+    """Summary of a run after training.
 
     Attributes:
-        command: that was run.
-        step, steps: the last step that was made, and steps of the whole run.
-        steps_per_epoch: of one epoch.
-        seconds: since the first step of this start.
-        stopped_by: what ended the run before its last step; None where nothing did.
-        early_stopping: why early stopping ended it; None where it did not.
-        reached: label of each figure -> its value at first and last, see :func:`figures_of`.
-        best: the best checkpoint, and why.
-        exports: what was written -> where, and how it is loaded.
-        train_longer: overrides that let the run train longer, after the same command.
-        metrics: where they are.
+        command: the command of the run.
+        step, steps: the last step done, and the steps of the whole run.
+        steps_per_epoch: optimizer steps per epoch.
+        seconds: wall-clock time since the first step of the new or resumed run.
+        stopped_by: limit that ended the run before its last step; None if there was none.
+        early_stopping: reason for early stopping; None if the run was not stopped early.
+        reached: first and last value of each metric by label, see :func:`figures_of`.
+        best: the best checkpoint, with the reason.
+        exports: path of each export, and how to load it, by label.
+        train_longer: overrides to append to the command to train longer.
+        metrics: location of the metrics.
     """
 
     command: str
@@ -163,7 +163,7 @@ class RunEnd:
     early_stopping: str | None = None
 
     def __str__(self) -> str:
-        """A table with a line for each fact."""
+        """Format the summary as a table."""
         stopped_by = self.stopped_by if self.early_stopping is None else "early stopping"
         state = "finished" if stopped_by is None else f"stopped by {stopped_by}"
         of = f"step {self.step:,} of {self.steps:,} ({epochs(self.step, self.steps_per_epoch)})"
@@ -180,9 +180,10 @@ class RunEnd:
 
 
 def layout_text(*, data: int, context: int, tensor: int, pipeline: int, stages: str, sequence_parallel: bool) -> str:
-    """The degrees of a layout, whose product is the number of ranks; context parallelism where there is any.
+    """Describe the degrees of parallelism, whose product is the number of ranks.
 
-    ``stages`` is what there is to say of the pipeline's stages besides; may be empty.
+    Context parallelism is only listed if its degree is above 1. ``stages`` is a further description of the pipeline stages;
+    it may be empty.
     """
     shared = f"{context} context x " if context > 1 else ""
     unlike, sharded = f" ({stages})" if stages else "", ", sequence parallel" if sequence_parallel else ""
@@ -190,31 +191,31 @@ def layout_text(*, data: int, context: int, tensor: int, pipeline: int, stages: 
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:
-    """A title, and below it the lines with their labels in a column."""
+    """Format a title and, below it, the lines with their labels in a column."""
     width = max(map(len, lines)) + 2
     return "\n".join([title, *(f"  {label:{width}}{text}" for label, text in lines.items())])
 
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:
-    """Where a model in Hugging Face format is, ``what`` it is, and how it is loaded."""
+    """Return lines with the folder of a model in Hugging Face format, its description ``what``, and how to load it."""
     loaded = f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
     return {"exported model": f"{folder} ({what})" if what else str(folder), "load it with": loaded}
 
 
 def adapter_lines(folder: Path) -> dict[str, str]:
-    """The same of adapters in PEFT's format."""
+    """Return lines with the folder of adapters in PEFT format, and how to load them."""
     loaded = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
     return {"exported adapters": str(folder), "load them with": loaded}
 
 
 def epochs(steps: int, steps_per_epoch: int) -> str:
-    """How many epochs so many steps are."""
+    """Describe ``steps`` as a number of epochs."""
     count, per_step = steps / steps_per_epoch, "1 step" if steps_per_epoch == 1 else f"{steps_per_epoch:,} steps"
     return f"{count:.3g} {'epoch' if count == 1 else 'epochs'} of {per_step}"
 
 
 def short(number: int) -> str:
-    """A large number in three digits: 135 M."""
+    """Format a large number with three digits: 135 M."""
     for unit, size in (("B", 10**9), ("M", 10**6)):
         if number >= size:
             digits = max(0, 3 - len(str(number // size)))
@@ -223,10 +224,11 @@ def short(number: int) -> str:
 
 
 def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALIDATION_SET) -> dict[str, str]:
-    """The first and the last value of the main metrics of a run, of all its starts, out of its metrics.jsonl.
+    """Return the first and the last value of each main metric of a run as text.
 
     Args:
-        validations: what each validation set is called -> what the names of its metrics begin with.
+        metrics_file: metrics.jsonl of the run, to which a resumed run appends.
+        validations: title of each validation set -> prefix of its metrics.
     """
     of_sets = {f"{prefix}{name}": f"{title} {label}" for title, prefix in validations.items() for label, name in SHOWN}
     names = {"train/loss": "train loss", **of_sets}
@@ -241,7 +243,7 @@ def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALID
 
 
 def _lines(file: Path) -> Iterator[Mapping[str, float]]:
-    if file.is_file():  # it is not where the log could not be opened
+    if file.is_file():  # missing if the log could not be opened
         with open_file(file) as lines:
             yield from filter(None, map(parse_line, read_lines(lines)))
 

@@ -1,4 +1,4 @@
-"""How fast a run learns, how much of its work is padding, and how much memory it holds."""
+"""Throughput, padding fraction, memory and model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-# Dense bf16 with sums in fp32, of cards that Lightning's table lacks, or has with sparsity, of two cards or without tensor
-# cores. By NVIDIA's datasheets; those that state sparsity only are halved, as their footnotes say.
+# Peak FLOP/s in dense bf16 with fp32 accumulation, of GPUs that are missing from Lightning's table or for which it gives the
+# value with sparsity, for two GPUs, or without tensor cores. From NVIDIA's datasheets; where these only give the value with
+# sparsity, it is halved, as their footnotes say.
 _BF16_PEAKS = {
     "NVIDIA B200": 2250e12,  # Blackwell architecture technical brief, HGX B200
-    "NVIDIA GB200": 2500e12,  # GB200 NVL72 datasheet, for each of the 72
-    "NVIDIA GH200 480GB": 989.5e12,  # GH200 Grace Hopper Superchip datasheet; the three differ in memory
+    "NVIDIA GB200": 2500e12,  # GB200 NVL72 datasheet, for one of its 72 GPUs
+    "NVIDIA GH200 480GB": 989.5e12,  # GH200 Grace Hopper Superchip datasheet; the three variants differ in memory
     "NVIDIA GH200 120GB": 989.5e12,
     "NVIDIA GH200 144G HBM3e": 989.5e12,
     "NVIDIA H200": 989.5e12,  # H200 Tensor Core GPU datasheet
@@ -37,12 +38,12 @@ _BF16_PEAKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputMeter:
-    """Turns the counts of a step into rates.
+    """Converter from the counts of a step to throughput.
 
     Attributes:
-        world_size: number of ranks that share the work.
-        peak_memory: most bytes this rank has held so far.
-        peak_flops: of one device (:func:`device_peak_flops`); None leaves the utilisation out.
+        world_size: number of ranks.
+        peak_memory: return the peak memory of this rank so far, in bytes.
+        peak_flops: peak FLOP/s of one device (:func:`device_peak_flops`); None leaves the utilisation out.
     """
 
     world_size: int
@@ -52,19 +53,19 @@ class ThroughputMeter:
     def figures(
         self, *, seconds: float, tokens: int, padded_tokens: int, flops: float, kl_tokens: int = 0
     ) -> dict[str, float]:
-        """Figures of one step, from its wall-clock time and what it asks of the model over the global batch.
+        """Return the throughput of a step, from its wall-clock time and its counts over the global batch.
 
         Args:
-            seconds: of the step.
-            tokens: that are trained on, without padding.
+            seconds: wall-clock time of the step.
+            tokens: training tokens, without padding.
             padded_tokens: tokens, KL tokens and padding together.
-            flops: floating-point operations.
-            kl_tokens: of the KL examples, without padding.
+            flops: FLOPs of the model.
+            kl_tokens: tokens of the KL examples, without padding.
 
         Returns:
             tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank),
-            kl_tokens_per_sec where there are KL examples, and mfu (fraction of the devices' peak that the model's operations
-            reached, 0 to 1) where the peak is known.
+            kl_tokens_per_sec if there are KL examples, and mfu (model FLOPs utilisation: model FLOP/s as a fraction of the
+            peak of all devices, 0 to 1) if the peak is known.
         """
         report = {
             "tokens_per_sec": tokens / seconds,
@@ -80,12 +81,12 @@ class ThroughputMeter:
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype, *, name: str) -> float | None:
-    """Floating-point operations a second of ``device`` at best, without sparsity; None for devices that no table has.
+    """Return the peak FLOP/s of a device without sparsity; None if it is in no table, or not with this dtype.
 
     Args:
-        device: what computes.
-        dtype: of the operands.
-        name: what the device is sold as, in torch's words.
+        device: the device.
+        dtype: dtype of the operands.
+        name: product name of the device, as reported by torch.
     """
     if device.type == "cpu":
         return None

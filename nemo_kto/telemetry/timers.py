@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and when the time of a run is up."""
+"""Timers for the phases of a step, and the time limit of a run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 
 @dataclass(kw_only=True, eq=False)
 class PhaseTimers:
-    """Wall-clock seconds by phase of a step, such as "reference", "kl" or "forward_backward".
+    """Wall-clock seconds of the phases of a step, such as "reference", "kl" or "forward_backward".
 
-    A phase that runs inside another is counted in both.
+    The time of a nested phase is counted in both phases.
 
     Attributes:
-        observe: gives a context for each phase, which begins and ends with it.
-        clock: the present moment, of which earlier ones are subtracted: seconds, or that of a device, which has not come yet
-            while the device has work left. The time of a kernel then belongs to the phase that queued it.
+        observe: return a context that is entered and left with each phase, given its name.
+        clock: return the current time as an object; the difference of two is in seconds. With a device clock, a time is
+            only reached when the device has finished the work queued before, so that the time of a kernel belongs to the
+            phase that queued it.
     """
 
     observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
     clock: Callable[[], Any] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._spans: list[tuple[str, Any, Any]] = []  # name, begin and end
+        self._spans: list[tuple[str, Any, Any]] = []  # (name, begin, end)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes to phase ``name``, also where it raises."""
+        """Add the duration of the block to phase ``name``, even if the block raises."""
         with self.observe(name):
             begin = self.clock()
             try:
@@ -43,7 +44,7 @@ class PhaseTimers:
                 self._spans.append((name, begin, self.clock()))
 
     def report_and_reset(self) -> dict[str, float]:
-        """Seconds by phase since the last report, in the order in which the phases first ended; waits until all are over."""
+        """Return the seconds by phase since the last report, in order of their first end; waits for the device."""
         spans, self._spans = self._spans, []
         report: dict[str, float] = {}
         for name, begin, end in spans:
@@ -52,10 +53,10 @@ class PhaseTimers:
 
 
 def parse_duration(text: str) -> int:
-    """Seconds of a duration written DD:HH:MM:SS, such as "00:03:45:00".
+    """Return the seconds of a duration in the format DD:HH:MM:SS, such as "00:03:45:00".
 
     Raises:
-        ValueError: the text has another form, or hours, minutes or seconds are out of range.
+        ValueError: the text has another format, or hours, minutes or seconds are out of range.
     """
     if match := _DURATION.fullmatch(text.strip()):
         days, hours, minutes, seconds = map(int, match.groups())
@@ -65,18 +66,18 @@ def parse_duration(text: str) -> int:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the unit that suits it: 12 s, 12 min, 3.4 h."""
+    """Format a duration in seconds, minutes or hours: 12 s, 12 min, 3.4 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class StopReason(NamedTuple):
-    """Why a run ends before its last step.
+    """Reason why a run ends before its last step.
 
     Attributes:
-        text: in words.
-        early: at once and with as little as possible: a checkpoint of the last step, no validation, no export.
+        text: the reason as text.
+        early: whether the run must end at once, with a checkpoint but without validation and export.
     """
 
     text: str
@@ -85,19 +86,19 @@ class StopReason(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class RunTimer:
-    """Says when a run must stop, the same on every rank: because its time is over, or because it was asked to.
+    """Timer that decides, equally on all ranks, whether a run must stop because of its time limit or a signal.
 
     Attributes:
-        max_time: DD:HH:MM:SS; None for no limit.
-        started: when the time began, by ``clock``; None for the moment of :meth:`start_time`.
-        received: the number of the signal that asked this rank to stop; 0 while none has.
-        agree: the largest of what the ranks answer; they leave together, or some would wait for others. None where there
-            is one rank.
-        requeue: the run is started again at once, so that it ends early when its time is over too.
-        clock: seconds since some fixed moment.
+        max_time: time limit as DD:HH:MM:SS; None for no limit.
+        started: start time by ``clock``; None for the time at which :meth:`start_time` is called.
+        received: return the number of the stop signal that this rank received, or 0.
+        agree: return the maximum of an integer over all ranks, so that all ranks stop together; otherwise some would wait
+            for others. None if there is only one rank.
+        requeue: the job is requeued at once, so that the run also ends early when the time limit is reached.
+        clock: return the seconds since some fixed moment.
 
     Raises:
-        ValueError: ``max_time`` has another form.
+        ValueError: ``max_time`` has another format.
     """
 
     max_time: str | None
@@ -111,18 +112,18 @@ class RunTimer:
         self._limit = None if self.max_time is None else parse_duration(self.max_time)
 
     def start_time(self) -> None:
-        """Start the clock, unless it is known when the time began."""
+        """Set the start time to now, unless ``started`` is already set."""
         if self.started is None:
             self.started = self.clock()
 
     def stop_reason(self) -> StopReason | None:
-        """Why the run must stop now; None if it need not. With ``agree`` this is a collective call.
+        """Return why the run must stop now, or None; collective if ``agree`` is set.
 
         Raises:
-            RuntimeError: there is a limit, and the clock was not started.
+            RuntimeError: there is a time limit, but no start time.
         """
         number = self.received() if self.received is not None else 0
-        answer = 2 * number or int(self._time_is_over())  # a signal leaves less time
+        answer = 2 * number or int(self._time_is_over())  # a signal takes precedence, because it leaves less time
         if self.agree is not None:
             answer = self.agree(answer)
         if answer == 0:

@@ -1,4 +1,4 @@
-"""The types and constraints of keys in words: for what is said of a wrong value, and for the page of keys."""
+"""Descriptions of the types and constraints of configuration keys, for error messages and the configuration page."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 class Field(NamedTuple):
-    """One key of a section: its type, and the metadata of the type and of its parts."""
+    """One key of a section: its type, and the metadata of the type and of its type arguments."""
 
     annotation: object
     metadata: list[object]
 
     @property
     def section(self) -> type[BaseModel] | None:
-        """The section that the key is; None for a value."""
+        """The section class if the key is a section; None if it holds a value."""
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
 
     @property
     def alternatives(self) -> list[str]:
-        """The types that a value may have, in words."""
+        """Descriptions of the types that a value may have."""
         if self.section is not None:
             return [f"a section with the keys {', '.join(self.section.model_fields)}"]
         return list(dict.fromkeys(_alternatives(self.annotation)))
 
     @property
     def checks(self) -> list[Check]:
-        """Its constraints that are functions."""
+        """The constraints that are functions (:class:`Check`)."""
         validators = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
         return [check for check in validators if isinstance(check, Check)]
 
     @property
     def bounds(self) -> str | None:
-        """Its bounds in words."""
+        """Description of the numeric bounds; None if there are none."""
         found = [item for item in self.metadata if isinstance(item, Ge | Gt | Le | Lt)]
         limit = {name: getattr(item, name) for item in found for name in (type(item).__name__.lower(),)}
         low = f"at least {limit['ge']}" if "ge" in limit else f"above {limit['gt']}" if "gt" in limit else ""
@@ -58,13 +58,13 @@ class Field(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Type and constraints, for the page of keys."""
+        """Description of the type and the constraints, for the configuration page."""
         texts = [check.text.removeprefix("be ").replace("not be ", "not ") for check in self.checks]
         types = [] if any(text.startswith("an ") for text in texts) else [either(self.alternatives)]
         return ", ".join(filter(None, [*types, self.bounds, *texts]))
 
     def remedy(self, key: str, own: str = "") -> str:
-        """What to do about a wrong value, as the end of a sentence."""
+        """Return the remedy for a wrong value of ``key`` as the end of a sentence; ``own`` precedes that of the metadata."""
         remedies = [own, *(item.text for item in self.metadata if isinstance(item, Remedy))]
         return next((f"; {text.format(key=key)}" for text in remedies if text), "")
 
@@ -92,7 +92,7 @@ def _metadata(annotation: object) -> list[object]:
 
 
 def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
-    """Dotted name -> field of all keys, sections too."""
+    """Return a mapping from dotted name to field for all keys, including sections."""
     found: dict[str, Field] = {}
     for name, info in section.model_fields.items():
         found[prefix + name] = field = Field(info.annotation, [*info.metadata, *_metadata(info.annotation)])
@@ -102,7 +102,7 @@ def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
 
 
 def echo(value: object, *, quoted: bool = False) -> str:
-    """A value as it is named in a message."""
+    """Return a value as error messages show it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if value in ("", []):
@@ -111,9 +111,12 @@ def echo(value: object, *, quoted: bool = False) -> str:
 
 
 def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
-    """What pydantic complains of in ``section``, the whole configuration, in our words; of an unknown key the text is empty.
+    """Convert a pydantic ValidationError to ConfigErrors with our messages; the text for an unknown key is empty.
 
-    ``values``: dotted name -> value of all keys.
+    Args:
+        error: raised by pydantic.
+        section: the type of the whole configuration.
+        values: dotted name -> value for all keys.
     """
     known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
     for detail in error.errors(include_url=False):
@@ -125,7 +128,7 @@ def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[s
 
 
 def _locate(location: Sequence[int | str], known: Mapping[str, Field]) -> tuple[str, Field | None]:
-    """The key that an error is about, without what pydantic adds to it: the part of a union, the place in a list."""
+    """Return the key and the field of an error location, without what pydantic appends: union member, list index."""
     path: list[str] = []
     field = None
     for part in location:
@@ -151,7 +154,7 @@ def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: objec
 
 
 def _constraint(field: Field, detail: ErrorDetails) -> str:
-    """What a value that is out of range, or no finite number, must be."""
+    """Return the constraint that an out-of-range or non-finite value violates, as the text after "must"."""
     if detail["type"] == "finite_number" and field.checks:
         return field.checks[0].text
     infinite = detail["type"] == "finite_number" and (detail["input"] in (math.inf, -math.inf) or not field.bounds)

@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, and the types and constraints that pydantic does not bring."""
+"""Base class of all configuration sections, and field types and constraints that pydantic does not provide."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ Value = TypeVar("Value")
 
 
 class Section(BaseModel):
-    """A section: frozen, without unknown keys; an integer must be one, a float may be given as an integer, and is finite."""
+    """Base class of sections: frozen, strictly typed, without unknown keys.
+
+    An integer field accepts only integers. A float field also accepts integers; its value must be finite.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about a value that is out of range; {key} stands for the key."""
+    """Remedy for an out-of-range value, as shown in the error message; {key} stands for the key."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """A constraint of one key that is a function of a value of the right type; see :func:`check`."""
+    """A constraint on one key: a predicate on a value that already has the right type; see :func:`check`."""
 
     holds: Callable[..., object]
     text: str
@@ -43,17 +46,23 @@ class Check:
 
 
 def check(holds: Callable[..., object], text: str, remedy: str = "") -> AfterValidator:
-    """The metadata of a field with a :class:`Check`: ``text`` follows "must"; ``remedy`` is as in :class:`Remedy`."""
+    """Return field metadata with a :class:`Check`.
+
+    Args:
+        holds: predicate that is true for valid values.
+        text: the constraint; it follows "must" in the error message.
+        remedy: as in :class:`Remedy`.
+    """
     return AfterValidator(Check(holds, text, remedy))
 
 
 def one_of(names: Sequence[str]) -> AfterValidator:
-    """The metadata of a field whose value is one of the names, where another module lists them."""
+    """Return field metadata that restricts a value to ``names``, for names that another module defines."""
     return check(lambda value: value in names, f"be {either(names)}")
 
 
 Name = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
-"""A string; a name such as 32 or 1.5, which YAML reads as a number, is one too."""
+"""A string; numbers are converted, because YAML reads names such as 32 or 1.5 as numbers."""
 
 FilePath = Annotated[Name, AfterValidator(os.path.expanduser)]
-"""A path; ~ is the home folder."""
+"""A path; ~ is expanded to the home folder."""

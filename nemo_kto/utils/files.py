@@ -1,4 +1,4 @@
-"""File I/O: files of others are opened safely and read with one clear error; our own are written atomically."""
+"""File I/O: validated reads of untrusted files, atomic writes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OUTSIDE = "copy it there, or download the model again"
 _CHUNK_BYTES = 2**24
 _UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
 _HASH = re.compile(rb"[0-9a-f]{64}")
-WRITING, REMOVING = ".writing-", ".removing-"  # begin the names of folders that are not complete
-MAX_FILE_BYTES = 2**28  # of a file that is read as a whole: the largest tokenizer.json has a tenth of that
-MAX_LINE_BYTES = 2**26  # of a line: a row of ten million tokens fits
+WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of the names of incomplete folders
+MAX_FILE_BYTES = 2**28  # limit for files read as a whole; the largest tokenizer.json has a tenth of this size
+MAX_LINE_BYTES = 2**26  # limit for one line; a row of ten million tokens fits
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
     stat.S_IFSOCK: "a socket",
@@ -34,7 +34,7 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
 }
-# What files of other formats begin with; the first that fits counts.
+# First bytes of files in other formats; the first match counts.
 _FORMATS = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer; run `git lfs pull` in the clone that it is from"),
     (b"\x1f\x8b", "compressed with gzip; decompress it with gunzip"),
@@ -61,12 +61,12 @@ _FORMATS = (
 def open_file(file: str | Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
-    Anything else is refused without waiting for it: a FIFO would block until it has a writer, a device may never end.
+    Other kinds are rejected without blocking: a FIFO would block until it has a writer, and a device may never end.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; ``strerror`` says which.
+        OSError: If the file cannot be opened or is not a regular file; ``strerror`` tells the cases apart.
     """
-    _refuse_irregular(file, os.stat(file))  # before it is opened, as that alone may move a device
+    _refuse_irregular(file, os.stat(file))  # before opening, because opening alone can move a device
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _refuse_irregular(file, os.fstat(handle))
@@ -86,18 +86,19 @@ def _kind(found: os.stat_result) -> str | None:
 
 
 def irregular(file: Path) -> str | None:
-    """The kind of a file that is no regular one, such as "a folder"; None for a regular file, and where there is none."""
+    """Return the kind of a file that is not regular, such as "a folder"; None if it is regular or does not exist."""
     try:
         return _kind(os.stat(file))
-    except (OSError, ValueError):  # the second one of a name with a null byte
+    except (OSError, ValueError):  # ValueError: the name has a null byte
         return None
 
 
 def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file of limited size.
+    """Return the content of a regular file of limited size.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``limit`` bytes; ``strerror`` says which.
+        OSError: If the file cannot be read, is not a regular file, or has more than ``limit`` bytes; ``strerror`` tells
+            the cases apart.
     """
     with open_file(file) as handle:
         size = os.fstat(handle.fileno()).st_size
@@ -109,7 +110,10 @@ def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_lines(handle: BinaryIO) -> Iterator[bytes]:
-    """The lines of an open file; of one of more than MAX_LINE_BYTES the first MAX_LINE_BYTES + 1, and nothing after it."""
+    """Yield the lines of an open file.
+
+    For a line longer than MAX_LINE_BYTES, yield its first MAX_LINE_BYTES + 1 bytes and stop.
+    """
     while line := handle.readline(MAX_LINE_BYTES + 1):
         yield line
         if len(line) > MAX_LINE_BYTES:
@@ -117,16 +121,16 @@ def read_lines(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def other_format(start: bytes) -> str | None:
-    """The name of a well-known format and the remedy, by the first bytes of a file; None if it has none of these."""
+    """Return name and remedy of a well-known format detected from the first bytes of a file; None if none matches."""
     text = start.lstrip().lower() if start[:1] in b"< \r\n\t" else start
     return next((told for magic, told in _FORMATS if text.startswith(magic)), None)
 
 
 def read_json(file: Path, *, remedy: str = "download or write it again") -> dict[str, Any]:
-    """The JSON object in a file that may hold anything.
+    """Read the JSON object in an untrusted file.
 
     Raises:
-        UserError: the file cannot be read, or is no JSON object; names it, and ends with the remedy.
+        UserError: If the file cannot be read or is not a JSON object; the message names the file and ends with the remedy.
     """
     try:
         raw = read_bytes(file)
@@ -136,7 +140,7 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
         raise UserError(f"{file} must be JSON, but it is {told}")
     try:
         content = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # bytes that are no text, text that is no JSON, brackets without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise UserError(f"{file} must be JSON, got something else ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must be a JSON object, got {type(content).__name__}; {remedy}")
@@ -144,10 +148,10 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
 
 
 def refuse_code(file: Path, content: Mapping[str, object]) -> None:
-    """Refuse a configuration of a model or tokenizer whose classes are Python files that came with it.
+    """Reject a model or tokenizer configuration whose classes are Python files shipped with the model.
 
     Raises:
-        UserError: its auto_map is set.
+        UserError: If auto_map is set.
     """
     if content.get("auto_map"):
         got = repr(content["auto_map"])
@@ -159,10 +163,10 @@ def refuse_code(file: Path, content: Mapping[str, object]) -> None:
 
 
 def file_hash(file: Path) -> str:
-    """SHA-256 of a file's content, read piece by piece.
+    """Return the SHA-256 of a file's content, which is read in chunks.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: If the file cannot be read.
     """
     found = hashlib.sha256()
     with file.open("rb") as content:
@@ -172,7 +176,10 @@ def file_hash(file: Path) -> str:
 
 
 def kept_hash(file: Path) -> str | None:
-    """The SHA-256 that is kept in a file; None where there is none, or a crash has damaged it, which removes the file."""
+    """Return the SHA-256 stored in a file; None if the file does not exist or is damaged.
+
+    A damaged file, such as after a crash of the machine, is removed.
+    """
     try:
         text = file.read_bytes()
     except FileNotFoundError:
@@ -185,13 +192,13 @@ def kept_hash(file: Path) -> str | None:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file that a model folder holds or names, links followed only as far as the model's own files.
+    """Return the path of a file in a model folder after checking that its links stay within the model's own files.
 
-    A link may lead to another file of the folder. In Hugging Face's cache it may lead to the blobs of the same model
+    A link may point to another file in the folder. In Hugging Face's cache it may point to the blobs of the same model
     (models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH). The folder itself may be a link.
 
     Raises:
-        UserError: the file is outside.
+        UserError: If the file is outside the model.
     """
     if "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         raise UserError(f"{folder} must hold all its files, got {name!r}, which is outside; {_OUTSIDE}")
@@ -206,7 +213,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def make_folder(folder: Path, *, private: bool) -> None:
-    """Make a folder and those above it where absent; ``private``: those made are for the user only."""
+    """Create a folder and its missing parents; with ``private``, only the user may access those created."""
     absent = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(absent):
         each.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
@@ -214,12 +221,20 @@ def make_folder(folder: Path, *, private: bool) -> None:
 
 @contextlib.contextmanager
 def publish_file(target: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
-    """Give a path to write to. At the end of the block the file there gets the name ``target``.
+    """Write a file atomically: yield a temporary path, and rename it to ``target`` at the end of the block.
 
-    Nothing appears if the block raises, or removes what it wrote. Any number of processes may publish one file at once. The
-    content is on disk before the name is, so that a crash of the machine leaves the whole file or the one before.
-    ``private``: only the user may read it, also while it is written; else the umask decides. ``durable``: False for a file
-    whose content is checked whenever it is read: it may be damaged after a crash of the machine, and costs no waiting.
+    No file appears if the block raises or removes the temporary file. Any number of processes may publish the same file at
+    the same time. The content is flushed to disk before the rename, so that after a crash of the machine ``target`` is
+    either the complete new file or the previous one.
+
+    Args:
+        target: final path.
+        private: whether only the user may read the file, also while it is written; otherwise the umask applies.
+        durable: whether to wait for the disk. False for a file whose content is verified at every read: it may be damaged
+            after a crash of the machine.
+
+    Yields:
+        The path to write to.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
@@ -237,7 +252,12 @@ def publish_file(target: Path, *, private: bool = False, durable: bool = True) -
 
 
 def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove what killed processes have left of files of these names, or of all, which nobody may be writing now."""
+    """Remove temporary files of :func:`publish_file` that killed processes left in a folder.
+
+    Args:
+        folder: the folder of the published files.
+        names: names of the published files; None for all. No process may be writing these files now.
+    """
     for path in folder.iterdir():
         left = _UNPUBLISHED.fullmatch(path.name)
         if left and (names is None or left[1] in names) and path.is_file():
@@ -245,12 +265,12 @@ def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> No
 
 
 def partial_folder(target: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+    """Return the path where a folder is written before it is renamed to ``target``."""
     return target.with_name(WRITING + target.name)
 
 
 def start_folder(target: Path) -> Path:
-    """Make :func:`partial_folder`, empty, in the place of one whose writer was interrupted."""
+    """Create an empty :func:`partial_folder`, replacing one whose writer was interrupted."""
     partial = partial_folder(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -258,9 +278,9 @@ def start_folder(target: Path) -> Path:
 
 
 def publish_folder(target: Path) -> None:
-    """Give :func:`partial_folder` its name, in the place of an earlier folder.
+    """Rename :func:`partial_folder` to ``target``, replacing an earlier folder.
 
-    The content is on disk before the name is, so that a crash of the machine leaves no incomplete folder.
+    The content is flushed to disk before the rename, so that a crash of the machine leaves no incomplete folder.
     """
     partial = partial_folder(target)
     for path in partial.rglob("*"):
@@ -273,7 +293,7 @@ def publish_folder(target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder. It loses its name first, so that an interrupted removal leaves no incomplete folder."""
+    """Remove a folder; it is renamed first, so that an interrupted removal leaves no incomplete folder under its name."""
     shutil.rmtree(_without_name(folder))
 
 
@@ -284,7 +304,7 @@ def _without_name(folder: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""SHA-256 of large files, read once and kept until a file changes."""
+"""Cached SHA-256 of large files, recomputed only after a file changes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-MIN_KEPT_BYTES = 2**20  # a smaller file is hashed in less time than its hash is found
-_MIN_LOGGED_BYTES = 2**30  # a smaller one takes less than a second or two
+MIN_KEPT_BYTES = 2**20  # hashing a smaller file takes less time than looking up its hash
+_MIN_LOGGED_BYTES = 2**30  # hashing a smaller file takes at most a second or two
 
 
 def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
-    """SHA-256 of a file. That of a large one is kept in ``cache_dir`` while its size, its times and its inode stay.
+    """Return the SHA-256 of a file; for a large file, cache it until size, timestamps or inode of the file change.
 
-    Nobody can set back the time of the last change to a file or its name, so that a changed file is read again.
+    ctime, the time of the last change to a file or its name, cannot be set back, so that a changed file is always read
+    again.
 
     Args:
-        file: of any size; one of less than ``MIN_KEPT_BYTES`` is read each time.
-        cache_dir: folder whose folder "hashes" is made if absent.
-        private: only the user may read what is kept; else the umask decides.
+        file: file of any size; one smaller than ``MIN_KEPT_BYTES`` is read each time.
+        cache_dir: folder of the cache; its subfolder "hashes" is created if absent.
+        private: whether only the user may read the cached hashes; otherwise the umask applies.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: If the file cannot be read.
     """
     state = file.stat()
     if state.st_size < MIN_KEPT_BYTES:
@@ -40,7 +41,7 @@ def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
         logger.info("hashing %s (%.0f GB), once", file, state.st_size / 1e9)
     make_folder(kept.parent, private=private)
     with one_writer(kept, private=private):
-        if (known := kept_hash(kept)) is None:  # else it was written while this process waited
+        if (known := kept_hash(kept)) is None:  # otherwise another process wrote it while this one waited
             known = file_hash(file)
             with publish_file(kept, private=private, durable=False) as writing:
                 writing.write_text(known, encoding="ascii")

@@ -1,4 +1,4 @@
-"""Modules that are imported at their first use."""
+"""Lazy imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _LazyModule(ModuleType):
 def lazy_import(name: str) -> ModuleType:
     """Return a stand-in for a module that imports it when one of its attributes is first read.
 
-    For torch, which takes seconds to import, in modules that a command line loads only to be checked. Type checkers are
-    given the real import under TYPE_CHECKING.
+    Used for torch, which takes seconds to import, in modules that are also loaded just to check a command line. Type
+    checkers see the real import under TYPE_CHECKING.
     """
     return _LazyModule(name)

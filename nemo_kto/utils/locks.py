@@ -1,10 +1,11 @@
-"""A lock that one process holds, on this machine or on another, and that is free again when its holder is gone.
+"""File lock between processes on one or several machines, released when its holder dies.
 
-    FILE          locked by the kernel, which frees it when the process ends, however it ends
-    FILE.owner    who holds it; its time of change moves every few seconds while the holder lives
+    FILE          locked by the kernel, which releases the lock when the process ends for any reason
+    FILE.owner    describes the holder; the holder updates its modification time every few seconds
 
-On one machine the kernel knows all. Between machines it may not: some network file systems have locks for each machine by
-itself or none, others keep the lock of a machine that is gone. There the owner's signs of life decide.
+On one machine the kernel's lock is reliable. Across machines it may not be: some network file systems lock only within each
+machine or not at all, and others keep the lock of a machine that has gone down. In these cases the heartbeat of the owner,
+which is the modification time of FILE.owner, decides.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from nemo_kto.utils.files import publish_file, remove_unpublished
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
-GONE_SECONDS = 40.0  # without a sign of life
-KERNEL_SECONDS = 120.0  # in which a file server frees the lock of a machine that is gone
+GONE_SECONDS = 40.0  # without a heartbeat, after which the owner counts as dead
+KERNEL_SECONDS = 120.0  # within which a file server releases the lock of a machine that went down
 _POLL_SECONDS = 0.5
-_GRACE_SECONDS = 3.0  # for an owner that is just ending, as after a kill, or has not said yet who it is
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # what file systems without locks answer
-_HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES, errno.ESTALE)  # the last of a file that was removed meanwhile
+_GRACE_SECONDS = 3.0  # for an owner that is exiting, as after a kill, or has not written its owner file yet
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
+_HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES, errno.ESTALE)  # ESTALE: the file was removed in the meantime
 _JOBS = {"SLURM_JOB_ID": "SLURM job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who holds a lock.
+    """The holder of a lock.
 
     Attributes:
-        host, pid: of the process.
-        machine: changes with every start of the machine; the containers of a machine share it.
-        job: of the batch system, in words; None outside of one.
-        since: seconds since 1970.
+        host: host name of the process.
+        pid: id of the process on its host.
+        machine: boot id: it changes at every boot, and all containers of a machine share it.
+        job: description of the job of the batch system; None outside of one.
+        since: start time, in seconds since 1970.
     """
 
     host: str
@@ -59,7 +61,7 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """What this process says of itself."""
+    """Return the :class:`Owner` that describes this process."""
     job = next((f"{name} {os.environ[key]}" for key, name in _JOBS.items() if os.environ.get(key)), None)
     return Owner(host=socket.gethostname(), pid=os.getpid(), machine=_machine(), job=job, since=time.time())
 
@@ -67,27 +69,29 @@ def this_process() -> Owner:
 def _machine() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # only Linux has it
+    except OSError:  # the file exists only on Linux
         return socket.gethostname()
 
 
 def owner_file(file: Path) -> Path:
-    """Where it is noted who holds the lock ``file``."""
+    """Return the path of the file that describes the holder of the lock ``file``."""
     return file.with_name(f"{file.name}.owner")
 
 
 @contextlib.contextmanager
 def locked(file: Path, *, when_held: Callable[[str], None], private: bool = False) -> Iterator[None]:
-    """Hold the lock ``file`` during the block; its folder must exist.
+    """Hold the lock ``file`` during the block.
 
     A process does not exclude itself, and processes that it forks do not hold the lock.
 
     Args:
-        when_held: called once with who holds the lock, when another process does. It may raise; else the lock is waited for.
-        private: only the user may read who holds it.
+        file: path of the lock; its folder must exist.
+        when_held: called once, with a description of the holder, if another process holds the lock. If it does not raise,
+            the lock is waited for.
+        private: whether only the user may read the owner file.
 
     Raises:
-        OSError: the lock cannot be opened, or its owner not be written.
+        OSError: If the lock cannot be opened or the owner file cannot be written.
     """
     owner, text = owner_file(file), json.dumps(vars(this_process()))
     handle = _acquire(file, when_held, 0o600 if private else 0o666)
@@ -97,18 +101,23 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
         with _heartbeat(owner):
             yield
     finally:
-        if _read(owner)[0] == text:  # this process was not stopped for so long that another took over
+        if _read(owner)[0] == text:  # otherwise this process was suspended until another took over
             owner.unlink(missing_ok=True)
-            file.unlink(missing_ok=True)  # before it is free: who has opened it sees that it has no name any more
+            file.unlink(missing_ok=True)  # before the release, so that a process that has opened it sees that it is unlinked
         os.close(handle)
 
 
 @contextlib.contextmanager
 def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]:
-    """Let one process at a time write ``target``, a file or folder of a cache that many may fill; the others wait.
+    """Let one process at a time write ``target``, a file or folder of a shared cache; the others wait.
 
-    Whoever waited should look whether it is there now. What killed processes have left of the file is removed. Where no lock
-    can be had, several do the same work. ``part``: letters that tell apart what may be written at the same time.
+    A process that waited should check whether ``target`` exists now. Temporary files of ``target`` that killed processes
+    left are removed. Where no lock is available, several processes may do the same work.
+
+    Args:
+        target: the file or folder to write.
+        private: whether only the user may read the owner file.
+        part: suffix of the lock's name, for parts of ``target`` that may be written at the same time.
     """
     with contextlib.ExitStack() as lock:
         try:
@@ -143,14 +152,14 @@ def _say_wait(who: str, target: Path) -> None:
 
 
 def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
-    """The handle that holds the lock until it is closed."""
+    """Wait for the lock; return a file descriptor that holds it until closed."""
     watch, told = _Watch(owner_file(file)), False
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
         free = False
         try:
             free, held = _verdict(_lock(handle), watch, file)
-            free = free and os.fstat(handle).st_nlink > 0  # else its last holder has removed it
+            free = free and os.fstat(handle).st_nlink > 0  # otherwise its last holder has removed it
             if held is not None and not (free or told) and watch.seconds >= _GRACE_SECONDS:
                 told = True
                 when_held(held)
@@ -163,12 +172,18 @@ def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
 
 
 def _verdict(taken: bool | None, watch: _Watch, file: Path) -> tuple[bool, str | None]:
-    """Whether the lock may be had, and who holds it if that is known; ``taken``: what the kernel says."""
+    """Return whether the lock may be taken, and a description of its holder if known.
+
+    Args:
+        taken: result of :func:`_lock`.
+        watch: observer of the owner file.
+        file: the lock, named in messages.
+    """
     owner = watch.look()
-    if owner is None:  # or it is not said yet
+    if owner is None:  # or the owner file is not written yet
         return taken is not False, "another process"
     if owner.machine == _machine() and taken is not None:
-        return taken, str(owner)  # the owner has ended, or lives
+        return taken, str(owner)  # on one machine the kernel's answer is reliable
     if watch.quiet_seconds < GONE_SECONDS:
         return False, str(owner) if watch.lives else None
     if taken is not False:
@@ -179,7 +194,7 @@ def _verdict(taken: bool | None, watch: _Watch, file: Path) -> tuple[bool, str |
 
 
 def _lock(handle: int) -> bool | None:
-    """Whether this process has the kernel's lock now; None where the file system has none."""
+    """Try to take the kernel's lock; return whether that succeeded, or None if the file system has no locks."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -192,10 +207,10 @@ def _lock(handle: int) -> bool | None:
 
 
 class _Watch:
-    """Looks at the owner of a lock again and again, for signs of life."""
+    """Observer of a lock's owner file, which detects heartbeats."""
 
     def __init__(self, owner: Path) -> None:
-        self.lives = False  # a sign was seen at the last look
+        self.lives = False  # whether the last call to look() saw a heartbeat
         self._owner = owner
         self._began = self._changed = time.monotonic()
         self._seen: tuple[str, int] | None = None
@@ -209,12 +224,12 @@ class _Watch:
         return time.monotonic() - self._changed
 
     def look(self) -> Owner | None:
-        """The owner; None where none is noted, or what is there is none."""
+        """Read the owner file and note a heartbeat; return None if the file is missing or invalid."""
         seen = _read(self._owner)
         try:
             owner = Owner(**json.loads(seen[0]))
             str(owner)
-        except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # the last two of a time that is none
+        except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # the last two: an invalid time
             return None
         self.lives = self._seen is not None and seen != self._seen
         if self._seen is None and owner.machine != _machine():
@@ -225,7 +240,10 @@ class _Watch:
 
 
 def _read(owner: Path) -> tuple[str, int]:
-    """Content and time of change; opened, because a network file system then asks its server."""
+    """Return content and modification time in ns of the owner file; ("", 0) if it cannot be read.
+
+    The file is opened because a network file system then queries its server.
+    """
     try:
         with owner.open(encoding="utf-8") as handle:
             return handle.read(), os.fstat(handle.fileno()).st_mtime_ns

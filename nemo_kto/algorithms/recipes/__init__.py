@@ -1,4 +1,4 @@
-"""The algorithms that can be trained: one record each."""
+"""Recipes of the available algorithms, by name."""
 
 from __future__ import annotations
 

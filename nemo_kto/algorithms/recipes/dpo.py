@@ -1,4 +1,4 @@
-"""DPO and its variants: pairs of answers."""
+"""Recipe of DPO and its variants: preference pairs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class DPOLossConfig(LossConfig):
-    """model.dpo."""
+    """Configuration section model.dpo."""
 
     sft_token_mean: bool
     sft_completion_only: bool
 
 
 class DPORecipe(Recipe):
-    """Builds what is DPO's own of a run."""
+    """Builder of the DPO-specific parts of a run."""
 
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
         from nemo_kto.data.batches.dataset import DPODataset, build_splits

@@ -1,4 +1,4 @@
-"""KTO: unpaired (binary) feedback."""
+"""Recipe of KTO: unpaired (binary) feedback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class KTOLossConfig(LossConfig):
-    """model.kto."""
+    """Configuration section model.kto."""
 
     desirable_loss_weight: Weight
     undesirable_loss_weight: Weight
@@ -33,7 +33,7 @@ class KTOLossConfig(LossConfig):
 
 
 class KTORecipe(Recipe):
-    """Builds what is KTO's own of a run."""
+    """Builder of the KTO-specific parts of a run."""
 
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[KTODataset]:
         from nemo_kto.data.batches.dataset import KTODataset, build_splits
@@ -75,7 +75,10 @@ class KTORecipe(Recipe):
 
 
 def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> tuple[float, float]:
-    """Weights of desirable and undesirable examples; says so where they do not balance, or balances them."""
+    """Return the loss weights of desirable and undesirable examples.
+
+    With ``auto_balance`` they are balanced; otherwise a warning is logged if they are not.
+    """
     from nemo_kto.data.inspect.balance import balance_warning, balanced_weights, one_class_warning
     from nemo_kto.distributed import state
 

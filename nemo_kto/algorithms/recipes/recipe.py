@@ -1,4 +1,4 @@
-"""What belongs to one algorithm, and what the sections model.NAME of all algorithms share."""
+"""Base classes of the algorithms: recipe, and configuration section model.NAME."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.utils.fields import Name, Remedy, Section
 
-if TYPE_CHECKING:  # the command line needs none of it, and it takes seconds to import
+if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
     from nemo_kto.data.batches.loader import SequenceCost
@@ -27,11 +27,14 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class LossConfig(BaseModel):
-    """model.NAME: the loss. The options of the losses are fields too, see ``launch.schema.config_type``."""
+    """Configuration section model.NAME: the loss.
+
+    The options of the losses become further fields, see ``config.schema.config_type``.
+    """
 
     model_config = Section.model_config
-    record: ClassVar[Loss]  # what preference_loss names
-    not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of a pair at least must count
+    record: ClassVar[Loss]  # the loss named by preference_loss
+    not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of each pair must be above 0
 
     preference_loss: Name
     ref_policy_kl_penalty: Annotated[float, Gt(0), Remedy("e.g. {key}=0.1")]
@@ -42,12 +45,12 @@ class LossConfig(BaseModel):
     log_prob_forward_micro_batch_size: Annotated[int, Ge(1)] | None
 
     def loss_options(self) -> dict[str, float]:
-        """The options of the loss that were given; the others have the default of its function."""
+        """Return the configured loss options; the others keep the defaults of the loss function."""
         given = {name: getattr(self, name) for name in self.record.options}
         return {name: value for name, value in given.items() if value is not None}
 
     def rules(self, section: str) -> Iterator[ConfigError]:
-        """The mistakes that concern several keys of this section, whose name is given."""
+        """Yield the errors that involve several keys of this section; ``section`` is its name."""
         for first, second in self.not_both_zero:
             if getattr(self, first) == getattr(self, second) == 0:
                 text = f"and {section}.{second} must not both be 0, got 0.0 and 0.0; nothing would be learned"
@@ -56,22 +59,23 @@ class LossConfig(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe(ABC):
-    """One algorithm: its attributes are what the command line needs, its methods build what is its own of a run.
+    """An algorithm: the attributes describe it to the command line, the methods build the algorithm-specific parts of a run.
 
     Attributes:
-        name: of the command, and of the sections trainer.NAME and model.NAME; conf/gpt_NAME.yaml is its configuration.
-        title: what it does.
-        data: what it learns from.
-        page: its page in the documents.
-        losses: the values of ``preference_loss`` that have a name.
-        loss_inputs: what a loss function is given by keyword, besides its anchor, partners and ``reward_delta_P`` where it
-            needs them.
-        loss_section: model.NAME.
-        unit: what one row is.
-        data_defaults: keys of its own in model.data, which are floats, with their defaults; for losses that need rewards.
-        metrics: what its losses report and checkpoints can be ranked by; val_ or train_ stands before it.
-        anchors: what losses may measure rewards against (``Loss.anchor``), and the metric that reports it.
-        aliases: what other trainers call keys of its own, with our names; see ``launch.migration``.
+        name: name of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml.
+        title: one-line description.
+        data: description of the training data.
+        page: page in the documentation.
+        losses: built-in losses, by value of ``preference_loss``.
+        loss_inputs: names of the keyword arguments passed to every loss function; the anchor, the partners and
+            ``reward_delta_P`` are added for losses that need them.
+        loss_section: class of the section model.NAME.
+        unit: plural noun for the rows of the data.
+        data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
+            rewards.
+        metrics: metrics reported by its losses, by which checkpoints can be ranked as val_METRIC or train_METRIC.
+        anchors: quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
+        aliases: names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
     """
 
     name: str
@@ -94,39 +98,50 @@ class Recipe(ABC):
 
     @abstractmethod
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[Any]:
-        """The datasets of ``source``; ``options`` are the values of :attr:`data_defaults`."""
+        """Build the datasets of ``source``; ``options`` holds the values of the keys in :attr:`data_defaults`."""
 
     @abstractmethod
     def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """What a loader makes of a global batch (``data.loader.build_dataloader``), and what makes a batch of that."""
+        """Return ``take`` for ``data.batches.loader.build_dataloader``, and the function that collates its results."""
 
     @abstractmethod
     def costs(
         self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int
     ) -> Callable[[Sequence[Any]], list[float]]:
-        """What gives the work of each example of a global batch; see ``data.shares.KTOCosts``."""
+        """Return the function for the cost of each example of a global batch; see ``data.batches.loader.KTOCosts``."""
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
-        """The lines of ``nemo-kto data preview`` on a batch, which holds the first of the ``examples`` of a dataset."""
+        """Yield the lines of ``nemo-kto data preview`` for ``batch``.
+
+        Args:
+            show: formats the lines.
+            dataset: the examples of the file.
+            batch: the first of ``examples``, collated.
+            examples: the first examples of ``dataset``, which stand for a global batch.
+            loss: the loss of the run.
+        """
 
     @abstractmethod
     def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:
-        """What the reference evaluates of a batch."""
+        """Return the sequences of a batch for which the reference computes log-probs."""
 
     @abstractmethod
     def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel]:
-        """What makes the model of engine, reference, objective and phase; ``examples`` are those of the training."""
+        """Return a function that builds the model from engine, reference, objective and phase.
+
+        ``examples`` is the training dataset.
+        """
 
     @abstractmethod
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
-        """What makes the trainer of the other arguments of DPOTrainer."""
+        """Return a function that builds the trainer from the remaining arguments of DPOTrainer."""
 
     def find_loss(self, name: str) -> Loss:
-        """The loss of a name or a path.
+        """Return the loss with the given name or import path.
 
         Raises:
-            UserError: there is none, or it does not fit the algorithm, or its annotations cannot be read.
+            UserError: there is no such loss, it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
         kinds = {"needs_z0": "z0" in self.anchors, "needs_delta": "delta" in self.anchors}
@@ -151,7 +166,7 @@ SHARED_METRICS = (
     "loss", "preference_loss", "sft_loss", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean",
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
-# Metrics that rank no checkpoint: the KL estimate before it is clamped, counts, and how evenly experts are chosen.
+# Metrics that cannot rank checkpoints: the KL estimate before clamping, counts, and the load balance of experts.
 OTHER_METRICS = (
     "kl_unclamped", "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",
 )  # fmt: skip

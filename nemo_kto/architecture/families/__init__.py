@@ -1,4 +1,4 @@
-"""One table for each model family. A new family is a new table, and its name in ``FAMILIES``."""
+"""Tables of the model families. To add a family, write its table and add it to ``FAMILIES``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FAMILIES = {family.hf_architecture: family for family in _TABLES}
 
 
 def find_family(hf_architecture: str) -> Family:
-    """The table of an architecture.
+    """Return the table of an architecture.
 
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: there is no table for it; the message lists the supported architectures.
     """
     if hf_architecture not in FAMILIES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The dense families: the weights they share, under the names that Hugging Face gives them, and what differs."""
+"""Dense model families: the weights they share, with their Hugging Face names, and their differences."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _qk_norms(query: str, key: str) -> tuple[ParamMapping, ...]:
 
 
 _QK_NORM_MAPPINGS, _ALL_HEADS_NORM_MAPPINGS = _qk_norms("head", "head"), _qk_norms("query", "key_value")
-# of models that have norms before the MLP too
+# for models that have norms before the MLP too
 _PRE_MLP_NORM = {_MCORE + "pre_mlp_layernorm.weight": {_HF + "pre_feedforward_layernorm.weight": ("hidden",)}}
 _POST_NORM_MAPPINGS = tuple(
     ParamMapping(
@@ -78,7 +78,7 @@ def _without(mappings: tuple[ParamMapping, ...], *names: str) -> tuple[ParamMapp
     return tuple(mapping for mapping in mappings if mapping.mcore_name.removeprefix(_MCORE) not in names)
 
 
-# Phi-3's tensors hold what other families have in several.
+# Phi-3 fuses weights that other families have in separate tensors.
 _FUSED = {
     _MCORE + "self_attention.linear_qkv.weight": {_ATTENTION + "qkv_proj.weight": ("query_key_value", "hidden")},
     _MCORE + "mlp.linear_fc1.weight": {_MLP + "gate_up_proj.weight": ("gate_and_up", "hidden")},
@@ -91,7 +91,7 @@ _GEMMA_MAPPINGS = _POST_NORM_MAPPINGS + tuple(
     replace(mapping, hf_names=_PRE_MLP_NORM.get(mapping.mcore_name, mapping.hf_names)) for mapping in _DENSE_MAPPINGS
 )
 
-# Gemma 2: norms before and after attention and MLP, soft caps on scores and logits, a window in every second layer.
+# Gemma 2: norms before and after attention and MLP, soft caps on scores and logits, a sliding window in every second layer.
 GEMMA2 = Family(
     name="gemma2",
     hf_architecture="Gemma2ForCausalLM",
@@ -112,7 +112,7 @@ GEMMA2 = Family(
     windows=window_by_layer_type,
     own_head_dim=True,
 )
-# Gemma 3, its text models: no cap on the scores, norms of queries and keys, and another rope for layers with a window.
+# Gemma 3 text models: no cap on the scores, query and key norms, and a separate RoPE for sliding-window layers.
 GEMMA3 = replace(
     GEMMA2,
     name="gemma3_text",
@@ -122,16 +122,16 @@ GEMMA3 = replace(
     numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
     local_rope=True,
 )
-# Llama 1 to 3.x and what shares its architecture: SmolLM2, TinyLlama, Yi, ...
+# Llama 1 to 3.x and models of the same architecture: SmolLM2, TinyLlama, Yi, ...
 LLAMA = Family(
     name="llama",
     hf_architecture="LlamaForCausalLM",
     mappings=_DENSE_MAPPINGS,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
 )
-# Llama with a window of attention in every layer where ``sliding_window`` is set.
+# Llama with a sliding attention window in every layer if ``sliding_window`` is set.
 MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=_DENSE_MAPPINGS, windows=window_everywhere)
-# Phi 3, 3.5 and 4: Llama with fused tensors, a window as Mistral's, and perhaps a rotation of a part of each head.
+# Phi 3, 3.5 and 4: Llama with fused tensors, Mistral's window, and in some models a rotation of only a part of each head.
 PHI3 = Family(
     name="phi3",
     hf_architecture="Phi3ForCausalLM",
@@ -139,7 +139,7 @@ PHI3 = Family(
     windows=window_everywhere,
     partial_rotary=True,
 )
-# SmolLM 3: Llama of which every fourth layer has no rotary embeddings.
+# SmolLM 3: Llama without rotary embeddings in every fourth layer.
 SMOLLM3 = Family(
     name="smollm3",
     hf_architecture="SmolLM3ForCausalLM",
@@ -148,7 +148,7 @@ SMOLLM3 = Family(
     windows=window_by_layer_type,
     rotates=no_rope_layers,
 )
-# Qwen 2 and 2.5: biases on query, key and value, and on nothing else.
+# Qwen 2 and 2.5: biases only on query, key and value.
 QWEN2 = Family(
     name="qwen2",
     hf_architecture="Qwen2ForCausalLM",
@@ -156,7 +156,7 @@ QWEN2 = Family(
     flags={"qkv_bias": True},
     windows=window_by_layer_type,
 )
-# Qwen 3: a norm on every query and key head, and a head size of its own.
+# Qwen 3: a norm on every query and key head, and a head size that is set separately.
 QWEN3 = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
@@ -181,5 +181,5 @@ OLMO2 = Family(
         "post_norm": True,
     },
 )
-# OLMo 3: a window in three of four layers, whose rope is not scaled.
+# OLMo 3: a sliding window in three of four layers, whose RoPE is not scaled.
 OLMO3 = replace(OLMO2, name="olmo3", hf_architecture="Olmo3ForCausalLM", windows=window_by_layer_type, local_rope=True)

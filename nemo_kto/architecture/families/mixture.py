@@ -1,4 +1,4 @@
-"""The families with a mixture of experts: a dense family's attention, and experts in the place of its MLPs."""
+"""Mixture-of-experts families: the attention of a dense family, with experts in place of its MLPs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _EXPERT = _MCORE + "experts.local_experts.{expert}."
 
 
 def _expert_mappings(block: str, *, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """The router and the experts of a layer.
+    """Return the mappings of the router and the experts of a layer.
 
     Args:
-        block: name of the mixture in the file, such as ``mlp``.
+        block: name of the mixture-of-experts block in the file, such as ``mlp``.
         gate, up, down: names of an expert's projections.
     """
     block = f"model.layers.{{layer}}.{block}."
@@ -59,7 +59,7 @@ def _expert_mappings(block: str, *, gate: str, up: str, down: str) -> tuple[Para
 
 
 def _shared_mappings() -> tuple[ParamMapping, ...]:
-    """The expert of a layer that sees every token."""
+    """Return the mappings of a layer's shared expert."""
     block = "model.layers.{layer}.mlp."
     wide = ("shared_ffn", "hidden")
     return (
@@ -79,14 +79,14 @@ def _shared_mappings() -> tuple[ParamMapping, ...]:
 
 
 def _joined_mappings(split: Split, *, biases: bool = False) -> tuple[ParamMapping, ...]:
-    """The router and the experts of a layer, where the file has all experts in one tensor, and matrices input by output.
+    """Return the mappings of router and experts for files that join a layer's experts in one tensor [experts, in, out].
 
     Args:
-        split: how gate and up projection lie in their tensor.
-        biases: the router and the experts have some.
+        split: arrangement of gate and up projection in their tensor.
+        biases: the router and the experts have biases.
     """
     block = "model.layers.{layer}.mlp."
-    gate_and_up, down = ("expert_gate_and_up", "hidden"), ("hidden", "expert_ffn")  # of one expert, as ours are
+    gate_and_up, down = ("expert_gate_and_up", "hidden"), ("hidden", "expert_ffn")  # of one expert, in our orientation
     parts: dict[str, tuple[str, tuple[str, ...], Split]] = {
         _MCORE + "router.weight": ("router.weight", ("experts", "hidden"), Split.REPLICATED),
         _EXPERT + "linear_fc1.weight": ("experts.gate_up_proj", gate_and_up, split),
@@ -124,7 +124,7 @@ _SHARED_GATE = ParamMapping(
 
 
 def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
-    """The weights of a dense family, whose MLPs are in some layers only, and those of the experts."""
+    """Return the mappings of a dense family, with its MLPs limited to the dense layers, and those of the experts."""
     dense = (
         replace(mapping, layers=Layers.DENSE) if mapping.mcore_name.startswith(_MCORE) else mapping
         for mapping in family.mappings
@@ -133,12 +133,12 @@ def _with_experts(family: Family, mappings: tuple[ParamMapping, ...]) -> tuple[P
 
 
 def _without_mlp(family: Family) -> tuple[ParamMapping, ...]:
-    """The weights of a dense family but for its MLPs."""
+    """Return the mappings of a dense family except for its MLPs."""
     return tuple(mapping for mapping in family.mappings if not mapping.mcore_name.startswith(_MCORE))
 
 
 def _under(block: str, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
-    """The same weights in files that call an MLP ``block`` instead of ``mlp``."""
+    """Return the same mappings for files in which an MLP is named ``block`` instead of ``mlp``."""
     return tuple(
         replace(mapping, hf_names={name.replace(".mlp.", f".{block}."): shape for name, shape in mapping.hf_names.items()})
         for mapping in mappings
@@ -146,7 +146,7 @@ def _under(block: str, mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping
 
 
 def _experts_everywhere(config: PretrainedConfig) -> Experts:
-    """As wide as ``intermediate_size``, in every layer."""
+    """Return experts of width ``intermediate_size`` in every layer."""
     return Experts(
         number=config.num_local_experts,
         per_token=config.num_experts_per_tok,
@@ -157,7 +157,7 @@ def _experts_everywhere(config: PretrainedConfig) -> Experts:
 
 
 def _qwen_experts(config: PretrainedConfig) -> Experts:
-    """Every ``decoder_sparse_step``-th layer has experts, but for ``mlp_only_layers``, counted from 0."""
+    """Return experts in every ``decoder_sparse_step``-th layer except ``mlp_only_layers``, counted from 0."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
     return Experts(
         number=config.num_experts,
@@ -170,7 +170,7 @@ def _qwen_experts(config: PretrainedConfig) -> Experts:
 
 
 def _llama4_experts(config: PretrainedConfig) -> Experts:
-    """``moe_layers``, counted from 0, have experts; transformers makes them of ``interleave_moe_layer_step``."""
+    """Return experts in ``moe_layers``, from 0, which transformers derives from ``interleave_moe_layer_step`` if needed."""
     return Experts(
         number=config.num_local_experts,
         per_token=config.num_experts_per_tok,
@@ -189,7 +189,7 @@ def _llama4_temperature(config: PretrainedConfig) -> Temperature | None:
 
 
 _QWEN_EXPERTS = _expert_mappings("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-# gpt-oss: sinks in the softmax of each head, biases everywhere, a clamped SwiGLU, and a window in every second layer.
+# gpt-oss: sinks in the softmax of each head, biases everywhere, a clamped SwiGLU, a sliding window in every second layer.
 GPT_OSS = Family(
     name="gpt_oss",
     hf_architecture="GptOssForCausalLM",
@@ -202,8 +202,8 @@ GPT_OSS = Family(
     mxfp4=True,
     experts=_experts_everywhere,
 )
-# Llama 4, its text models: chunks of attention in the layers with rope, and queries that grow in those without; one expert a
-# token, and one that sees every token.
+# Llama 4 text models: chunked attention in the layers with RoPE, attention temperature scaling in those without; one routed
+# expert per token, and a shared expert.
 LLAMA4 = Family(
     name="llama4_text",
     hf_architecture="Llama4ForCausalLM",
@@ -226,7 +226,7 @@ MIXTRAL = Family(
     windows=window_everywhere,
     experts=_experts_everywhere,
 )
-# Qwen 1.5 and 2 with narrow experts, and one that sees every token.
+# Qwen 1.5 and 2 with narrow experts and a shared expert.
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
@@ -235,7 +235,7 @@ QWEN2_MOE = Family(
     windows=window_by_layer_type,
     experts=_qwen_experts,
 )
-# Qwen 3 with many narrow experts, perhaps not in every layer.
+# Qwen 3 with many narrow experts, in some models not in every layer.
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",

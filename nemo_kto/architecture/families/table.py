@@ -1,4 +1,4 @@
-"""What a table of a model family is made of."""
+"""Data structures for the table of a model family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Windows = tuple[int | None, ...]
 
 
 class Layers(Enum):
-    """Which layers have a parameter."""
+    """Layers that have a parameter."""
 
     ALL = "every layer, or it lies outside of the layers"
     DENSE = "layers with one MLP"
@@ -23,18 +23,20 @@ class Layers(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: the MLPs among which a router chooses for each token (Shazeer et al. 2017, arXiv 1701.06538).
+    """A mixture of experts: MLPs from which a router chooses some for each token (Shazeer et al. 2017, arXiv 1701.06538).
 
     Attributes:
-        number: experts of a layer.
-        per_token: of them, those that see a token.
+        number: experts per layer.
+        per_token: experts chosen for each token.
         ffn_hidden_size: width of an expert's gate and up projection.
-        normalized: the weights of a token's experts add up to 1; else they are their shares of all experts.
+        normalized: the weights of a token's experts are normalised to a sum of 1; else they are probabilities over all
+            experts.
         layers: whether each layer has experts; the others have one MLP.
-        shared_ffn_hidden_size: width of the gate and up projection of a shared expert, which sees every token; 0 for none.
-        shared_gate: a gate, the sigmoid of one number of each token, weighs what the shared expert adds.
-        weighs_input: a token's weight is the sigmoid of its expert's logit, not a softmax over experts, and multiplies what
-            the expert gets, not what it puts out. Of one expert a token only.
+        shared_ffn_hidden_size: width of the gate and up projection of a shared expert, which processes every token; 0 if
+            there is none.
+        shared_gate: the output of the shared expert is weighted by a gate, the sigmoid of one value per token.
+        weighs_input: the router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the
+            expert's input instead of its output. Only for one expert per token.
     """
 
     number: int
@@ -49,12 +51,14 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Queries of layers without rope grow with the position p, from 0, so that the softmax over many keys stays as sharp
-    (Nakanishi 2025, arXiv 2501.19399): they are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)).
+    """Attention temperature scaling: queries in layers without RoPE grow with the position.
+
+    Queries at position p, from 0, are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)), so that the softmax over
+    many keys stays sharp (Nakanishi 2025, arXiv 2501.19399).
 
     Attributes:
-        floor: positions below it, counted from 1, change nothing.
-        scale: how fast they grow.
+        floor: length of the position intervals with one scale; positions below it, counted from 1, are not scaled.
+        scale: factor on the logarithm.
     """
 
     floor: int
@@ -62,7 +66,7 @@ class Temperature:
 
 
 class Split(Enum):
-    """How a parameter of ours is put together from the weights of the file and cut over tensor-parallel ranks."""
+    """Ways to assemble a parameter from the file's weights and to shard it over tensor-parallel ranks."""
 
     REPLICATED = "every rank holds all of it"
     VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
@@ -77,18 +81,19 @@ class Split(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamMapping:
-    """One parameter of ours and the weights it holds.
+    """Mapping between a megatron-core parameter and the Hugging Face weights it holds.
 
     Attributes:
-        mcore_name: name in megatron-core's local layers, ``{layer}`` for the number of the layer in the whole model, and
-            ``{expert}`` for that of the expert in its layer.
-        hf_names: name and shape of each weight in the file; the sizes are names of ``Architecture.sizes``, or numbers.
-            One name where the split has several weights: they lie one under the other in one tensor of the file.
-            No ``{expert}`` in the name of an expert's weight: it is of this shape in a tensor of all experts.
-        split: how the first comes from the second.
-        required_flag: a flag of ``Architecture`` without which the parameter does not exist; empty for always.
-        layers: which layers have it.
-        transposed: the file has the weight the other way round than these shapes say.
+        mcore_name: name in megatron-core's local layers, with ``{layer}`` for the number of the layer in the whole model and
+            ``{expert}`` for the number of the expert in its layer.
+        hf_names: name and shape of each weight in the file; sizes are names from ``Architecture.sizes`` or integers. A
+            single name for a split of several weights means that the file has them concatenated along the rows of one
+            tensor. A name without ``{expert}`` for a weight of an expert means that the file has the weights of all experts
+            in one tensor.
+        split: how the parameter is assembled from the weights and sharded.
+        required_flag: flag of ``Architecture`` without which the parameter does not exist; empty if it always exists.
+        layers: layers that have the parameter.
+        transposed: the file stores the transpose of the weight with this shape.
     """
 
     mcore_name: str
@@ -100,30 +105,30 @@ class ParamMapping:
 
     @property
     def of_expert(self) -> bool:
-        """True for a parameter of an expert, which is cut over the expert-tensor-parallel ranks."""
+        """Whether this is a parameter of an expert, which is sharded over the expert-tensor-parallel ranks."""
         return "{expert}" in self.mcore_name
 
     @property
     def joins_experts(self) -> bool:
-        """True where the file has the experts of a layer in one tensor, one after the other along its first dimension."""
+        """Whether the file has the experts of a layer in one tensor, stacked along its first dimension."""
         return self.of_expert and not any("{expert}" in name for name in self.hf_names)
 
 
 def no_window(config: PretrainedConfig) -> Windows:
-    """Every layer sees all tokens before."""
+    """Return no window for any layer: each attends to all previous tokens."""
     return (None,) * config.num_hidden_layers
 
 
 def window_everywhere(config: PretrainedConfig) -> Windows:
-    """Every layer sees the last ``sliding_window`` tokens, all if it is null."""
+    """Return a window of the last ``sliding_window`` tokens for every layer, or none if it is null."""
     return (config.sliding_window,) * config.num_hidden_layers
 
 
 def window_by_layer_type(config: PretrainedConfig) -> Windows:
-    """``layer_types`` says which layers see only the last ``sliding_window`` tokens.
+    """Return a window of the last ``sliding_window`` tokens for the layers that ``layer_types`` selects.
 
     Raises:
-        ValueError: a layer type other than full_attention and sliding_attention, or a window of no token.
+        ValueError: a layer type is neither full_attention nor sliding_attention, or the window has no token.
     """
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(known))
@@ -135,10 +140,12 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
 
 
 def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
-    """``layer_types`` says in which layers a token sees only its chunk of ``attention_chunk_size`` tokens.
+    """Return chunks of ``attention_chunk_size`` tokens for the layers that ``layer_types`` selects.
+
+    In such a layer a token attends only to its chunk.
 
     Raises:
-        ValueError: a layer type other than full_attention and chunked_attention, or no size of a chunk.
+        ValueError: a layer type is neither full_attention nor chunked_attention, or the chunk size is missing.
     """
     known = {"full_attention": None, "chunked_attention": config.attention_chunk_size}
     if unknown := sorted(set(config.layer_types) - set(known)):
@@ -149,17 +156,17 @@ def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
 
 
 def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
-    """Every layer has rotary embeddings."""
+    """Return True for every layer: all have rotary embeddings."""
     return (True,) * config.num_hidden_layers
 
 
 def no_rope_layers(config: PretrainedConfig) -> tuple[bool, ...]:
-    """``no_rope_layers`` has, in spite of its name, a 1 for each layer that has rotary embeddings."""
+    """Return ``no_rope_layers`` as bools: despite its name it has a 1 for each layer that has rotary embeddings."""
     return tuple(bool(entry) for entry in config.no_rope_layers[: config.num_hidden_layers])
 
 
 def no_temperature(config: PretrainedConfig) -> Temperature | None:
-    """Queries stay as they are in every layer."""
+    """Return None: queries are not scaled in any layer."""
     return None
 
 
@@ -168,25 +175,26 @@ class Family:
     """Everything the project knows about a model family.
 
     Attributes:
-        name: what we call it; ``model_type`` in the configuration file too.
+        name: name of the family; equal to ``model_type`` in the configuration file.
         hf_architecture: entry of ``architectures`` in the configuration file.
         mappings: the weights.
-        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> the configuration's attribute that decides it,
-            or the constant it is.
-        numbers: number of ``Architecture`` -> the configuration's attribute that it is.
-        defaults: values of those attributes that the configurations of older transformers lack.
-        activation: the configuration's attribute that names the MLP's activation, and what it must name.
-        windows: tokens each layer sees, itself included; None for all.
-        chunked: a window does not slide: it is the chunk of the sequence that a token lies in.
+        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> attribute of the configuration that sets it,
+            or a constant.
+        numbers: numeric attribute of ``Architecture`` -> attribute of the configuration with its value.
+        defaults: values of those attributes that configurations of older transformers lack.
+        activation: attribute of the configuration that names the MLP's activation, and the required name.
+        windows: number of tokens each layer attends to, including the current one; None for all.
+        chunked: a window does not slide; it is the chunk of the sequence that contains the token.
         rotates: whether each layer has rotary embeddings.
-        interleaved_rotary: the channels of a head that are rotated together are neighbours, not half a head apart.
-        temperature: how queries of layers without rotary embeddings grow; None where they do not.
-        partial_rotary: ``partial_rotary_factor`` may rotate only the first channels of each head.
-        local_rope: layers with a window have a rope of their own.
-        own_head_dim: the size of a head has a default of its own, and is not that of the hidden state over the heads.
-        mxfp4: its files may have the matrices of experts in MXFP4, which are dequantized when they are read.
-        dense_width: the configuration's attribute that is the width of an MLP, of layers without experts.
-        experts: the mixture of experts that a configuration describes; None for a family without.
+        interleaved_rotary: interleaved RoPE: neighbouring channels of a head are rotated together, not channels half a head
+            apart.
+        temperature: attention temperature scaling of layers without rotary embeddings; None for no scaling.
+        partial_rotary: ``partial_rotary_factor`` may limit the rotation to the first channels of each head.
+        local_rope: sliding-window layers have a separate RoPE.
+        own_head_dim: the default head size is not the hidden size divided by the number of heads.
+        mxfp4: files may have the matrices of experts in MXFP4, which are dequantized when they are read.
+        dense_width: attribute of the configuration with the MLP width of layers without experts.
+        experts: returns the mixture of experts in a configuration; None for a dense family.
     """
 
     name: str

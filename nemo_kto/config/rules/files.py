@@ -1,6 +1,7 @@
-"""What the files of a configuration show before anything is loaded: model, tokenizer, adapters, first rows, folders.
+"""Rules for the files that a configuration names: model, tokenizer, adapters, first rows, folders.
 
-Neither transformers nor megatron-core is imported. Whatever only a loaded model shows is found where it is loaded.
+The checks run before anything is loaded and import neither transformers nor megatron-core. Errors that only a loaded model
+can show are reported when it is loaded.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from nemo_kto.utils.files import open_file, other_format
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
-_MAX_ROW_BYTES = 2**20  # of a first row; a file without lines may be as large as the disk
+_MAX_ROW_BYTES = 2**20  # limit for a first row; a file without newlines may be as large as the disk
 _TARGETS, _DORA = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.dora"
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
 
 
 def broken_files(cfg: RunConfig) -> Errors:
-    """All mistakes that the named files and folders show. A path that leads nowhere is no matter of this module."""
+    """Find all errors in the named files and folders, except paths that do not exist, which other rules report."""
     source, reference = Path(cfg.pretrained_checkpoint.restore_from_path), cfg.model.reference.restore_from_path
     wrong = [*_source(_MODEL, source)]
     if reference is not None and Path(reference) != source:
@@ -54,7 +55,7 @@ def broken_files(cfg: RunConfig) -> Errors:
     folder = config_folder(source)
     try:
         config, family = read_config_file(folder)
-    except UserError:  # said above, or the folder is not there
+    except UserError:  # reported above, or the folder does not exist
         config, family = {}, None
     yield from _layout(cfg, config, family)
     if family is not None:
@@ -70,7 +71,7 @@ def broken_files(cfg: RunConfig) -> Errors:
 
 
 def _raised(key: str, action: Callable[[], object]) -> Errors:
-    """What the action complains of, as a mistake of the key."""
+    """Convert a UserError raised by ``action`` to an error for ``key``."""
     try:
         action()
     except UserError as error:
@@ -78,7 +79,7 @@ def _raised(key: str, action: Callable[[], object]) -> Errors:
 
 
 def _source(key: str, source: Path) -> Errors:
-    """What is wrong with a model: its configuration, and the headers of its files."""
+    """Find errors in a model: in its configuration and the headers of its weight files."""
     if is_checkpoint(source):
         try:
             base = check_checkpoint(source)
@@ -96,7 +97,7 @@ def _source(key: str, source: Path) -> Errors:
 
 
 def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
-    """What the folders of policy and reference hold, where they are there: all that is named must be used."""
+    """Check that existing folders of policy and reference fit their use, so that all named folders are used."""
     reference, peft, base = cfg.model.reference.restore_from_path, cfg.model.peft, source
     if is_whole_model(source) or is_checkpoint(source):
         try:
@@ -121,11 +122,12 @@ def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
 
 
 def _layout(cfg: RunConfig, config: dict[str, int], family: Family | None) -> Errors:
-    """What does not fit the model that config.json describes; fields that it leaves to their defaults are not looked at."""
+    """Check the layout against the model that config.json describes; fields absent from config.json are not checked."""
     model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
     yield from pipeline_rules(cfg, config.get("num_hidden_layers"))
     width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
-    of_all = family is None or family.experts is None  # else it may be the width of experts, or of no layer
+    # In a model with experts, intermediate_size may be the width of the experts, or of no layer.
+    of_all = family is None or family.experts is None
     if of_all and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
@@ -154,7 +156,10 @@ def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
 
 
 def _targets(cfg: RunConfig, family: Family) -> Errors:
-    """Linear layers to adapt that the model does not have by themselves."""
+    """Check that the target modules are linear layers that the model has as separate modules.
+
+    With DoRA, experts cannot be targets.
+    """
     held = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
     targets = [target for target in cfg.model.peft.lora_tuning.target_modules if target in TARGET_MODULES]
     if wrong := [target for target in targets if not held.issuperset(NEMO_TARGETS.get(target, (target,)))]:
@@ -169,7 +174,7 @@ def _targets(cfg: RunConfig, family: Family) -> Errors:
 
 
 def _embedding(cfg: RunConfig, config: Mapping[str, object]) -> Errors:
-    """An embedding that cannot be adapted. Whether it is tied by default only a loaded model shows."""
+    """Check that the embedding can be adapted; whether it is tied by default is known only once the model is loaded."""
     targets = cfg.model.peft.lora_tuning.target_modules
     if EMBEDDING not in targets:
         return
@@ -180,11 +185,14 @@ def _embedding(cfg: RunConfig, config: Mapping[str, object]) -> Errors:
 
 
 def _rows(cfg: RunConfig, folder: Path) -> Errors:
-    """A file that cannot be read; messages, for which the tokenizer has no chat template. Looks at first rows only."""
+    """Check that data files can be read, and that the tokenizer has a chat template if rows have messages.
+
+    Only the first row of each file is read.
+    """
     try:
         sources = read_data_prefix(cfg.model.data.data_prefix)
     except (UserError, OSError):
-        return  # said elsewhere
+        return  # reported by other rules
     if sources.keys().isdisjoint((WHOLE, "train")):
         text = f"must give training rows, got {cfg.model.data.data_prefix}; name their files under train"
         yield ConfigError(_DATA, text)
@@ -201,7 +209,7 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
             yield ConfigError(_DATA, f"cannot be read: {file}: {error.strerror}; correct the path", about_files=True)
             continue
         except (ValueError, RecursionError):
-            continue  # said with file and line where rows are read
+            continue  # reported with file and line when the rows are read
         if isinstance(row, dict) and any(map(_is_message_list, row.values())) and not _has_template(folder):
             text = f"must hold plain strings where the tokenizer has no chat template, got messages in {file}"
             remedy = f"add chat_template.jinja to {folder}, or write prompts and answers as strings"
@@ -217,11 +225,11 @@ def _has_template(folder: Path) -> bool:
     try:
         return has_chat_template(folder)
     except UserError:
-        return True  # said with the tokenizer
+        return True  # reported by the check of the tokenizer
 
 
 def _folders(cfg: RunConfig) -> Errors:
-    """Folders that cannot be made or written, and exports that would replace what is no export."""
+    """Check that folders can be created and written, and that runs and exports do not overwrite other files."""
     written = {
         "exp_manager.explicit_log_dir": cfg.exp_manager.explicit_log_dir,
         "model.data.cache_dir": cfg.model.data.cache_dir,
@@ -245,7 +253,10 @@ def _folders(cfg: RunConfig) -> Errors:
 
 
 def _takes_a_folder(folder: Path) -> bool:
-    """Whether a folder can be made there: a file system may refuse what mode bits allow, to root most of all."""
+    """Return whether a subfolder can be created in ``folder``.
+
+    A file system may refuse operations that the mode bits allow, especially for root.
+    """
     try:
         os.rmdir(tempfile.mkdtemp(dir=folder))
     except OSError:
@@ -254,7 +265,7 @@ def _takes_a_folder(folder: Path) -> bool:
 
 
 def _unwritable(key: str, path: Path) -> Errors:
-    """Of a folder, or of the nearest one above it that exists: it must be a folder, and one that can be written."""
+    """Check that ``path``, or its nearest existing parent, is a writable folder."""
     nearest, reason = path, ""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -264,7 +275,7 @@ def _unwritable(key: str, path: Path) -> Errors:
             reason = "no folder"
         elif not os.access(nearest, os.W_OK | os.X_OK) or (nearest != path.absolute() and not _takes_a_folder(nearest)):
             reason = "not writable"
-    except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a character that no name has
+    except (OSError, ValueError) as error:  # a name too long, a link to itself, an invalid character
         reason = f"no name for one ({error.strerror if isinstance(error, OSError) else error})"
     if reason:
         where = f"{nearest} is {reason}" if nearest != path else f"it is {reason}"

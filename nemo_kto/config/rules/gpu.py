@@ -1,4 +1,4 @@
-"""Rules about GPUs and the packages that use them."""
+"""Rules for GPUs and the packages that use them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from nemo_kto.errors import ConfigError, UserError
 
 
 def check_transformer_engine() -> None:
-    """Import Transformer Engine, which is optional, before megatron-core does and fails with a traceback; not on the CPU.
+    """Check that Transformer Engine, which is optional, can be imported; do nothing on the CPU.
 
-    megatron-core takes its own layers where there is an ImportError. The package raises other errors where it is the empty
-    shell that `pip install transformer-engine` gives, or where its parts have different versions.
+    The check comes before the import by megatron-core, which would fail with a traceback. On an ImportError, megatron-core
+    falls back to its own layers. Transformer Engine raises other errors if it is the empty shell that
+    `pip install transformer-engine` installs, or if its parts have different versions.
 
     Raises:
-        UserError: it is installed and cannot be imported.
+        UserError: If Transformer Engine is installed and cannot be imported.
     """
     if not device.on_gpu():
         return
@@ -42,7 +43,7 @@ def check_transformer_engine() -> None:
 
 
 def transformer_engine_version() -> tuple[int, int] | None:
-    """Of the Transformer Engine that is installed, such as (2, 9), without importing it; None where there is none."""
+    """Return the version of the installed Transformer Engine, such as (2, 9), without importing it; None if absent."""
     try:
         found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
     except importlib.metadata.PackageNotFoundError:
@@ -50,19 +51,19 @@ def transformer_engine_version() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-OLDEST_ENGINE = (2, 3)  # the first Transformer Engine whose fused Adam has moments in bf16; fp8 is there from 2.2 on
-_FP8_CAPABILITY = (8, 9)  # NVIDIA's Ada; Hopper is 9.0
+OLDEST_ENGINE = (2, 3)  # first Transformer Engine whose fused Adam supports moments in bf16; fp8 works from 2.2 on
+_FP8_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computes:
-    """What a run computes with.
+    """The hardware and software that a run computes with.
 
     Attributes:
-        on_gpu: on GPUs.
-        engine: version of Transformer Engine; None where there is none.
-        capability: NVIDIA's version of the GPU's instructions; None where that is not known yet.
+        on_gpu: whether the run uses GPUs.
+        engine: version of Transformer Engine; None if absent.
+        capability: CUDA compute capability of the GPU; None if not known yet.
     """
 
     on_gpu: bool
@@ -71,7 +72,14 @@ class Computes:
 
 
 class _Option(NamedTuple):
-    """A key that was given, the value that asks for nothing, and whether the optimizer's state must be sharded for it."""
+    """An option that was set to a value other than off.
+
+    Attributes:
+        key: the key of the option.
+        value: the value given.
+        off: the value that turns the option off.
+        sharded: whether the option needs sharded optimizer state.
+    """
 
     key: str
     value: object
@@ -83,11 +91,11 @@ class _Option(NamedTuple):
 
 
 def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError]:
-    """What is asked for and cannot be done.
+    """Find options that the hardware or software does not support.
 
     Args:
-        cfg: trainer.precision=auto counts as bf16, which it is on GPUs that can do any of this.
-        computes: None where that is not known.
+        cfg: trainer.precision=auto counts as bf16, which it is on every GPU that supports any of these options.
+        computes: None if not known.
     """
     yield from _together(cfg)
     for option in _given(cfg):
@@ -110,20 +118,20 @@ def gpu_rules(cfg: RunConfig, computes: Computes | None) -> Iterator[ConfigError
 
 
 def computes_here(*, on_gpu: bool) -> Computes:
-    """What this machine has; neither torch's CUDA nor Transformer Engine is started for it."""
+    """Return what this machine computes with, without initializing CUDA or importing Transformer Engine."""
     return Computes(on_gpu=on_gpu, engine=transformer_engine_version() if on_gpu else None)
 
 
 def check_gpu(cfg: RunConfig) -> None:
-    """The same rules on a rank, which knows its precision, its GPU, what it could import and the sizes of the model.
+    """Check the rules on a rank, where precision, GPU, importable packages and sizes of the model are known.
 
     Raises:
-        UserError: what is asked for cannot be done; all of it.
+        UserError: If options are not supported; the message lists all of them.
     """
     from nemo_kto.device.dtypes import DTYPES
     from nemo_kto.device.kernels import uses_transformer_engine
 
-    works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and not be importable
+    works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and fail to import
     computes = Computes(
         on_gpu=device.on_gpu(),
         engine=transformer_engine_version() if works else None,
@@ -134,7 +142,7 @@ def check_gpu(cfg: RunConfig) -> None:
 
 
 def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
-    """Whether the model's layers, and the sizes of a rank's matrices, can be multiplied in fp8; reads config.json."""
+    """Check that the model's layers and the sizes of a rank's matrices support fp8; reads config.json."""
     if cfg.model.fp8 is None:
         return
     from nemo_kto.architecture.architecture import read_architecture
@@ -159,7 +167,10 @@ def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
 
 
 def packed_windows(cfg: RunConfig, computes: Computes) -> Iterator[ConfigError]:
-    """Whether Transformer Engine can share packed rows out over ranks; reads the model's configuration for it."""
+    """Check that Transformer Engine supports packed sequences with context parallelism and the model's windows.
+
+    Reads the model's configuration.
+    """
     model, in_engine = cfg.model, computes.engine is not None and PRECISIONS[cfg.trainer.precision] != "32"
     if model.context_parallel_size == 1 or not model.data.packing or not in_engine:
         return
@@ -187,7 +198,7 @@ def _given(cfg: RunConfig) -> Iterator[_Option]:
 
 
 def _together(cfg: RunConfig) -> Iterator[ConfigError]:
-    """What is refused beside something else, wherever it computes."""
+    """Check for combinations of options that are unsupported on all hardware."""
     optim = cfg.model.optim
     if optim.offload_fraction and optim.moments_dtype != "fp32":
         text = f"must be fp32 with {_OFFLOAD} above 0, got {optim.moments_dtype}; set one or the other"

@@ -1,4 +1,4 @@
-"""Rules about the parallel layout: pipeline stages and experts."""
+"""Rules for the parallel layout: pipeline stages and experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECOMPUTE = "model.activations_checkpoint"
 
 
 def pipeline_rules(cfg: RunConfig, layers: int | None) -> Errors:
-    """What cannot be, of a model with so many layers; None where that is not known."""
+    """Check the pipeline split of a model; ``layers`` is its number of layers, None if not known."""
     split = pipeline_split(cfg.model)
     changed = {name: getattr(split, name) for name in _KEYS if getattr(split, name) != getattr(PipelineSplit(), name)}
     given = {_KEYS[name]: value for name, value in changed.items() if name != "stages"}
@@ -49,7 +49,7 @@ def pipeline_rules(cfg: RunConfig, layers: int | None) -> Errors:
 
 
 def _shares(cfg: RunConfig, split: PipelineSplit, layers: int) -> Errors:
-    """Layers that cannot be shared out like this."""
+    """Check that the layers can be partitioned across pipeline stages."""
     where, keys = cfg.pretrained_checkpoint.restore_from_path, (_MODEL, *_KEYS.values())
     try:
         held = split.layers(layers)
@@ -62,7 +62,10 @@ def _shares(cfg: RunConfig, split: PipelineSplit, layers: int) -> Errors:
 
 
 def _groups(cfg: RunConfig, sizes: list[int], reads: tuple[str, ...]) -> Errors:
-    """Groups of layers that are recomputed together, which megatron-core forms within a chunk, all of one size."""
+    """Check the size of the groups of layers that are recomputed together.
+
+    megatron-core forms groups of equal size within a chunk.
+    """
     group = cfg.model.activations_checkpoint_num_layers
     if cfg.model.activations_checkpoint_method == "uniform" and group and any(size % group for size in sizes):
         shares = " and ".join(map(str, sizes))
@@ -72,7 +75,10 @@ def _groups(cfg: RunConfig, sizes: list[int], reads: tuple[str, ...]) -> Errors:
 
 
 def _remedy(split: PipelineSplit, name: str, layers: int) -> str:
-    """The nearest values that fit; for the number of stages, also the last stage that would make them fit."""
+    """Return the nearest valid values of the field ``name`` as a remedy.
+
+    For the number of stages, also suggest other ends of the pipeline with which this number is valid.
+    """
     value = getattr(split, name)
     fitting = [other for other in range(1, layers + 1) if _with(split, name, other).fits(layers)]
     below, above = [other for other in fitting if other < value][-1:], [other for other in fitting if other > value][:1]
@@ -84,7 +90,10 @@ def _remedy(split: PipelineSplit, name: str, layers: int) -> str:
 
 
 def _other_ends(split: PipelineSplit, layers: int) -> Iterator[str]:
-    """What lets as many stages share the layers: nothing that counts as one, or a last stage of another size."""
+    """Yield settings of the pipeline's ends that make the number of stages valid.
+
+    Either the embedding or the loss no longer counts as a layer, or the last stage gets another number of layers.
+    """
     counted = [name for name in ("counts_embedding", "counts_loss") if getattr(split, name)]
     for name in counted:
         if _with(split, name, False).fits(layers):
@@ -92,7 +101,8 @@ def _other_ends(split: PipelineSplit, layers: int) -> Iterator[str]:
     if not counted:
         sizes, average = range(1, layers), layers / split.stages
         fitting = [last for last in sizes if replace(split, last=last).fits(layers)]
-        nearest = sorted(fitting, key=lambda last: (last > average, abs(last - average)))  # the loss is there as well
+        # Sizes below the average first, because the last stage also computes the loss.
+        nearest = sorted(fitting, key=lambda last: (last > average, abs(last - average)))
         yield from (f"{_KEYS['last']}={last}" for last in nearest[:1])
 
 
@@ -115,7 +125,7 @@ _TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora
 
 
 def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
-    """Mistakes that the content of config.json shows, together with the family that it names."""
+    """Check the settings for experts against the content of config.json and the family that it names."""
     if family.experts is None:
         yield from _dense(cfg, family)
         return
@@ -143,7 +153,7 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
     try:
         adapters = adapter_settings(model.peft)
     except ValueError:
-        return  # said where adapters are looked at
+        return  # reported by the check of the adapters
     if adapters is None:
         yield from _stages(cfg, config)
         return
@@ -154,7 +164,7 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
 
 
 def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[ConfigError]:
-    """What adapters on these modules of the experts need."""
+    """Check the requirements of adapters on the given modules of the experts."""
     if shards > 1:
         text = f"must be 1 with adapters on experts ({', '.join(modules)}), which need whole experts, got {shards}; set it"
         reads = (_SCHEME, _TARGETS, _ADAPTER, "model.tensor_model_parallel_size", _MODEL)
@@ -166,7 +176,10 @@ def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[Config
 
 
 def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | None = None) -> Iterator[ConfigError]:
-    """Every pipeline stage must have experts to train, or none: the norm of their gradient is a sum over all stages."""
+    """Check that either all pipeline stages train experts or none does.
+
+    This is required because the gradient norm of the experts is summed over all stages.
+    """
     layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
     if layers is None or not split.fits(layers):
         return
@@ -181,7 +194,7 @@ def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | 
         yield ConfigError(key, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
 
 
-_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # of an expert; the first that a configuration has
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # names of the width of an expert; the first one present counts
 
 
 def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
@@ -194,5 +207,5 @@ def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
 
 
 def divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of a number up to a limit."""
+    """Return the largest divisor of ``number`` that does not exceed ``limit``."""
     return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

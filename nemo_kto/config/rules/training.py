@@ -1,4 +1,7 @@
-"""The rules of a configuration that concern several keys, the files, or the machine. schema.py has those of single keys."""
+"""Rules that concern several keys, the files or the machine.
+
+Rules for single keys are in schema.py.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,14 @@ _RANKS = ("trainer.devices", "trainer.num_nodes")
 def broken_rules(
     cfg: RunConfig, *, gpus: int, world: World | None = None, sweep: bool = False, here: bool = True
 ) -> list[ConfigError]:
-    """All mistakes that the types do not show.
+    """Find all errors in a configuration that its types do not show.
 
     Args:
-        gpus: GPUs of this machine that the run may use.
-        world: the ranks that were started; None where the run starts its own.
-        sweep: it is one of several jobs; keys that its loss does not use may be there for the others.
-        here: it will run on this machine.
+        cfg: the configuration.
+        gpus: number of GPUs of this machine that the run may use.
+        world: the ranks that were started; None if the run starts its own.
+        sweep: whether the run is one of several jobs; keys that its loss does not use may be for the other jobs.
+        here: whether the run will be on this machine.
     """
     checks: list[Callable[[RunConfig], Errors]] = [
         _callbacks,
@@ -61,12 +65,12 @@ def broken_rules(
 
 
 def local_ranks(trainer: TrainerConfig, gpus: int) -> int:
-    """Ranks on a machine that the configuration asks for."""
+    """Return the number of ranks per machine that the configuration requests."""
     return trainer.devices if isinstance(trainer.devices, int) else gpus or 1
 
 
 def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int:
-    """Number of ranks of the run."""
+    """Return the number of ranks of the run."""
     return world.size if world is not None else trainer.num_nodes * local_ranks(trainer, gpus)
 
 
@@ -88,10 +92,10 @@ def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
         yield ConfigError("trainer.devices", text, _RANKS)
     if trainer.accelerator == "gpu" and not gpus:
         yield ConfigError("trainer.accelerator", "must be cpu or auto on a machine without GPUs that torch can use, got gpu")
-    # Under srun --gpus-per-task=1 a rank sees its own GPU and not those of the machine's other ranks.
+    # With srun --gpus-per-task=1, a rank sees only its own GPU and not those of the other ranks of the machine.
     sees_its_own = world is not None and gpus == 1 and not world.sees_same
     here = devices if isinstance(devices, int) else world.local_size if world is not None else None
-    if gpus and here is not None and here > gpus and not sees_its_own:  # NCCL refuses two ranks on one GPU, much later
+    if gpus and here is not None and here > gpus and not sees_its_own:  # NCCL rejects two ranks on one GPU, much later
         number = "one GPU" if gpus == 1 else f"{gpus} GPUs"
         remedy = "use fewer ranks, or trainer.accelerator=cpu"
         yield ConfigError("trainer.devices", f"must be at most the {number} of this machine, got {here}; {remedy}")
@@ -138,7 +142,7 @@ def _data_files(cfg: RunConfig) -> Errors:
 
 
 def _paths_in(value: object) -> list[str]:
-    """Strings in a string, a list or a mapping of splits; weights of a blend are no paths."""
+    """Return the paths in a string, a list or a mapping of splits; the weights of a blend are skipped."""
     if isinstance(value, Mapping):
         return _paths_in([*value.values()])
     if isinstance(value, list | tuple):
@@ -184,7 +188,7 @@ def _packing(cfg: RunConfig) -> Errors:
 
 
 def _expert_layout(cfg: RunConfig, ranks: int) -> Errors:
-    """One copy of a layer's experts lies on ranks of one pipeline stage."""
+    """Check that each pipeline stage has ranks for a whole number of copies of the experts in a layer."""
     model, key = cfg.model, "model.expert_model_parallel_size"
     stages, shards = model.pipeline_model_parallel_size, model.expert_tensor_parallel_size
     shards = model.tensor_model_parallel_size if shards is None else shards
@@ -233,7 +237,7 @@ def _learning_rate(cfg: RunConfig) -> Errors:
 
 
 def _shape(schedule: ScheduleConfig) -> Errors:
-    """What only one schedule takes, and must be given."""
+    """Check that the options specific to one schedule are set with that schedule and only with it."""
     prefix = "model.optim.sched"
     for name, (owner, example) in {
         "wsd_decay_steps": ("WSD", "100"),
@@ -263,9 +267,9 @@ def _loss(cfg: RunConfig) -> Errors:
 
 
 def unused_keys(cfg: RunConfig) -> Errors:
-    """Keys that were given and mean nothing to the loss: options of other losses, and default rewards.
+    """Find keys that were given and that the loss does not use: options of other losses, and default rewards.
 
-    Their own defaults may be given: NeMo-Aligner's file has them.
+    Values equal to the defaults of those options are accepted, because NeMo-Aligner's file contains them.
     """
     recipe, chosen = cfg.recipe, cfg.loss.record
     section, reads = f"model.{recipe.name}", (f"model.{recipe.name}.preference_loss",)
@@ -312,6 +316,6 @@ def _export(cfg: RunConfig) -> Errors:
         yield from best_rules(cfg)
     both = [os.path.abspath(path) for path in paths.values() if path]
     if cfg.export.enabled and cfg.model.peft.peft_scheme != "none" and len(set(both)) < len(both):
-        # transformers would load the base model and the adapters from there, and never the merged weights
+        # from a shared folder, transformers would load the base model and the adapters, and never the merged weights
         text = f"must be another folder than export.path, got {cfg.export.adapter_path} for both; merged weights go there"
         yield ConfigError("export.adapter_path", text, ("export.path", "model.peft.peft_scheme"))

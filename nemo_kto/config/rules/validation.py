@@ -1,4 +1,4 @@
-"""The rules of what needs validations: the choice of the best checkpoint, and early stopping."""
+"""Rules for features that need validation: selection of the best checkpoint, and early stopping."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from nemo_kto.errors import ConfigError, either
 from nemo_kto.losses.metrics import metric_prefix
 
 Errors = Iterator[ConfigError]
-Wanted = Mapping[str, tuple[object, bool, str]]  # key -> its value, whether that fits, and what it must be
+Wanted = Mapping[str, tuple[object, bool, str]]  # key -> value, whether it is valid, and the constraint
 _DATA = "model.data.data_prefix"
 _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 
 
 def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
-    """Whether ``monitor``, the value of ``key``, names a metric of the loss; that of a validation set where they have names.
+    """Check that ``monitor``, the value of ``key``, names a metric of the loss.
 
-    The mean over the sets is not offered: which of them counts, and how much, is for the user to say.
+    If validation sets have names, it must be the metric of one set. The mean over the sets is not offered, because only the
+    user knows which sets count and how much.
     """
     recipe, sets = cfg.recipe, validation_names(cfg.model.data.data_prefix)
     anchor = cfg.loss.record.anchor
@@ -41,14 +42,17 @@ def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
     if monitor.endswith(tuple(f"_{metric}" for metric in recipe.anchors.values())):
         reads.append(f"model.{recipe.name}.preference_loss")
     if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
-        reads.append(_DATA)  # which may be wrong itself, so that the names of its sets are not known
+        reads.append(_DATA)  # data_prefix may be invalid itself, so that the names of its sets are not known
     yield ConfigError(key, text, tuple(reads))
 
 
 def set_name_rules(cfg: RunConfig) -> Errors:
-    """Whether the names of validation sets keep their metrics apart from each other, and from metrics of no set."""
+    """Check that the names of validation sets make no two metrics share a name.
+
+    The metrics of a set must differ from those of other sets and from metrics that belong to no set.
+    """
     reported = (*cfg.recipe.metrics, *cfg.recipe.anchors.values(), *OTHER_METRICS)
-    taken = dict.fromkeys(reported, UNNAMED)  # name of a metric, or of a set -> the set that has it
+    taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
     for name in validation_names(cfg.model.data.data_prefix):
         own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []
         if shared := next((metric for metric in own if metric in taken), None):
@@ -59,7 +63,7 @@ def set_name_rules(cfg: RunConfig) -> Errors:
 
 
 def best_rules(cfg: RunConfig) -> Errors:
-    """Whether the run will have checkpoints to choose from, and a metric to choose by."""
+    """Check that the run will have checkpoints to select from, and a metric to select by."""
     kept, loop, section = cfg.exp_manager.checkpoint_callback_params, cfg.loop, f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
         f"{_CHECKPOINTS}.save_top_k": (kept.save_top_k, kept.save_top_k != 0, "not be 0"),
@@ -71,11 +75,11 @@ def best_rules(cfg: RunConfig) -> Errors:
 
 
 def early_stopping_rules(cfg: RunConfig) -> Errors:
-    """Whether the run will have validations, and the metric that is looked at."""
+    """Check that the run will have validations and the metric that early stopping monitors."""
     if not cfg.exp_manager.create_early_stopping_callback:
         return
     monitor, loop = cfg.exp_manager.early_stopping_callback_params.monitor, cfg.loop
-    if monitor != cfg.exp_manager.checkpoint_callback_params.monitor:  # of which it is said already
+    if monitor != cfg.exp_manager.checkpoint_callback_params.monitor:  # otherwise the check of the checkpoints reports it
         yield from monitor_rules(cfg, f"{_STOPPING}.monitor", monitor)
     section = f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
@@ -87,7 +91,15 @@ def early_stopping_rules(cfg: RunConfig) -> Errors:
 
 
 def _validations(cfg: RunConfig, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
-    """Whether there will be validations as ``key`` needs them where it has that value; it can be set to ``instead``."""
+    """Check that there will be validations as a setting requires them.
+
+    Args:
+        cfg: the configuration.
+        wanted: the values that the setting requires.
+        key: key of the setting.
+        value: the value of ``key`` that requires validations.
+        instead: the value of ``key`` that does not.
+    """
     setting, without = f"{key}={value}", f"or set {key}={instead}"
     for name, (got, fits, constraint) in wanted.items():
         if not fits:
@@ -95,13 +107,13 @@ def _validations(cfg: RunConfig, wanted: Wanted, *, key: str, value: str, instea
     prefix = cfg.model.data.data_prefix
     try:
         sources = read_data_prefix(prefix)
-    except ValueError:  # said of the files
+    except ValueError:  # reported by the rules for files
         return
     given = cfg.model.data.splits_string
     if WHOLE not in sources and sources.keys().isdisjoint(map(validation_split, validation_names(prefix))):
         text = f"must name rows for validation with {setting}, got those for {either([*sources])}; add them, {without}"
         yield ConfigError(_DATA, text, (key,))
-    shares = None if given is None else read_splits_string(given)  # None for auto too
+    shares = None if given is None else read_splits_string(given)  # also None for auto
     if WHOLE in sources and given != AUTO and (shares is None or not shares[SPLITS.index("validation")]):
         text = f"must leave rows for validation with {setting}, got {'null' if given is None else given}"
         yield ConfigError("model.data.splits_string", f'{text}; e.g. "90,10", {without}', (_DATA, key))

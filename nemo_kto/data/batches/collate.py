@@ -1,4 +1,10 @@
-"""Examples to batches of tensors: the collate functions of KTO and DPO, and the keys of a batch."""
+"""Collate functions of KTO and DPO, and the tensors of a batch.
+
+A batch is one rank's share of a global batch, with the names of NeMo-Aligner: B examples of this rank, S tokens of the
+longest one, all tensors on the CPU. The label of a position is its token id, -100 on prompt and padding. An attention mask
+is bool [B, S], True at tokens, or bool [B, 1, S, S], True where a query must NOT see a key. The reference log-probs are
+attached by ``augment_dataloader``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from nemo_kto.losses.sequence import IGNORED
 
 
 class KTOBatch(TypedDict):
-    """Answers with binary feedback, and KL examples where the loss needs them."""
+    """Batch of answers with binary feedback, and of KL examples if the loss needs them."""
 
     samples: Tensor  # [B, S] int64
     sample_labels: Tensor  # [B, S] int64
@@ -22,19 +28,19 @@ class KTOBatch(TypedDict):
     position_ids: NotRequired[Tensor]  # [B, S] int64; counted from 0 if absent
     attention_mask: NotRequired[Tensor]
     preference: Tensor  # [B] int64: 1 desirable, 0 undesirable
-    weights: NotRequired[Tensor]  # [B] float32, of the loss of each sample; 1 if absent
+    weights: NotRequired[Tensor]  # [B] float32, loss weight of each sample; 1 if absent
     kl_samples: NotRequired[Tensor]
     kl_sample_labels: NotRequired[Tensor]
     kl_sample_lengths: NotRequired[Tensor]
     kl_position_ids: NotRequired[Tensor]
     kl_attention_mask: NotRequired[Tensor]
-    kl_same_prompt: NotRequired[Tensor]  # [B] int64: 1 where the KL response was given to the example's own prompt
+    kl_same_prompt: NotRequired[Tensor]  # [B] int64: 1 if the KL response belongs to the same prompt
     ref_policy_log_probs_samples: NotRequired[Tensor]  # [B] fp32
     ref_policy_log_probs_kl_samples: NotRequired[Tensor]  # [B] fp32
 
 
 class DPOBatch(TypedDict):
-    """Pairs: ``chosen`` is the prompt with the chosen answer, ``rejected`` with the other."""
+    """Batch of pairs: ``chosen`` is the prompt with the chosen answer, ``rejected`` the prompt with the rejected one."""
 
     chosen: Tensor  # [B, S] int64
     chosen_labels: Tensor  # [B, S] int64
@@ -48,7 +54,7 @@ class DPOBatch(TypedDict):
     rejected_position_ids: NotRequired[Tensor]
     rejected_attention_mask: NotRequired[Tensor]
     rejected_rewards: Tensor
-    weights: NotRequired[Tensor]  # [B] float32, of the loss of each pair; 1 if absent
+    weights: NotRequired[Tensor]  # [B] float32, loss weight of each pair; 1 if absent
     ref_policy_log_probs_chosen: NotRequired[Tensor]  # [B] fp32
     ref_policy_log_probs_rejected: NotRequired[Tensor]  # [B] fp32
 
@@ -58,17 +64,18 @@ Texts = Sequence[tuple[Ids, Ids]]  # prompt and response of each sequence, as to
 
 
 def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
-    """For each example, the example whose response it gets as a KL example.
+    """Return for each example the index of the example whose response it is paired with to form a KL example.
 
-    Examples are grouped by prompt, groups in order of first appearance, and the responses shifted by the size of the
-    largest group. That is a permutation; no example gets a response to its own prompt unless one prompt has more than half
-    of the examples, and then as few as possible do, none of them its own. With all prompts distinct it is the next example.
+    Examples are grouped by prompt, with groups in order of first appearance, and the responses are shifted by the size of
+    the largest group. This is a permutation. No example gets a response to its own prompt, unless one prompt has more than
+    half of the examples; in that case as few examples as possible do, and none gets its own response. If all prompts are
+    distinct, each example gets the response of the next one.
 
     Args:
-        prompts: what tells the prompts of the N examples apart.
+        prompts: keys of the prompts of the N examples; equal prompts have equal keys.
 
     Raises:
-        ValueError: a single example.
+        ValueError: there is only one example.
     """
     if len(prompts) == 1:
         raise ValueError(
@@ -79,7 +86,7 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(number)
     order = [number for group in groups.values() for number in group]
-    # A single group: a shift by the whole batch would give every example its own response.
+    # With a single group, a shift by the size of the batch would give every example its own response.
     shift = 1 if len(groups) == 1 else max(map(len, groups.values()), default=0)
     partners = [0] * len(order)
     for place, number in enumerate(order):
@@ -87,11 +94,11 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
-Item = Mapping[str, torch.Tensor | int | float | bool]  # what the datasets of NeMo-Aligner give
+Item = Mapping[str, torch.Tensor | int | float | bool]  # item of a NeMo-Aligner dataset
 
 
 def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
-    """:func:`kl_partners` of a global batch: prompts are the same where their tokens are."""
+    """Return :func:`kl_partners` of a global batch; prompts are equal if their tokens are equal."""
     return kl_partners([_prompt_key(example) for example in batch])
 
 
@@ -111,27 +118,29 @@ def kto_custom_collate(
     with_kl: bool = True,
     kept: Sequence[int] | None = None,
 ) -> KTOBatch:
-    """Tensors of the examples ``kept`` of one global batch.
+    """Collate the examples ``kept`` of one global batch into tensors.
 
     Args:
-        batch: ALL examples of the global batch: KL examples are formed over it, whichever are kept. They may be mappings of
-            NeMo-Aligner's form, with ``prompt_tokens``, ``response_tokens``, ``sample_labels`` and ``preference``; they may
-            have a ``weight``.
-        eos_id: fills up the sequences on the right, and ends documents for the next three.
-        reset_position_ids: positions start again at 0 after each EOS.
-        reset_attention_mask: tokens see only their own document, which ends with an EOS; the mask is then [B, 1, S, S].
-        eod_mask_loss: the token after an EOS, which begins another document, is not trained on; the EOS itself is. That is
-            Megatron's loss mask, which leaves out what is predicted from an EOS.
-        seq_length: longest sequence; the responses of KL examples are cut to fit. None: no limit.
-        pad_to_multiple: the common length S is a multiple of it.
-        with_kl, kept: also make KL examples; numbers of the examples to keep, B of them, None for all.
+        batch: ALL examples of the global batch, because KL examples are formed over all of them, not only over those kept.
+            Examples may be mappings in the format of NeMo-Aligner, with ``prompt_tokens``, ``response_tokens``,
+            ``sample_labels`` and ``preference``, and optionally ``weight``.
+        eos_id: token for padding on the right; it also ends documents for the three options that follow.
+        reset_position_ids: positions restart at 0 after each EOS.
+        reset_attention_mask: tokens attend only to their own document, which ends with an EOS; the mask is then
+            [B, 1, S, S].
+        eod_mask_loss: the token after an EOS, which begins another document, is not trained on; the EOS itself is. This is
+            the loss mask of Megatron, which excludes tokens predicted from an EOS.
+        seq_length: maximum sequence length, to which the responses of KL examples are truncated. None: no limit.
+        pad_to_multiple: the common length S is a multiple of this number.
+        with_kl: also make KL examples.
+        kept: indices of the B examples to keep; None: all.
 
     Returns:
         See :class:`KTOBatch`. For B = 0, S is ``pad_to_multiple``.
 
     Raises:
-        ValueError: a single example in the batch ``with_kl``, a sample longer than ``seq_length``, or a mapping whose labels
-            are not those of its response.
+        ValueError: ``with_kl`` is set and the batch has a single example, a sample is longer than ``seq_length``, or the
+            labels of a mapping do not match its response.
     """
     kept = range(len(batch)) if kept is None else kept
     examples = [item if isinstance(item, KTOExample) else _kto_example(item) for item in batch]
@@ -159,7 +168,10 @@ def kto_custom_collate(
 
 
 def _kto_example(item: Item) -> KTOExample:
-    """From a mapping of NeMo-Aligner's form; an example that it masks as a whole, a too long one, keeps no response."""
+    """Convert a mapping in the format of NeMo-Aligner.
+
+    NeMo-Aligner masks an example that is too long completely; such an example gets an empty response.
+    """
     prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
     if (labels == IGNORED).all():
         response = response[:0]
@@ -172,7 +184,10 @@ def _kto_example(item: Item) -> KTOExample:
 def _kl_examples(
     batch: Sequence[KTOExample], kept: Sequence[int], seq_length: int | None
 ) -> tuple[list[tuple[Ids, Ids]], list[bool]]:
-    """For each kept example its prompt with another's response, cut at its end, and whether that has the same prompt."""
+    """Return the KL example of each kept example, and whether its response belongs to the same prompt.
+
+    A KL example is the prompt of the example with the response of another one, truncated at its end.
+    """
     partners = kl_partners_of(batch)
     room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
     texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
@@ -189,19 +204,19 @@ def dpo_custom_collate(
     seq_length: int | None = None,
     pad_to_multiple: int = 1,
 ) -> DPOBatch:
-    """Tensors of pairs.
+    """Collate pairs into tensors.
 
     Args:
-        batch: the pairs, B of them. They may be mappings of NeMo-Aligner's form: ``chosen``, ``chosen_length``,
-            ``chosen_labels`` and ``chosen_reward``, and the same of ``rejected``; they may have a ``weight``.
+        batch: B pairs. They may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``,
+            ``chosen_labels`` and ``chosen_reward``, the same for ``rejected``, and optionally ``weight``.
         eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
-        seq_length: longest sequence. None: no limit.
+        seq_length: maximum sequence length. None: no limit.
 
     Returns:
         See :class:`DPOBatch`; S is the same for both answers, and ``pad_to_multiple`` for B = 0.
 
     Raises:
-        ValueError: a sequence longer than ``seq_length``, or a mapping whose labels are not those of its response.
+        ValueError: a sequence is longer than ``seq_length``, or the labels of a mapping do not match its response.
     """
     pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
     chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
@@ -228,7 +243,10 @@ def dpo_custom_collate(
 
 
 def _dpo_example(item: Item) -> DPOExample:
-    """From a mapping of NeMo-Aligner's form; a pair that it masks as a whole, a too long one, keeps no answers."""
+    """Convert a mapping in the format of NeMo-Aligner.
+
+    NeMo-Aligner masks a pair that is too long completely; such a pair gets empty answers.
+    """
     (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
     if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
         raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
@@ -238,7 +256,7 @@ def _dpo_example(item: Item) -> DPOExample:
 
 
 def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and response of one answer, without padding; all is prompt where all is masked."""
+    """Return prompt and response of one answer, without padding; a fully masked sequence is all prompt."""
     length = int(item[f"{name}_length"])
     tokens, labels = (np.asarray(item[key])[:length] for key in (name, f"{name}_labels"))
     start = int(np.argmax(labels != IGNORED)) if (labels != IGNORED).any() else length
@@ -248,7 +266,7 @@ def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Padded(NamedTuple):
-    """Sequences padded to one width: [B, S] each, but for the lengths [B] and a mask of documents [B, 1, S, S]."""
+    """Sequences padded to a common length: tensors [B, S], except lengths [B] and a document mask [B, 1, S, S]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -260,7 +278,18 @@ class _Padded(NamedTuple):
 def _padded(
     *parts: Texts, eos_id: int, seq_length: int | None, multiple: int, positions: bool, attention: bool, loss: bool
 ) -> list[_Padded]:
-    """All parts, padded to the width of the longest sequence; the last three say what documents within it reset or mask."""
+    """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``multiple``.
+
+    Args:
+        parts: prompts and responses of one batch each.
+        eos_id, seq_length: see :func:`kto_custom_collate`.
+        multiple: ``pad_to_multiple`` of :func:`kto_custom_collate`.
+        positions, attention, loss: ``reset_position_ids``, ``reset_attention_mask`` and ``eod_mask_loss`` of
+            :func:`kto_custom_collate`.
+
+    Raises:
+        ValueError: a sequence is longer than ``seq_length``.
+    """
     width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
     if seq_length is not None and width > seq_length:
         raise ValueError(
@@ -281,7 +310,7 @@ def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_att
         labels[k, start:end] = response
     lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
     is_token = np.arange(width) < lengths[:, None]
-    # [B, S]: the number of documents that ended before a token; padding ends none.
+    # [B, S]: number of documents that ended before each token; padding does not end a document.
     ends = (tokens == eos_id) & is_token
     documents = np.cumsum(ends, axis=1) - ends
     if mask_eod:
@@ -292,7 +321,7 @@ def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_att
 
 
 def _positions(documents: np.ndarray, *, reset: bool) -> np.ndarray:
-    """[B, S] position of each token in its sequence, or with ``reset`` in its document."""
+    """Return the position of each token in its sequence, or in its document if ``reset`` is set: [B, S]."""
     places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
     if not reset:
         return places.copy()
@@ -301,7 +330,7 @@ def _positions(documents: np.ndarray, *, reset: bool) -> np.ndarray:
 
 
 def _masked(documents: np.ndarray) -> np.ndarray:
-    """[B, 1, S, S] True where a query may not see a key: a later token, or one of another document."""
+    """Return a mask [B, 1, S, S], True where a query must not see a key: a later token or one of another document."""
     width = documents.shape[1]
     later = np.triu(np.ones((width, width), dtype=bool), k=1)
     return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]

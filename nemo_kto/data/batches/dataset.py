@@ -1,4 +1,4 @@
-"""Tokenised records: what a dataset gives and a collate function takes."""
+"""Datasets of tokenised examples, and their splits."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KTOExample:
-    """One tokenised record.
+    """One tokenised prompt with one labelled answer.
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
-        response_ids: [R] int, R >= 1, end-of-turn included where the answer was not cut.
-        desirable: whether the answer is one to learn.
-        weight: of its loss.
+        response_ids: [R] int, R >= 1; includes the end-of-turn token unless the answer was truncated.
+        desirable: label of the answer: True for desirable, False for undesirable.
+        weight: weight of the loss of this example.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -65,9 +65,9 @@ class DPOExample:
 
     Attributes:
         prompt_ids: [P] int, P >= 1.
-        chosen_ids, rejected_ids: [C] and [R] int, at least 1, end-of-turn included where the answer was not cut.
-        chosen_reward, rejected_reward: what the answers are worth, in any unit.
-        weight: of its loss.
+        chosen_ids, rejected_ids: [C] and [R] int, C, R >= 1; include the end-of-turn token unless the answer was truncated.
+        chosen_reward, rejected_reward: rewards of the answers, in any unit.
+        weight: weight of the loss of this pair.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -80,14 +80,14 @@ class DPOExample:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCounts:
-    """The numbers of one split; of a blend, of one epoch of it.
+    """Counts of one split; for a blend, counts of one epoch.
 
     Attributes:
-        rows: examples, or pairs.
-        desirable: examples with a good answer; None for pairs.
-        tokens: of prompts and answers, after truncation; the prompt of a pair counts once for each answer.
-        cut_prompts: rows whose prompt lost tokens to truncation.
-        cut_responses: rows whose answer, or one of whose two answers, did.
+        rows: number of examples, or pairs.
+        desirable: number of desirable examples; None for pairs.
+        tokens: number of tokens in prompts and answers, after truncation; the prompt of a pair counts once per answer.
+        cut_prompts: number of examples, or pairs, whose prompt was truncated.
+        cut_responses: number of examples, or pairs, of which an answer was truncated.
     """
 
     rows: int
@@ -98,11 +98,11 @@ class SplitCounts:
 
     @property
     def classes(self) -> dict[str, int]:
-        """How many examples there are of each kind; empty for pairs."""
+        """Number of examples in each class; empty for pairs."""
         return {} if self.desirable is None else {"desirable": self.desirable, "undesirable": self.rows - self.desirable}
 
     def warnings(self, split: str, *, seq_length: int) -> Iterator[str]:
-        """What looks wrong with the split of this name."""
+        """Yield warnings about likely problems of the split named ``split``."""
         if self.desirable is not None and self.desirable in (0, self.rows):
             label = "desirable" if self.desirable else "undesirable"
             yield f"{split}: all {self.rows} rows are {label}; is the file sorted by label?"
@@ -112,14 +112,14 @@ class SplitCounts:
                 yield f"{split}: the {what} is cut in {count} of {self.rows} rows, which are {limit}"
 
 
-_NAMED_FILES = 3  # with a warning each
+_NAMED_FILES = 3  # maximum number of files with a warning each
 
 Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an example comes from: line of its file, and whether truncation cut its prompt and an answer of it."""
+    """Origin of an example: the line in its file, and whether its prompt and any of its answers were truncated."""
 
     line: int
     prompt_cut: bool
@@ -127,33 +127,33 @@ class Origin:
 
     @property
     def title(self) -> str:
-        """Such as "line 3"."""
+        """Name of the line, such as "line 3"."""
         return f"line {self.line}"
 
     @property
     def cuts(self) -> str:
-        """What was cut, as the end of a sentence."""
+        """Truncated parts, as the end of a sentence; empty if nothing was truncated."""
         cut = [name for name, is_cut in (("prompt", self.prompt_cut), ("answer", self.response_cut)) if is_cut]
         return f", {' and '.join(cut)} cut" if cut else ""
 
 
 class FileOfTable(NamedTuple):
-    """A file of rows, and how many examples it gave."""
+    """Data file, and the number of examples made from it."""
 
     path: Path
     examples: int
 
 
 class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
-    """Examples of a memory-mapped table, in the order of an index."""
+    """Dataset of the examples in a memory-mapped table, in the order of an index."""
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, files: Sequence[FileOfTable] = ()) -> None:
-        """A view of a table.
+        """Create a view of a table.
 
         Args:
-            table: examples as ``TokenCache`` keeps them.
-            index: [N] int64, the place in the table of each.
-            files: that the table was made of, one after the other; none where nobody will ask.
+            table: examples as stored by ``TokenCache``.
+            index: [N] int64, position of each example in the table.
+            files: files that the table was made from, in order; needed only by :meth:`names`.
         """
         self._table = table.with_format("arrow")
         self._index = index
@@ -166,21 +166,21 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         return self.__getitems__([place])[0]
 
     def __getitems__(self, places: Sequence[int]) -> list[Example]:
-        """Many examples in one look-up (torch's DataLoader calls it by this name)."""
+        """Return several examples in one look-up; torch's DataLoader calls a method with this name."""
         return self._examples(self._table[self._index[np.asarray(places)].tolist()])
 
     def fingerprint(self) -> str:
-        """Hash of the token ids, labels, rewards and weights of the examples in their order, wherever their files lie."""
+        """Return a hash of the token ids, labels, rewards and weights in order; it does not depend on the file paths."""
         return examples_hash([Path(file["filename"]) for file in self._table.cache_files], self._index)
 
     def origins(self, places: Sequence[int]) -> list[Origin]:
-        """Where the examples come from and what truncation took from them."""
+        """Return the origin of each example and whether it was truncated."""
         table = self._table[self._index[np.asarray(places)].tolist()]
         columns = [table.column(name).to_pylist() for name in ("line", "prompt_cut", "response_cut")]
         return [Origin(*values) for values in zip(*columns, strict=True)]
 
     def names(self, places: Sequence[int]) -> list[str]:
-        """The rows that examples come from, such as "data/rows.jsonl:3"; a pair may be two examples of one row."""
+        """Return the rows of the examples, such as "data/rows.jsonl:3", without duplicates: a pair may be two examples."""
         ends = np.cumsum([file.examples for file in self._files])
         of_files = np.searchsorted(ends, self._index[np.asarray(places)], side="right").tolist()
         lines = [origin.line for origin in self.origins(places)]
@@ -188,13 +188,13 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
         return list(dict.fromkeys(named))
 
     def examples_of_lines(self, count: int) -> int:
-        """How many examples from the first on come from the first ``count`` rows of the file; pairs may be two each."""
+        """Return the number of examples that come from the first ``count`` rows of the file; a pair may be two examples."""
         lines = [origin.line for origin in self.origins(range(min(len(self), 2 * count)))]
         return sum(line in list(dict.fromkeys(lines))[:count] for line in lines)
 
     @cached_property
     def counts(self) -> SplitCounts:
-        """The numbers of the split; the first look takes a second for ten million examples."""
+        """Counts of the split; computing them takes a second for ten million examples."""
         return SplitCounts(
             rows=len(self),
             desirable=self._desirable(),
@@ -203,14 +203,14 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
             cut_responses=self._number_of("response_cut"),
         )
 
-    _sequences: ClassVar[tuple[str, ...]]  # the columns of token ids that the sequences of an example are made of
+    _sequences: ClassVar[tuple[str, ...]]  # columns of token ids that form the sequences of an example
 
     def _desirable(self) -> int | None:
-        """Number of desirable examples; None where they are pairs."""
+        """Return the number of desirable examples; None for pairs."""
         return None
 
     def _number_of(self, column: str) -> int:
-        """Number of examples in which a column of the table is true."""
+        """Return the number of examples for which a column of the table is true."""
         return int(self._table.data.column(column).to_numpy()[self._index].sum())
 
     def _tokens_in(self, column: str) -> int:
@@ -220,11 +220,11 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
 
     @abstractmethod
     def _examples(self, table: pyarrow.Table) -> list[Example]:
-        """The examples of a piece of the table."""
+        """Return the examples of a slice of the table."""
 
 
 class KTODataset(_TokenDataset[KTOExample]):
-    """Unpaired answers, each desirable or undesirable."""
+    """Dataset of unpaired answers, each desirable or undesirable."""
 
     def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
         columns: dict[str, list] = {name: _ragged(table.column(name)) for name in ("prompt_ids", "response_ids")}
@@ -235,7 +235,7 @@ class KTODataset(_TokenDataset[KTOExample]):
 
     @property
     def class_weights(self) -> tuple[float, float]:
-        """Sum of the weights of the desirable examples, and of the undesirable ones: their numbers where all weigh 1."""
+        """Total weight of the desirable and of the undesirable examples: their numbers if all weights are 1."""
         desirable, weights = (self._table.data.column(name).to_numpy()[self._index] for name in ("desirable", "weight"))
         return float(weights[desirable].sum()), float(weights[~desirable].sum())
 
@@ -244,7 +244,7 @@ class KTODataset(_TokenDataset[KTOExample]):
 
 
 class DPODataset(_TokenDataset[DPOExample]):
-    """Pairs of answers."""
+    """Dataset of pairs of answers."""
 
     _sequences = ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")
 
@@ -256,7 +256,12 @@ class DPODataset(_TokenDataset[DPOExample]):
         default_rewards: tuple[float, float],
         files: Sequence[FileOfTable] = (),
     ) -> None:
-        """Args: default_rewards: of the chosen and of the rejected answer, where an example has none of its own."""
+        """Create a view of a table.
+
+        Args:
+            table, index, files: see the base class.
+            default_rewards: rewards of the chosen and of the rejected answer for examples without rewards.
+        """
         super().__init__(table=table, index=index, files=files)
         self._default_rewards = default_rewards
 
@@ -275,11 +280,12 @@ AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[AnyDataset]):
-    """The datasets of a run; None where the data has no such split.
+    """Datasets of a run.
 
     Attributes:
-        validation: name of each validation set -> its examples; the name is empty where there is one set without a name.
-        warnings: what was done with columns and rows that is not obvious, one line each.
+        train, test: the dataset of the split; None if the data has no such split.
+        validation: name of each validation set -> its dataset; a single set without a name has the empty name.
+        warnings: unexpected treatment of columns and rows, one line each.
     """
 
     train: AnyDataset | None
@@ -289,7 +295,7 @@ class Splits(Generic[AnyDataset]):
 
     @property
     def in_use(self) -> dict[str, AnyDataset]:
-        """Name of each split that a run reads -> its examples."""
+        """Name of each split that a run reads -> its dataset."""
         validation = {validation_split(name): examples for name, examples in self.validation.items()}
         return validation if self.train is None else {"train": self.train, **validation}
 
@@ -313,25 +319,28 @@ def build_splits(
     preprocess_workers: int | None = 1,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
-    """Training, validation and test examples, tokenised on the first call and mapped from ``cache_dir`` afterwards.
+    """Build the training, validation and test datasets.
+
+    The examples are tokenised on the first call and memory-mapped from ``cache_dir`` afterwards.
 
     Args:
         kind: ``cache.KTO_EXAMPLES`` or ``cache.DPO_EXAMPLES``.
-        make: (table, index) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with its defaults bound.
-        data_prefix: see ``prefix.read_data_prefix``.
-        splits_string: such as "98,2", or "auto": shares of each file (or folder) in the order of its rows, see
-            ``prefix.split_shares``. None: all is for training. It is not needed, and not looked at, where ``data_prefix``
-            itself names the splits.
-        tokenizer, vocab_size: the model's, see ``chat.RecordEncoder``.
+        make: (table=..., index=..., files=...) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with
+            its default rewards bound.
+        data_prefix: see ``sources.read_data_prefix``.
+        splits_string: shares of each file (or folder) in the order of its rows, such as "98,2", or "auto", see
+            ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
+            splits.
+        tokenizer, vocab_size: tokenizer and vocabulary size of the model, see ``chat.RecordEncoder``.
         seq_length, truncation_mode, fields: see ``truncation.Truncation`` and ``reader.Fields``.
-        seed: order of the examples within a blend.
+        seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, progress: see ``cache.TokenCache``.
-        min_validation_rows: a validation set of fewer rows is joined to the training rows, or left out where it has
-            files of its own; it is refused where it has a name.
+        min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped
+            if the set has separate files; a smaller named set is an error.
 
     Raises:
-        DataError: files are missing, no file has a column of ``fields``, or rows are broken, of which all are counted.
-        UserError: a validation set with a name has too few rows.
+        DataError: files are missing, a column of ``fields`` is in no file, or rows are broken (all of them are counted).
+        UserError: a named validation set has too few rows.
     """
     encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size)
     sources = read_data_prefix(data_prefix)
@@ -358,7 +367,10 @@ def build_splits(
 def _open_all(
     sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
 ) -> tuple[dict[Source, Table], dict[Source, list[FileOfTable]]]:
-    """Every source's examples and files; all are read before any broken row is raised. Unused columns go to ``warnings``."""
+    """Return the examples and the files of every source, and add a warning about unused columns to ``warnings``.
+
+    All files are read before an error about broken rows is raised.
+    """
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
     opened = cache.open(list(files), broken=broken)
@@ -377,7 +389,7 @@ def _open_all(
 
 
 def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
-    """A warning for each file with columns that are not used; one for all files with the same ones where they are many."""
+    """Yield a warning for each file with unused columns, or one for all files with the same ones if there are many."""
     alike: dict[tuple[str, ...], list[Path]] = {}
     for file, columns in of_files.items():
         if columns.unused:
@@ -399,7 +411,7 @@ def _ranges(
     min_validation_rows: int,
     warnings: list[str],
 ) -> dict[str, list[Range]]:
-    """The rows of each split; what is not obvious goes to ``warnings``."""
+    """Return the rows of each split; unexpected choices are added to ``warnings``."""
     ranges: dict[str, list[Range]]
     if WHOLE not in sources:
         ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
@@ -421,7 +433,7 @@ def _assemble(
     ranges: Sequence[Range],
     seed: int,
 ) -> AnyDataset | None:
-    """One split out of its range of each source; None if there is no row in it."""
+    """Build the dataset of a split from its range of each source; None if it has no rows."""
     parts, made_of, places, weights, start = [], list[FileOfTable](), [], [], 0
     for source, first, stop in ranges:
         if first < stop:
@@ -440,7 +452,7 @@ def _assemble(
 
 
 def _cut(table: Table, splits_string: str) -> dict[str, tuple[int, int]]:
-    """The rows of a source that each split gets: the first, and the one after the last."""
+    """Return the rows [start, stop) of a source for each split."""
 
     def is_second_of_pair(place: int) -> bool:
         first, second = table.slice(place - 1, 2).column("line").to_pylist()
@@ -451,7 +463,7 @@ def _cut(table: Table, splits_string: str) -> dict[str, tuple[int, int]]:
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
-    """The lists of an Arrow column, as views of one array."""
+    """Return the lists of an Arrow column as views of one array."""
     lists = column.combine_chunks()
     values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
     return [values[start:stop] for start, stop in pairwise(offsets)]

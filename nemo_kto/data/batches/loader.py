@@ -1,4 +1,7 @@
-"""Data loaders, and the assignment of examples to data-parallel ranks."""
+"""Data loaders, and the assignment of examples to data-parallel ranks.
+
+Shape suffixes: N examples in a global batch.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 
 SequenceCost = Callable[[int], float]
-"""The work of one or more passes over a sequence of so many tokens, in any unit."""
+"""Sequence length in tokens -> cost of one or more passes over the sequence, in any unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTOCosts:
-    """Of each example of a global batch.
+    """Cost of each example of a global batch.
 
     Attributes:
-        cost: of the passes over the sample.
-        kl_cost: of those over its KL example; None where none is made.
-        seq_length: longest sequence; the responses of KL examples are cut to fit.
+        cost: cost of the passes over a sample.
+        kl_cost: cost of the passes over its KL example; None if there are no KL examples.
+        seq_length: maximum sequence length, to which the responses of KL examples are truncated.
     """
 
     cost: SequenceCost
@@ -37,7 +40,7 @@ class KTOCosts:
     seq_length: int
 
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
-        """[N], in the order of the batch."""
+        """Return the cost of each example: [N], in the order of the batch."""
         costs_N = [self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
         if self.kl_cost is None:
             return costs_N
@@ -49,16 +52,16 @@ class KTOCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DPOCosts:
-    """Of each pair of a global batch: that of both answers.
+    """Cost of each pair of a global batch, summed over both answers.
 
     Attributes:
-        cost: of the passes over a sequence.
+        cost: cost of the passes over a sequence.
     """
 
     cost: SequenceCost
 
     def __call__(self, batch: Sequence[DPOExample]) -> list[float]:
-        """[N], in the order of the batch."""
+        """Return the cost of each pair: [N], in the order of the batch."""
         return [
             self.cost(len(each.prompt_ids) + len(each.chosen_ids)) + self.cost(len(each.prompt_ids) + len(each.rejected_ids))
             for each in batch
@@ -66,9 +69,14 @@ class DPOCosts:
 
 
 def balanced_shares(costs_N: Sequence[float], *, ranks: int) -> list[list[int]]:
-    """The numbers of the examples of each rank, in order; the most expensive one goes to the rank with the least so far.
+    """Assign examples to ranks greedily, so that the total costs of the ranks are balanced.
 
-    The largest sum is at most 4/3 of the smallest that is possible (Graham 1969, https://doi.org/10.1137/0117039).
+    Examples are taken in decreasing order of cost; each goes to the rank with the lowest total so far.
+
+    The largest total is at most 4/3 of the optimum (Graham 1969, https://doi.org/10.1137/0117039).
+
+    Returns:
+        For each rank the indices of its examples, in increasing order.
 
     Examples:
         >>> balanced_shares([3.0, 7.0, 4.0, 2.0, 2.0], ranks=2)
@@ -84,7 +92,7 @@ def balanced_shares(costs_N: Sequence[float], *, ranks: int) -> list[list[int]]:
 
 
 def every_nth(batch: Sequence[object], *, ranks: int) -> list[list[int]]:
-    """Examples rank, rank + ranks, ... of a batch: as many for each rank as can be.
+    """Assign examples rank, rank + ranks, ... of a batch to each rank, so that the numbers of examples differ by at most 1.
 
     Examples:
         >>> every_nth("abcde", ranks=2)
@@ -94,7 +102,7 @@ def every_nth(batch: Sequence[object], *, ranks: int) -> list[list[int]]:
 
 
 def by_cost(batch: Sequence[object], *, ranks: int, costs: Callable[..., list[float]]) -> list[list[int]]:
-    """:func:`balanced_shares` of the examples of a batch."""
+    """Assign the examples of a batch to ranks by their costs, see :func:`balanced_shares`."""
     return balanced_shares(costs(batch), ranks=ranks)
 
 
@@ -103,7 +111,7 @@ Share = TypeVar("Share")
 
 
 def share(batch: Sequence[Example], *, kept: Sequence[int]) -> list[Example]:
-    """The examples ``kept`` of a global batch, as they are; the trainer collates them."""
+    """Return the examples of a global batch with the indices ``kept``, not collated; the trainer collates them."""
     return [batch[number] for number in kept]
 
 
@@ -117,40 +125,40 @@ def build_dataloader(
     shares: Callable[..., list[list[int]]] = every_nth,
     num_workers: int = 0,
 ) -> DataLoader[Share]:
-    """A loader that yields this rank's share of each global batch of ``sampler``.
+    """Build a loader that yields this rank's share of each global batch of ``sampler``.
 
-    Every rank reads the whole global batch, because KL examples are formed over all of it; examples are memory-mapped, so
-    this is cheap. Where the next iteration starts is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
+    Every rank reads the whole global batch, because KL examples are formed over all of it; this is cheap, because examples
+    are memory-mapped. The start of the next iteration is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
 
     Args:
-        dataset: examples, by number.
-        sampler: the order, the same on every rank.
-        rank, size: of this process in the data-parallel group, and of that group.
-        take: (global batch, kept=numbers of this rank) -> what is yielded: :func:`share`, or ``kto_custom_collate`` with
+        dataset: examples by index.
+        sampler: order of the examples, the same on every rank.
+        rank, size: rank of this process in the data-parallel group, and size of the group.
+        take: (global batch, kept=indices of this rank) -> the item to yield: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
-        shares: (global batch, ranks=size) -> numbers of the examples of each rank.
-        num_workers: processes that read ahead; the batches are the same for any number.
+        shares: (global batch, ranks=size) -> indices of the examples of each rank.
+        num_workers: number of processes that prefetch; it does not change the batches.
 
     Raises:
-        ValueError: ``rank`` is not one of ``size``.
+        ValueError: ``rank`` is not in [0, ``size``).
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size, got rank {rank} of {size}")
     return DataLoader(
-        dataset,  # type: ignore[arg-type]  # torch types a loader by what it reads, and not by what it yields
+        dataset,  # type: ignore[arg-type]  # torch types a loader by the items of its dataset, not by what it yields
         batch_sampler=sampler,
         collate_fn=partial(_take, take=take, shares=shares, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
-        # Without one of its own, every iteration draws from torch's global generator, and a resumed run (which
-        # iterates less often) would get other random numbers than the run it continues.
+        # Without a separate generator, every iteration draws from torch's global generator, and a resumed run (which
+        # iterates less often) would get different random numbers than the original run.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def every_example(loader: Any) -> DataLoader[Any]:
-    """A loader of the first epoch of another one, with the incomplete batch at the end that training leaves out."""
+    """Build a loader of the first epoch of ``loader`` that includes the incomplete last batch, which training drops."""
     return DataLoader(
         loader.dataset,
         batch_sampler=replace(loader.batch_sampler, drop_last=False),
@@ -160,14 +168,17 @@ def every_example(loader: Any) -> DataLoader[Any]:
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Signals that ask a run to stop reach all its processes on some clusters; the rank decides, and needs its workers."""
+    """Ignore the signals that request a run to stop.
+
+    Some clusters send them to all processes of a run; the rank handles them and still needs its workers.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 @atexit.register
 def _end_workers() -> None:
-    """Python would end them with SIGTERM, and wait for them."""
+    """Kill the loader workers at exit: Python would send SIGTERM, which they ignore, and wait for them."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

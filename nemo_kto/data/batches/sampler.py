@@ -1,4 +1,4 @@
-"""The order of the examples: whole global batches, the same on every rank."""
+"""Sampler that defines the order of the examples, in global batches, identically on every rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.utils.data import Sampler
 
 @dataclass(kw_only=True, eq=False)
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields the numbers of the examples of one global batch after the other, for one epoch.
+    """Sampler that yields the indices of the examples of each global batch of one epoch.
 
-    The order depends only on seed and epoch. Every example comes once an epoch, but for the incomplete batch at the end
-    where ``drop_last`` is set. Iterating changes no state, so that workers may read ahead: the trainer says where an
-    iteration starts with ``set_position``.
+    The order depends only on seed and epoch. Every example occurs once per epoch, except that the incomplete last batch is
+    dropped if ``drop_last`` is set. Iterating does not change the state, so that workers may prefetch; the trainer sets the
+    start of an iteration with ``set_position``.
 
-    A last batch of one example would leave none to form a KL example with; it joins the batch before it.
+    If ``needs_kl_examples`` is set, a last batch with a single example is merged into the previous batch, because a KL
+    example needs the response of another example.
 
     Attributes:
-        num_examples: examples in the dataset.
-        global_batch_size: examples in a batch, over all ranks.
-        seed: of the order.
-        shuffle: a new order each epoch; otherwise the order of the dataset.
-        drop_last: leave out the incomplete batch at the end (training); otherwise it is used (validation).
-        needs_kl_examples: KL examples are formed within each batch, so that none may have a single example.
+        num_examples: number of examples in the dataset.
+        global_batch_size: number of examples in a batch, over all ranks.
+        seed: determines the order.
+        shuffle: use a new order in each epoch; otherwise the order of the dataset.
+        drop_last: drop the incomplete last batch (training); otherwise it is used (validation).
+        needs_kl_examples: KL examples are formed within each batch, so that every batch needs at least two examples.
 
     Raises:
         ValueError: no batch can be formed.
@@ -52,14 +53,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._epoch = self._consumed = 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, wherever the position is."""
+        """Return the number of batches in a whole epoch, independent of the position."""
         return len(self._ranges(0))
 
     def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
-        """Let the next iteration start in ``epoch`` after ``consumed_in_epoch`` examples of it.
+        """Set the next iteration to start in ``epoch`` after the first ``consumed_in_epoch`` examples.
 
         Raises:
-            ValueError: negative, or more examples than an epoch has.
+            ValueError: a value is negative, or ``consumed_in_epoch`` exceeds the number of examples.
         """
         if epoch < 0 or not 0 <= consumed_in_epoch <= self.num_examples:
             raise ValueError(
@@ -69,7 +70,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._epoch, self._consumed = epoch, consumed_in_epoch
 
     def order_hash(self) -> str:
-        """Hash of the order of the first epoch; another release of numpy may draw another one from the same seed."""
+        """Return a hash of the order of the first epoch: another numpy release may give another order for the same seed."""
         return hashlib.sha256(self._order(0).astype("<i8").tobytes()).hexdigest()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -83,7 +84,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return np.arange(self.num_examples)
 
     def _ranges(self, first: int) -> list[tuple[int, int]]:
-        """(start, stop) of each batch within the order, from example ``first`` of it on."""
+        """Return (start, stop) of each batch within the order, starting at position ``first``."""
         size = self.global_batch_size
         ranges = [(start, min(start + size, self.num_examples)) for start in range(first, self.num_examples, size)]
         left_over = (self.num_examples - first) % size

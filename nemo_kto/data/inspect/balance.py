@@ -1,19 +1,19 @@
-"""Whether desirable and undesirable answers weigh what they should.
+"""Balance of the loss weights of desirable and undesirable answers.
 
 With n_D desirable and n_U undesirable rows, the authors of KTO keep w_D n_D / (w_U n_U) between 1 and 4/3 (Ethayarajh et
-al. 2024, arXiv 2402.01306, section 4.2, equation 8). Where rows have weights of their own, n is the sum of these.
+al. 2024, arXiv 2402.01306, section 4.2, equation 8). If rows have weights, n_D and n_U are the sums of these weights.
 """
 
 from __future__ import annotations
 
 MIN_BALANCE, MAX_BALANCE = 1.0, 4 / 3
-# What TRL's documentation of KTO advises for the learning rate, whatever the size of the data.
+# Learning rates recommended for KTO by TRL's documentation, independent of the size of the data.
 MIN_LR, MAX_LR = 5e-7, 5e-6
-_SLACK = 1e-3  # so that weights which were rounded as the warning shows them are taken
+_SLACK = 1e-3  # so that the weights suggested in the warning, which are rounded, are accepted
 
 
 def loss_balance(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> float | None:
-    """w_D n_D / (w_U n_U); None where one kind of row is absent or has no weight.
+    """Return w_D n_D / (w_U n_U); None if one class is absent or has zero weight.
 
     Examples:
         >>> loss_balance(30, 60, 1.0, 1.0)
@@ -26,9 +26,10 @@ def loss_balance(desirable: float, undesirable: float, desirable_weight: float, 
 def balanced_weights(
     desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float
 ) -> tuple[float, float]:
-    """w_D and w_U with which the balance is in its range: the weight of the side that is too light is raised just so far.
+    """Return w_D and w_U for which the balance is in its range.
 
-    They are as they were where the balance is fine or cannot be.
+    The weight of the class with too little weight is raised by the smallest sufficient factor. The weights are returned
+    unchanged if the balance is in its range or is undefined.
 
     Examples:
         >>> balanced_weights(30, 60, 1.0, 1.0)
@@ -45,7 +46,7 @@ def balanced_weights(
 
 
 def balance_warning(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> str | None:
-    """What to say of weights that do not balance the rows; None where they do."""
+    """Return a warning about weights that do not balance the classes; None if they do."""
     balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
     if balance is None or MIN_BALANCE - _SLACK <= balance <= MAX_BALANCE + _SLACK:
         return None
@@ -59,7 +60,10 @@ def balance_warning(desirable: float, undesirable: float, desirable_weight: floa
 
 
 def one_class_warning(desirable: float, undesirable: float, lr: float) -> str | None:
-    """What to say of rows of only one kind, which nothing holds back; None where there are both, or the steps are small."""
+    """Return a warning about training rows of a single class, which nothing balances.
+
+    None if both classes are present, or if the learning rate is in the recommended range.
+    """
     if (desirable and undesirable) or MIN_LR <= lr <= MAX_LR:
         return None
     kind = "desirable" if desirable else "undesirable"

@@ -1,4 +1,4 @@
-"""What files of rows hold, in numbers: balance, lengths, repetitions, contradictions, broken rows. No model is needed."""
+"""Statistics of data files: balance, lengths, repetitions, contradictions and broken rows; no model is needed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ _PROMPT, _SEQUENCE = "prompt", "prompt and answer"
 
 @dataclass(kw_only=True)
 class Counted:
-    """What was counted in a part of a file; N examples, or pairs.
+    """Statistics of a part of a file with N examples, or pairs.
 
     Attributes:
-        lines: [N] int64.
-        prompts: [N] uint64, a hash of each prompt.
-        examples: [N] uint64, a hash of prompt, answers and label.
-        opposites: [N] uint64, the same of the example that would contradict this one.
+        columns: columns of the rows.
+        broken: line and error of each broken row.
+        is_last: no further part should be read, see ``records.LastRowError``.
+        lines: [N] int64, line of each example.
+        prompts: [N] uint64, hash of each prompt.
+        examples: [N] uint64, hash of prompt, answers and label.
+        opposites: [N] uint64, hash of the example that would contradict this one.
         desirable: [N] bool; True for pairs.
         weights: [N] float64.
-        characters, tokens: lengths by what is measured; of tokens only where there is a tokenizer.
-        cut_prompts, cut_answers: examples that would be truncated there.
+        characters, tokens: name of a text (such as "prompt") -> its lengths; tokens are counted only with a tokenizer.
+        cut_prompts, cut_answers: number of examples whose prompt, or any of whose answers, would be truncated.
     """
 
     columns: FileColumns
@@ -58,14 +61,14 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class PartCheck:
-    """Counts what is in parts of a file, in any process.
+    """Computation of the statistics of parts of a file, usable in any process.
 
     Attributes:
-        path: of the rows.
-        as_pairs: rows are pairs for DPO; else labelled answers.
+        path: the data file.
+        as_pairs: rows are pairs for DPO; otherwise labelled answers for KTO.
         fields: the columns to rename.
-        encoder: makes tokens of the rows; None: only characters are counted.
-        truncation: what is cut; None: nothing.
+        encoder: tokenises the records; None: only characters are counted.
+        truncation: truncation to count; None: nothing is truncated.
     """
 
     path: Path
@@ -75,7 +78,7 @@ class PartCheck:
     truncation: Truncation | None = None
 
     def __call__(self, part: FilePart) -> Counted:
-        """The counts of a part."""
+        """Return the statistics of a part."""
         columns, broken, counter = FileColumns(), PartErrors(), _Counter(self.truncation)
         reader = FileReader(fields=self.fields, broken=broken)
         read = reader.dpo_records if self.as_pairs else reader.kto_records
@@ -108,7 +111,7 @@ class _Counter:
         self._cut_prompts = self._cut_answers = 0
 
     def add(self, sides: Sequence[KTORecord], encoded: Sequence[EncodedExample]) -> None:
-        """Count an example, or a pair: its sides."""
+        """Count an example, given as one side, or a pair, given as two sides."""
         first, pair = sides[0], len(sides) == 2
         self._lines.append(first.line)
         self._desirable.append(first.desirable)
@@ -179,7 +182,7 @@ def _characters(value: TextOrMessages) -> int:
 
 
 def _digest(*texts: str) -> str:
-    """Hash of texts, 64 bits: among a million examples two are taken for equal by chance in one case of 30 million."""
+    """Return a 64-bit hash of texts; the probability of any collision among a million examples is 1 in 30 million."""
     whole = blake2b(digest_size=8)
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
@@ -189,30 +192,30 @@ def _digest(*texts: str) -> str:
 
 @dataclass(kw_only=True)
 class Report:
-    """What the files of a data set hold together.
+    """Report on all files of a data set.
 
     Attributes:
         as_pairs: see :class:`PartCheck`.
-        seq_length: at which examples are truncated; None: they are not.
-        columns: of the rows of each file.
+        seq_length: length to which examples are truncated; None: they are not truncated.
+        columns: columns of the rows of each file.
     """
 
     as_pairs: bool
     seq_length: int | None = None
     columns: dict[Path, FileColumns] = field(default_factory=dict, init=False)
     _parts: list[Counted] = field(default_factory=list, init=False)
-    _files: list[int] = field(default_factory=list, init=False)  # of each part
+    _files: list[int] = field(default_factory=list, init=False)  # index of the file of each part
     _cut: list[int] = field(default_factory=lambda: [0, 0], init=False)
 
     def add(self, path: Path, counted: Counted) -> None:
-        """Add what was counted in a part of a file."""
+        """Add the statistics of a part of a file."""
         self.columns.setdefault(path, FileColumns()).merge(counted.columns)
         self._parts.append(counted)
         self._files.append(list(self.columns).index(path))
         self._cut = [self._cut[0] + counted.cut_prompts, self._cut[1] + counted.cut_answers]
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
+        """Yield the lines of the report."""
         for path, columns in self.columns.items():
             yield f"{path}: {_count(columns.rows, 'row')}"
             if columns.unused:
@@ -274,7 +277,7 @@ class Report:
         return f", {groups:,} of several {unit}s, at most {counts[largest]:,} (that at {self._place(first[largest])})"
 
     def _place(self, example: np.integer) -> str:
-        """File and line of an example, by its number."""
+        """Return file and line of the example with the given index, such as "rows.jsonl:3"."""
         number = int(example)
         for part, file in zip(self._parts, self._files, strict=True):
             if number < len(part.lines):

@@ -1,4 +1,4 @@
-"""The examples of a batch as text: what is given, what is trained on, and what is masked."""
+"""Text preview of the examples of a batch, with marks for prompt, trained tokens and masked tokens."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Decode = Callable[[list[int]], str]
 _GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"
 
 
-# Control characters but for tabs and line breaks, which a row may bring to the terminal -> how they are shown.
+# Control characters except tab and newline -> their escaped form, so that a row cannot send them to the terminal.
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """How the parts of a text are told apart: by colours, or by brackets around all but the prompt."""
+    """Marks that distinguish the parts of a text: colours, or brackets around all parts except the prompt."""
 
     coloured: bool
 
     def legend(self) -> str:
-        """What the marks mean."""
+        """Return an explanation of the marks."""
         if self.coloured:
             return f"{self.mark(_GIVEN, 'prompt')}, {self.mark(_TRAINED, 'trained on')}, {self.mark(_MASKED, 'masked')}"
         return f"the prompt, {self.mark(_TRAINED, 'what is trained on')}, {self.mark(_MASKED, 'what is masked')}"
 
     def mark(self, kind: str, text: str) -> str:
-        """The text with the marks of its kind; colours end with each line."""
+        """Return the text with the marks of its kind; colours are reset at the end of each line."""
         if self.coloured:
             colour = {_GIVEN: 2, _TRAINED: 32, _MASKED: 31}[kind]  # dim, green, red
             return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
@@ -43,12 +43,12 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """Shows examples as a batch holds them.
+    """Preview of examples as they are in a batch.
 
     Attributes:
-        decode: token ids -> text, with special tokens.
-        seq_length: most tokens of a sequence.
-        marks: how parts are told apart.
+        decode: token ids -> text, including special tokens.
+        seq_length: maximum number of tokens in a sequence.
+        marks: marks of the parts of a text.
     """
 
     decode: Decode
@@ -56,7 +56,7 @@ class Preview:
     marks: Marks
 
     def kto(self, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample]) -> Iterator[str]:
-        """Lines on the examples of a ``KTOBatch``, the first of ``examples``, which are a whole global batch."""
+        """Yield lines about the examples of a ``KTOBatch``: the first of ``examples``, which are a whole global batch."""
         origins = dataset.origins(range(len(examples)))
         partners = kl_partners_of(examples) if "kl_samples" in batch else None
         if partners is not None:
@@ -74,7 +74,7 @@ class Preview:
                 yield from self._text(batch["kl_samples"][k], batch["kl_sample_labels"][k], prompt, length, answer_only=True)
 
     def dpo(self, dataset: DPODataset, batch: DPOBatch, *, with_rewards: bool) -> Iterator[str]:
-        """Lines on the pairs of a ``DPOBatch``, the first of the dataset."""
+        """Yield lines about the pairs of a ``DPOBatch``: the first pairs of the dataset."""
         for k, origin in enumerate(dataset.origins(range(len(batch["chosen"])))):
             values = batch["chosen_rewards"][k].item(), batch["rejected_rewards"][k].item()
             rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
@@ -91,7 +91,7 @@ class Preview:
         return f"{prompt} + {length - prompt} = {length} of at most {self.seq_length} tokens"
 
     def _text(self, tokens: Tensor, labels: Tensor, prompt: int, length: int, *, answer_only: bool = False) -> Iterator[str]:
-        """The marked text of a sequence [S] of ``length`` tokens."""
+        """Yield the lines of the marked text of a sequence [S] with ``length`` tokens."""
         ids, trained = tokens[:length].tolist(), (labels[:length] != IGNORED).tolist()
         kinds = [_GIVEN if place < prompt else (_TRAINED if trained[place] else _MASKED) for place in range(length)]
         marked = ""
@@ -102,12 +102,12 @@ class Preview:
             yield f"  | {line}"
 
     def _decoded(self, ids: list[int], start: int, stop: int) -> str:
-        """The text of a part, with the space that some tokenizers write only within a text."""
+        """Return the text of tokens [start, stop), with the leading space that some tokenizers decode only inside a text."""
         before, until = self.decode(ids[:start]), self.decode(ids[:stop])
         text = until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
         return text.translate(_CONTROLS)
 
 
 def _weight(weight: float) -> str:
-    """Such as ", weight 2", in the middle of a sentence; nothing for a weight of 1."""
+    """Return text for the middle of a sentence, such as ", weight 2"; empty for a weight of 1."""
     return "" if weight == 1 else f", weight {weight:g}"

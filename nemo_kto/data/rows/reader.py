@@ -1,4 +1,7 @@
-"""From a jsonl file to records: columns are renamed; those that are not used are counted, or refused where they matter."""
+"""Reader of jsonl files: rows become records.
+
+Columns are renamed. Unused columns are counted, or refused if the prompt would be incomplete without them.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,26 @@ from nemo_kto.utils.files import MAX_LINE_BYTES
 Record = TypeVar("Record", KTORecord, DPORecord)
 
 _MEDIA = frozenset("image images video videos audio audios".split())
-# What stands before the prompt, and what may be the prompt or a part of it, by the names that data sets use.
+# Common column names for text that precedes the prompt, and for the prompt or a part of it.
 _BEFORE_PROMPT = frozenset("system system_prompt system_message history".split())
 _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "question questions instruction instructions input inputs query problem context document passage "
     "user messages conversation conversations dialog dialogue".split()
 )
-_MAX_LISTED = 50  # columns in a message
+_MAX_LISTED = 50  # maximum number of columns listed in a message
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which columns of the files stand for which of ours (``model.data.fields``).
+    """Mapping of column names (``model.data.fields``).
 
     Attributes:
-        columns: our name -> name in the files. A file without such a column is read as it is.
+        columns: name of a known column (``COLUMNS``) -> its name in the files. A file without such a column is read
+            unchanged.
 
     Raises:
-        DataError: a name that is none of ours, or one column for two of them.
+        DataError: a name is not a known column, or a column of the files is used twice.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +70,7 @@ class Fields:
             raise DataError(f"must take each column once, got {twice[0]} twice; leave one out")
 
     def rename(self, row: Row) -> tuple[Row, dict[str, str]]:
-        """The row under our names, and our name -> name in the file of what was renamed."""
+        """Return the row with its columns renamed, and for each renamed column its new name -> its name in the file."""
         renamed = {name: column for name, column in self.columns.items() if column in row}
         if not renamed:
             return row, renamed
@@ -77,12 +81,12 @@ class Fields:
 
 @dataclass(kw_only=True)
 class FileColumns:
-    """The columns of the rows of a file, counted while it is read.
+    """Columns of the rows of a file, counted while it is read.
 
     Attributes:
-        rows: JSON objects in the file.
-        found: column -> rows that have it.
-        unused: column -> rows that have it and in which it is not used.
+        rows: number of JSON objects in the file.
+        found: column -> number of rows that have it.
+        unused: column -> number of rows in which it is present but not used.
     """
 
     rows: int = 0
@@ -90,7 +94,7 @@ class FileColumns:
     unused: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: Row, used: Set[str]) -> None:
-        """Count the columns of a row, of which ``used`` mean something there."""
+        """Count the columns of a row; ``used`` are the columns that the row uses."""
         self.rows += 1
         for column in row:
             self.found[column] = self.found.get(column, 0) + 1
@@ -105,7 +109,7 @@ class FileColumns:
                 counts[column] = counts.get(column, 0) + count
 
     def unused_text(self) -> str:
-        """Such as "id, source (1200 rows)"; nothing where all columns are used."""
+        """Return the unused columns as text, such as "id, source (1200 rows)"; empty if all columns are used."""
         by_count: dict[int, list[str]] = {}
         for column, count in sorted(self.unused.items()):
             by_count.setdefault(count, []).append(printable(column, 60))
@@ -122,9 +126,9 @@ def _list(columns: Sequence[str]) -> str:
 
 @dataclass(kw_only=True)
 class PartErrors(RowErrors):
-    """Keeps all broken rows, so that those of several parts are counted as those of one file."""
+    """Collection that keeps all broken rows, so that the rows of several parts can be counted as those of one file."""
 
-    rows: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong
+    rows: list[tuple[int, str]] = field(default_factory=list)  # line, error
 
     def add(self, path: str | Path, line: int, what: str) -> None:
         super().add(path, line, what)
@@ -133,22 +137,22 @@ class PartErrors(RowErrors):
 
 @dataclass(frozen=True, kw_only=True)
 class FileReader:
-    """Reads jsonl files, one line in memory at a time; empty lines are skipped.
+    """Reader of jsonl files that holds one line in memory at a time and skips empty lines.
 
     Attributes:
         fields: the columns to rename.
-        broken: collects the rows that are left out, for a caller that reads other files next.
+        broken: collects the rows that cannot be used, so that the caller can read further files before it raises.
     """
 
     fields: Fields
     broken: RowErrors
 
     def kto_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[KTORecord]:
-        """The labelled answers of a part of a file, in its order; its ``columns`` are counted meanwhile."""
+        """Yield the labelled answers of a part of a file, in order, and count its columns in ``columns``."""
         return self._read(path, part, columns, records_of_row, as_pair=False)
 
     def dpo_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[DPORecord]:
-        """The pairs of a part of a file; everything else as in :meth:`kto_records`."""
+        """Yield the pairs of a part of a file, in order, and count its columns in ``columns``."""
         return self._read(path, part, columns, lambda row, line: [pair_of_row(row, line)], as_pair=True)
 
     def _read(
@@ -176,7 +180,11 @@ class FileReader:
 
 
 def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
-    """The records of a row in which no column with a part of the prompt is left aside."""
+    """Return the records of a row, after checking that no unused column holds a part of the prompt.
+
+    Raises:
+        RowError: the row has images, video or audio, cannot be used, or would lose a part of its prompt.
+    """
     if media := _columns_like(row, _MEDIA):
         raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
     told = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
@@ -199,7 +207,7 @@ def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]
 
 
 def _naming_remedy(row: Row) -> str:
-    """Which columns model.data.fields might name, as the end of a sentence; nothing where none looks like it."""
+    """Return the end of an error message that suggests a value of model.data.fields; empty if no column looks suitable."""
     prompts, answers = _columns_like(row, _PROMPT_LIKE), _columns_like(row, _ANSWER_LIKE)
     if len(prompts) > 1:
         return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
@@ -212,7 +220,7 @@ def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
     return [column for column in _names_like(tuple(row), names) if not _is_empty(row[column])]
 
 
-@lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
+@lru_cache(maxsize=1024)  # most rows of a file have the same columns
 def _names_like(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
     return [column for column in columns if column.lower() in names]
 
@@ -239,11 +247,11 @@ def _parse(raw: bytes) -> Row:
     try:
         text = raw.decode("utf-8-sig")
         row = json.loads(text)
-        if "\\u" in text:  # only an escape can hide half a character, which no tokenizer takes
+        if "\\u" in text:  # only an escape can encode a lone surrogate, which no tokenizer accepts
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:  # no JSON, an integer of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
         raise RowError(f"not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
         raise RowError(f"a row must be a JSON object, got {show(row)}")

@@ -1,16 +1,16 @@
-"""From a line of a jsonl file to a record: a prompt with one answer (unpaired feedback), or with a chosen and a rejected.
+"""Conversion of a row of a jsonl file into a record: a prompt with one labelled answer, or with a chosen and a rejected one.
 
-A row for KTO may be written in any of these forms, one for DPO in the last:
+A KTO row may have any of these forms, a DPO row only the last:
 
     {"prompt": "...", "response": "...", "preference": "chosen" | "rejected"}
     {"prompt": "...", "completion": "...", "label": true | false}
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
-Wherever a string stands, a list of messages may stand instead, or one message. A pair may leave out its prompt: it is what
-both sides share. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
-"chat_template_kwargs", which are for the chat template; any row may have a "weight". ``reader.py`` says what becomes of
-further columns.
+Each text may be a string, a list of messages or a single message. The prompt of a pair may be left out; it is then the
+common beginning of both sides. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
+"chat_template_kwargs", which are passed to the chat template; any row may have a "weight". ``reader.py`` defines how other
+columns are treated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 _LABELS = ("preference", "label")
 _ANSWERS = ("response", "completion")
 _WEIGHT = "weight"
-_FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses are in fp32, and so are their weights
-# The columns that have a meaning; model.data.fields gives a column of another name one of theirs.
+_FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
+# The columns that are interpreted; model.data.fields maps columns of other names to them.
 COLUMNS = (
     "prompt",
     *_ANSWERS,
@@ -49,7 +49,7 @@ COLUMNS = (
     *_TEMPLATE_KEYS,
     _WEIGHT,
 )
-# Arguments of apply_chat_template that are no variables of a template.
+# Arguments of apply_chat_template that are not template variables.
 _NOT_FOR_TEMPLATES = frozenset(
     "conversation tools add_generation_prompt continue_final_message tokenize padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -57,27 +57,30 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 class DataError(UserError):
-    """The data cannot be used; the message says which rows or files, why, and what to do."""
+    """Error about data that cannot be used; the message names the rows or files, the reason and a remedy."""
 
 
 class RowError(ValueError):
-    """What is wrong with one row; whoever reads the file adds its name and the line."""
+    """Error in one row; the reader of the file adds the file name and the line number."""
 
 
 class LastRowError(RowError):
-    """What is wrong with a row, and ends the reading: further rows could take as long or as much as this one."""
+    """Error in one row that ends reading, because further rows could take as much time or memory."""
 
 
 @dataclass(kw_only=True)
 class RowErrors:
-    """Counts broken rows. Of the same fault in one file the first row is shown, of different ones the first ten."""
+    """Collection of broken rows, raised as one error.
+
+    Rows of a file with the same fault are shown once, by the first of them; at most ten different faults are shown.
+    """
 
     SHOWN: ClassVar = 10
     total: int = 0
-    shown: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (file, fault) -> first line, last line, rows
+    shown: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (file, fault) -> first line, last line, count
 
     def add(self, path: str | Path, line: int, what: str) -> None:
-        """Note that line ``line`` (counted from 1) of ``path`` cannot be used."""
+        """Record that line ``line`` (counted from 1) of ``path`` cannot be used."""
         self.total += 1
         if (fault := (str(path), what)) in self.shown:
             self.shown[fault][1:] = [line, self.shown[fault][2] + 1]
@@ -85,7 +88,7 @@ class RowErrors:
             self.shown[fault] = [line, line, 1]
 
     def raise_if_any(self) -> None:
-        """Raise one DataError for all rows that were added."""
+        """Raise one DataError for all recorded rows, if there are any."""
         if self.total:
             rest = self.total - sum(count for *_, count in self.shown.values())
             first = f", the first {self.SHOWN} faults" if rest else ""
@@ -107,10 +110,10 @@ class KTORecord:
     Attributes:
         prompt: plain text, or the messages before the answer.
         response: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        desirable: whether the answer is one to learn.
-        line: where it came from, counted from 1; the two records of a pair share it.
-        template: what the chat template is given besides the messages: ``tools``, and variables of its own.
-        weight: of its loss.
+        desirable: label of the answer: True for desirable, False for undesirable.
+        line: line of the file, counted from 1; the two records of a pair have the same line.
+        template: arguments of the chat template besides the messages: ``tools`` and custom template variables.
+        weight: weight of the loss of this record.
     """
 
     prompt: TextOrMessages
@@ -123,12 +126,12 @@ class KTORecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DPORecord:
-    """One prompt with two answers, of which one was chosen.
+    """One prompt with a chosen and a rejected answer.
 
     Attributes:
         prompt: plain text, or the messages before the answer.
         chosen, rejected: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        chosen_reward, rejected_reward: what the row says the answers are worth; both None if it says nothing.
+        chosen_reward, rejected_reward: rewards of the answers from the row; both None if the row has none.
         line, template, weight: see :class:`KTORecord`.
     """
 
@@ -143,17 +146,17 @@ class DPORecord:
 
     @property
     def sides(self) -> tuple[KTORecord, KTORecord]:
-        """The prompt with the chosen answer, and with the rejected one."""
+        """The pair as two records: the prompt with the chosen answer, and the prompt with the rejected one."""
         shared: dict[str, Any] = {"prompt": self.prompt, "line": self.line, "template": self.template, "weight": self.weight}
         chosen = KTORecord(response=self.chosen, desirable=True, **shared)
         return chosen, KTORecord(response=self.rejected, desirable=False, **shared)
 
 
 def records_of_row(row: Row, line: int) -> list[KTORecord]:
-    """One record, or two for a pair (the desirable one first).
+    """Return the records of a row: one, or two for a pair (the desirable one first).
 
     Raises:
-        RowError: the row has none of the known forms, or a value that has no meaning there.
+        RowError: the row has none of the known forms, or an invalid value.
     """
     if keys := _pair_keys(row):
         chosen, rejected = _pair(row, *keys)
@@ -172,10 +175,10 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
 
 
 def pair_of_row(row: Row, line: int) -> DPORecord:
-    """The pair that a row is.
+    """Return the pair of a row.
 
     Raises:
-        RowError: the row is no pair, its sides have different prompts, or a value has no meaning there.
+        RowError: the row is not a pair, its sides have different prompts, or it has an invalid value.
     """
     keys = _pair_keys(row)
     if keys is None:
@@ -203,9 +206,13 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     )
 
 
-@lru_cache(maxsize=1024)  # the rows of a file mostly have the same columns
+@lru_cache(maxsize=1024)  # most rows of a file have the same columns
 def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
-    """The columns that :func:`records_of_row` reads of a row with these, or :func:`pair_of_row` with ``as_pair``."""
+    """Return the columns that are read from a row with the given columns.
+
+    They may include columns that the row does not have. The row is read by :func:`records_of_row`, or by :func:`pair_of_row`
+    if ``as_pair`` is set.
+    """
     if keys := _pair_keys(columns):
         read = {"prompt", *keys, *(_REWARDS if as_pair else ())}
     elif "messages" in columns:
@@ -230,10 +237,10 @@ def _weight(row: Row) -> float:
 
 
 def _number(value: object) -> float:
-    """NaN where the value is no number."""
+    """Return the value as a float; NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # an integer of more than 308 digits
+    except OverflowError:  # an integer with more than 308 digits
         return math.inf
 
 
@@ -244,7 +251,7 @@ def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: 
 
 
 def _template(row: Row, *, plain: bool) -> dict[str, object]:
-    """What a row gives the chat template by keyword; ``plain``: it has strings, which no template sees."""
+    """Return the chat template arguments of a row; ``plain``: its texts are strings, to which no template is applied."""
     given = [key for key in _TEMPLATE_KEYS if row.get(key)]
     if not given:
         return {}
@@ -264,7 +271,7 @@ def _template(row: Row, *, plain: bool) -> dict[str, object]:
 def _tools(value: object) -> list[object]:
     try:
         tools = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:  # no JSON, an integer of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
         raise RowError(f'"tools" must be a list of JSON schemas, got a string that is not JSON ({error})') from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f'"tools" must be a list of JSON schemas, or that as a string of JSON, got {show(value)}')
@@ -289,12 +296,12 @@ def _label(row: Row) -> bool:
 
 
 def _pair_keys(row: Collection[str]) -> tuple[str, str] | None:
-    """The keys of the chosen and the rejected side; None where the row has neither."""
+    """Return the keys of the chosen and the rejected side; None if the row has neither."""
     return next((keys for keys in _PAIR_KEYS if any(key in row for key in keys)), None)
 
 
 def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
-    """(prompt, answer) of the chosen and of the rejected side."""
+    """Return (prompt, answer) of the chosen side and of the rejected side."""
     if good not in row or bad not in row:
         missing = bad if good in row else good
         raise RowError(f'a pair must have "{good}" and "{bad}"; "{missing}" is missing')
@@ -314,7 +321,7 @@ def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMes
 
 
 def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
-    """Length of the prompt two strings share: up to the last answer's mark if there is one, otherwise whole words."""
+    """Return the length of the common prompt: up to the last answer marker if there is one, otherwise whole words."""
     shared = chosen[: _shared_length(chosen, rejected)]
     mark = shared.rfind(_DIALOGUE_ANSWER)
     if mark >= 0:
@@ -331,7 +338,7 @@ def _shared_length(a: str, b: str) -> int:
 
 
 def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOrMessages, TextOrMessages]:
-    """Both sides brought to one kind: two strings, or messages and one assistant message."""
+    """Return prompt and answer in the same form: two strings, or messages and one assistant message."""
     if isinstance(answer, str) and isinstance(prompt, str):
         return prompt, answer
     if isinstance(answer, str):
@@ -351,7 +358,7 @@ def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOr
 
 
 def _conversation(value: object, key: str) -> tuple[list[Message], list[Message]]:
-    """Messages up to the last, and the last, which is the answer."""
+    """Return the messages before the last one, and the last one, which is the answer."""
     messages = _messages(value, key)
     if len(messages) < 2:
         raise RowError(f'"{key}" must have at least one message before the answer, got {show(value)}')

@@ -1,4 +1,4 @@
-"""Files of rows that model.data.data_prefix names: splits, folders and weighted blends."""
+"""Data files named by model.data.data_prefix: splits, folders and weighted blends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from nemo_kto.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 WHOLE = "all"
-UNNAMED = ""  # the name of a validation set that has none
-AUTO = "auto"  # a splits_string
+UNNAMED = ""  # key of a validation set that has no name
+AUTO = "auto"  # value of splits_string
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files that are read one after the other and, in a blend, share one weight.
+    """Files that are read in sequence and, in a blend, have one common weight.
 
     Attributes:
         files: at least one jsonl file.
-        weight: share of the blend, in the unit of the other weights; None: the files are simply appended.
+        weight: share of the blend, relative to the other weights; None: the files are appended without weighting.
     """
 
     files: tuple[Path, ...]
@@ -37,20 +37,20 @@ class Source:
 
 
 def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
-    """Sources by split.
+    """Return the sources of each split.
 
     Args:
         data_prefix: a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl,
-            validation.jsonl and test.jsonl as splits); a list of files and folders; a list that alternates weight and
-            file; or a mapping from "train", "validation" and "test" to any of these. What "validation" leads to may be a
-            mapping too, from the names of several validation sets to any of these.
+            validation.jsonl and test.jsonl as splits); a list of files and folders; a list of alternating weights and
+            files; or a mapping from "train", "validation" and "test" to any of these. The value of "validation" may also be
+            a mapping from the names of several validation sets to any of these.
 
     Returns:
-        Either the one key ``WHOLE`` (still to be split), or those of ``SPLITS`` that have data; validation sets with names
-        each have their :func:`validation_split`.
+        Split -> sources: either the single key ``WHOLE`` (not yet split), or the ``SPLITS`` that have data. Named validation
+        sets have the keys given by :func:`validation_split`.
 
     Raises:
-        DataError: something does not exist, or has a form of its own.
+        DataError: a path does not exist, or ``data_prefix`` has none of these forms.
     """
     if isinstance(data_prefix, Mapping):
         unknown = sorted(set(map(str, data_prefix)) - set(SPLITS))
@@ -70,20 +70,20 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
 
 
 def validation_names(data_prefix: object) -> tuple[str, ...]:
-    """Names of the validation sets, by the form of ``data_prefix`` alone; only ``UNNAMED`` where they have none."""
+    """Return the names of the validation sets, without reading files; only ``UNNAMED`` if ``data_prefix`` names none."""
     return tuple(_validation_sets(data_prefix)) or (UNNAMED,)
 
 
 def validation_split(name: str) -> str:
-    """What the split of the validation set of this name is called, such as validation.helpful."""
+    """Return the split name of a validation set, such as validation.helpful."""
     return f"validation.{name}" if name else "validation"
 
 
 def check_validation_names(data_prefix: object) -> None:
-    """Make sure that the names of validation sets can stand in those of metrics.
+    """Check that the names of validation sets can be part of metric names.
 
     Raises:
-        DataError: some cannot; names all of them.
+        DataError: some cannot; the message lists all of them.
     """
     if wrong := [name for name in _validation_sets(data_prefix) if not _SET_NAME.fullmatch(name)]:
         got = ", ".join(map(repr, wrong))
@@ -93,10 +93,12 @@ def check_validation_names(data_prefix: object) -> None:
 
 
 def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction] | None:
-    """Shares of train, validation and test, which sum to 1; None for ``AUTO``, where they depend on the number of rows.
+    """Return the shares of train, validation and test, which sum to 1; None for ``AUTO``.
+
+    The shares of ``AUTO`` depend on the number of rows, see :func:`split_shares`.
 
     Raises:
-        ValueError: not one to three numbers of at least 0, or nothing for train.
+        ValueError: not one to three numbers of at least 0, or a share of 0 for train.
     """
     if splits_string == AUTO:
         return None
@@ -113,10 +115,10 @@ def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction
 
 
 def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of train, validation and test of a source of ``num_rows`` rows, at least 1; they sum to 1.
+    """Return the shares of train, validation and test for a source with ``num_rows`` rows (at least 1); they sum to 1.
 
-    With ``AUTO`` the last hundredth is for validation: none where that is fewer than 2, and 10,000 at most, which is
-    enough to see a difference, and costs the same however large the data is.
+    With ``AUTO`` the last hundredth of the rows is used for validation, but at most 10,000 rows, and none if it would be
+    fewer than 2 rows. 10,000 rows are enough to see a difference, and the cost of validation stays bounded for large data.
     """
     shares = read_splits_string(splits_string)
     if shares is not None:
@@ -127,13 +129,13 @@ def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction,
 
 
 def _validation_sets(data_prefix: object) -> dict[str, object]:
-    """What each validation set with a name is made of."""
+    """Return the data_prefix of each named validation set; empty if there are none."""
     sets = data_prefix.get("validation") if isinstance(data_prefix, Mapping) else None
     return {str(name): value for name, value in sets.items() if value} if isinstance(sets, Mapping) else {}
 
 
 def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
-    """Sources of a folder whose files are named after splits; none for another folder, or for a file."""
+    """Return the sources of a folder whose files are named after splits; empty for any other folder or a file."""
     files = _files(folder) if folder.is_dir() else ()
     named: dict[str, tuple[Source, ...]] = {file.stem: (Source((file,), None),) for file in files if file.stem in SPLITS}
     others = [file.name for file in files if file.stem not in SPLITS]
@@ -169,7 +171,7 @@ def _weighted(weight: object, path: object) -> Source:
 
 
 def _weight(value: object) -> Fraction | None:
-    """The weight as written (0.7 is 7/10, not its nearest binary number); None for what is no number."""
+    """Return the weight exactly as written (0.7 is 7/10, not the nearest binary number); None if it is not a number."""
     try:
         return None if isinstance(value, bool | Path) else Fraction(str(value))
     except (ValueError, ZeroDivisionError):
@@ -182,12 +184,12 @@ def _files(path: Path) -> tuple[Path, ...]:
         if not files:
             raise DataError(f"the folder {path} must hold jsonl files, got none")
         return files
-    if not path.exists():  # what is no regular file is refused where it is opened
+    if not path.exists():  # anything but a regular file is refused when it is opened
         raise DataError(f"data_prefix names {path}, which does not exist")
     return (path,)
 
 
-Range = tuple[Source, int, int]  # rows of a source: the first, and the one after the last
+Range = tuple[Source, int, int]  # rows [start, stop) of a source
 
 logger = logging.getLogger(__name__)
 
@@ -195,14 +197,15 @@ _MAX_REPEATS = 100
 
 
 def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[int], bool]) -> list[tuple[int, int]]:
-    """Cut rows 0 .. num_rows-1 into adjoining ranges, one for each share.
+    """Split rows 0 .. num_rows-1 into contiguous ranges, one for each share.
 
-    Ranges and not a draw, so that answers to one prompt, which mostly stand together in a file, stay together.
+    The split uses ranges instead of random sampling, so that answers to the same prompt, which are usually adjacent in a
+    file, stay in the same split.
 
     Args:
-        num_rows: rows of the file.
-        shares: sum to 1.
-        joined: whether row i must be in the same split as row i-1 (the two sides of a pair).
+        num_rows: number of rows.
+        shares: shares of the rows, which sum to 1.
+        joined: returns whether row i must be in the same split as row i-1 (the two sides of a pair).
 
     Returns:
         (start, stop) for each share; a range may be empty.
@@ -217,15 +220,15 @@ def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[in
 
 
 def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_validation_rows: int) -> list[str]:
-    """Give the validation rows to the training where they are too few, in place.
+    """Move the validation rows to the training split, in place, if there are too few of them.
 
     Args:
-        ranges: of each split; those of a source adjoin, in the order of ``prefix.SPLITS``.
-        splits_string: that they come from; None where all is for training.
-        min_validation_rows: fewer are too few.
+        ranges: ranges of each split; the ranges of a source are contiguous, in the order of ``SPLITS``.
+        splits_string: the setting that the ranges were made from; None if all rows are for training.
+        min_validation_rows: minimum number of validation rows.
 
     Returns:
-        What is to be said: of this, of a validation split without rows, and of rows that nothing reads.
+        Warnings about moved rows, about a validation split without rows and about test rows, which are not used.
     """
     rows = {split: _num_rows(parts) for split, parts in ranges.items()}
     total, found, warnings = sum(rows.values()), rows["validation"], []
@@ -247,7 +250,11 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
 
 
 def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) -> list[str]:
-    """Leave out a validation set without a name where its rows are too few, in place; returns what is to be said."""
+    """Drop an unnamed validation set, in place, if it has too few rows.
+
+    Returns:
+        Warnings about this and about test rows, which are not used.
+    """
     rows = {split: _num_rows(parts) for split, parts in ranges.items()}
     warnings = []
     if 0 < rows.get("validation", 0) < min_validation_rows:
@@ -262,10 +269,10 @@ def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) ->
 
 
 def refuse_small_sets(ranges: Mapping[str, Sequence[Range]], min_validation_rows: int) -> None:
-    """Make sure that no validation set with a name has too few rows: something may wait for its metrics.
+    """Check that no named validation set has too few rows; such a set is not dropped, as its metrics may be needed.
 
     Raises:
-        UserError: some have; names all of them.
+        UserError: some sets have too few rows; the message lists all of them.
     """
     rows = {split: _num_rows(parts) for split, parts in ranges.items() if split not in SPLITS}
     if small := [f"{count} in {split}" for split, count in rows.items() if count < min_validation_rows]:
@@ -280,15 +287,15 @@ def _num_rows(parts: Sequence[Range]) -> int:
 
 
 def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mix sources in exact proportion, in an order in which every stretch is close to that proportion.
+    """Mix sources in exact proportion, in an order that keeps every segment close to this proportion.
 
-    An epoch of the blend is the shortest in which each source has its share and every row of every source is used at
-    least once. Rows of one source are used in passes: none is used again before all others of its source were.
+    An epoch of the blend is the shortest one in which each source has its share and every row of every source is used at
+    least once. The rows of a source are used in passes: no row is repeated before all other rows of its source were used.
 
     Args:
-        sizes: rows of each source, at least 1.
+        sizes: number of rows of each source, at least 1.
         weights: share of each source, above 0, in any unit.
-        seed: decides the order of the rows within each pass.
+        seed: determines the order of the rows within each pass.
 
     Returns:
         (source [N], row within the source [N]), int64.
@@ -314,7 +321,7 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
 
 
 def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
-    """Integers that sum to ``length``, each the share rounded down or up (largest remainders up)."""
+    """Return integers that sum to ``length``: the shares rounded down, or up for those with the largest remainders."""
     counts = [int(length * share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
     for k in by_remainder[: length - sum(counts)]:
@@ -323,6 +330,6 @@ def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
 
 
 def _passes(size: int, count: int, seed: tuple[int, int]) -> np.ndarray:
-    """``count`` rows out of ``size``: whole permutations one after the other, the last one cut."""
+    """Return ``count`` rows out of ``size``: a sequence of whole permutations, the last one truncated."""
     passes = -(-count // size)
     return np.concatenate([np.random.default_rng((*seed, k)).permutation(size) for k in range(passes)])[:count]

@@ -1,4 +1,4 @@
-"""Examples: rows tokenised once, kept in an Arrow file that every rank maps into memory instead of reading it."""
+"""Cache of tokenised examples in Arrow files, which every rank memory-maps instead of reading them."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4  # raise it when the same data and tokenizer give other ids or other columns
+_FORMAT = 4  # increase it if the same data and tokenizer give other token ids or columns
 _IDS = SequenceOf(Value("int32"))
-Columns = dict[str, object]  # of one example
+Columns = dict[str, object]  # column name -> value, for one example
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 Opened = tuple[Table | None, FileColumns]
-"""Memory-mapped examples, or None where rows were broken, and the columns of the rows."""
+"""Memory-mapped examples, or None if rows were broken, and the columns of the rows."""
 
 
 class Progress(Protocol):
-    """Passes items on and shows how many of them have passed."""
+    """Progress display: yields the items of an iterable and shows how many have been processed."""
 
     def __call__(self, items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]: ...
 
 
 def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
-    """The items."""
+    """Yield the items without showing progress."""
     yield from items
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleKind:
-    """What the rows of a file become.
+    """Kind of examples: how the rows of a file are read, tokenised and stored.
 
     Attributes:
-        name: begins the names of the cached files.
-        features: columns of the cached examples; ``line`` is where an example came from, ``prompt_cut`` and
-            ``response_cut`` say what truncation took from.
-        read: (reader, file, its columns, to be counted, a part of it) -> the records of the part.
-        tokenise: records -> for each its columns, or why it cannot be used.
+        name: prefix of the names of the cached files.
+        features: columns of the cached examples; ``line`` is the line of the row, ``prompt_cut`` and ``response_cut`` are
+            true if prompt or response was truncated.
+        read: (reader, file, column counts to update, part of the file) -> the records of the part.
+        tokenise: records -> for each record its columns, or the error that makes it unusable.
     """
 
     name: str
@@ -71,10 +71,10 @@ class ExampleKind:
     def examples(
         self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
     ) -> Iterator[Columns]:
-        """The columns of the examples of records; those that cannot be used are added to ``broken``.
+        """Yield the columns of the example of each record; records that cannot be used are added to ``broken``.
 
         Raises:
-            DataError: one of them is a LastRowError.
+            DataError: the error of a record is a LastRowError.
         """
         for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
             if isinstance(example, RowError):
@@ -144,20 +144,20 @@ DPO_EXAMPLES = ExampleKind(
 
 @dataclass(kw_only=True, eq=False)
 class TokenCache:
-    """Arrow files of examples, one for each jsonl file, in one folder; beside each a JSON file about its columns.
+    """Cache of examples: one Arrow file per jsonl file, in one folder, each with a JSON file about its columns.
 
-    A file's name holds a hash of everything that decides its content: path, size and time of change of the data, the
-    columns that are renamed, the tokenizer, the length and the truncation. Files appear under their name complete or not
-    at all, and are compared with a hash of what was written when they are opened; a large one is read for that once, until
-    it changes. Any number of processes may read at the same time; one writes, and the others wait for it.
+    The file name contains a hash of everything that determines the content: path, size and modification time of the data,
+    the renamed columns, the tokenizer, the sequence length and the truncation. Files are published atomically. When a file
+    is opened, it is compared with the hash of the content that was written; a large file is read for this only once, until
+    it changes. Any number of processes may read at the same time; one process writes while the others wait for it.
 
     Attributes:
-        kind, fields, encoder, truncation: what becomes of a row.
-        folder: made if absent.
-        shared: others may read the files, as the umask says; else only the user.
-        verified: another process of this machine has just compared the files with their hashes; they are not read here.
-        preprocess_workers: tokenise in up to so many processes; None: in one for each core of this process.
-        progress: (items, total=..., title=...) -> the items, and shows meanwhile how many of them have passed.
+        kind, fields, encoder, truncation: determine how a row is converted.
+        folder: folder of the files; created if absent.
+        shared: the files have the permissions of the umask, so that others may read them; otherwise only the user may.
+        verified: another process on this machine has just compared the files with their hashes; this process does not.
+        preprocess_workers: maximum number of processes for tokenisation; None: one per core that this process may use.
+        progress: (items, total=..., title=...) -> yields the items and shows how many have been processed.
     """
 
     kind: ExampleKind
@@ -181,10 +181,10 @@ class TokenCache:
         )
 
     def open(self, paths: Sequence[Path], *, broken: RowErrors) -> dict[Path, Opened]:
-        """The examples of jsonl files, tokenised if they are not yet.
+        """Return the examples of jsonl files, which are tokenised first unless they are cached.
 
         Returns:
-            For each file the memory-mapped examples in the columns of their kind, or None where rows were broken (they are
+            For each file the memory-mapped examples with the columns of their kind, or None if rows are broken (they are
             added to ``broken``); and the columns of the rows.
 
         Raises:
@@ -204,21 +204,21 @@ class TokenCache:
         return {path: opened[path] for path in paths}
 
     def _open_large(self, files: Mapping[Path, Path], broken: RowErrors) -> dict[Path, Opened]:
-        """The examples of files that are tokenised in parts; of each at most one process is the writer."""
+        """Return the examples of files that are tokenised in parts; each file is written by at most one process."""
         opened = {}
         for path, cached in files.items():
             with one_writer(cached, private=not self.shared):
-                if (found := self._read(cached)) is None:  # else it was written while this process waited
+                if (found := self._read(cached)) is None:  # else another process has written it meanwhile
                     try:
                         found = self._write_parts(path, cached, broken)
-                    except FileNotFoundError:  # the parts: where there are no locks, another process may be done first
+                    except FileNotFoundError:  # of a part: without file locks, another process may have finished first
                         if (found := self._read(cached)) is None:
                             raise
                 opened[path] = found
         return opened
 
     def _open_small(self, files: Mapping[Path, Path], request: str, broken: RowErrors) -> dict[Path, Opened]:
-        """The examples of files of one part each; of the processes with the same request one at a time is the writer."""
+        """Return the examples of files with one part each; of the processes with the same request one writes at a time."""
         what = _names(list(files))
         with one_writer(self.folder / f"{self.kind.name}-files-{request}", private=not self.shared):
             opened = {path: found for path, cached in files.items() if (found := self._read(cached)) is not None}
@@ -230,7 +230,7 @@ class TokenCache:
             results: Iterator[PartResult] = chain.from_iterable(done)
             if len(groups) > 1:
                 results = self.progress(results, total=len(absent), title=f"tokenising {what}")
-            for (path, cached), result in zip(absent, results, strict=False):  # there are none after a last one
+            for (path, cached), result in zip(absent, results, strict=False):  # the results end after ``is_last``
                 columns, before = FileColumns(), broken.total
                 try:
                     result.add_to(path, columns, broken)
@@ -266,10 +266,10 @@ class TokenCache:
         return map_parts(work, items, processes=processes, doing=doing, setting=setting)
 
     def _is_usable(self, path: Path, cached: Path, *, rows: int, broken: RowErrors, before: int) -> bool:
-        """Whether a file has examples and no broken rows; of an empty one that is added to ``broken``.
+        """Return whether a file has examples and no broken rows; an empty file is added to ``broken``.
 
         Raises:
-            DataError: it was changed while it was read.
+            DataError: the file was changed while it was read.
         """
         if self._name(path) != cached.name:
             raise DataError(f"{path} was changed while it was read; start again when it is complete")
@@ -278,15 +278,15 @@ class TokenCache:
         return broken.total == before
 
     def _complete(self, cached: Path, columns: FileColumns) -> Opened:
-        """Note what a cached file holds, which makes it complete, and open it."""
+        """Write the JSON file of a cached file, which marks it as complete, and open the cached file."""
         about = {**asdict(columns), "sha256": hash_once(cached, cache_dir=self.folder, private=not self.shared)}
-        is_large = cached.stat().st_size >= MIN_KEPT_BYTES  # a small one is tokenised again in no time
+        is_large = cached.stat().st_size >= MIN_KEPT_BYTES  # tokenising a small file again is fast
         with publish_file(cached.with_suffix(".json"), private=not self.shared, durable=is_large) as writing:
             writing.write_text(json.dumps(about), encoding="utf-8")
         return MemoryMappedTable.from_file(str(cached)), columns
 
     def _read(self, cached: Path) -> Opened | None:
-        """What is cached; None where nothing is, or where it is not what was written and has been removed."""
+        """Open a cached file; None if it is absent, or if its content is not as written, in which case it is removed."""
         about = cached.with_suffix(".json")
         try:
             columns = json.loads(about.read_text(encoding="utf-8"))
@@ -299,7 +299,7 @@ class TokenCache:
             remedy = "make it readable, or choose another model.data.cache_dir"
             raise UserError(f"{error.filename} cannot be read: {error.strerror}; {remedy}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass  # no JSON, or not ours
+            pass  # not JSON, or written by another program
         logger.warning("%s is not what was written, and its rows are tokenised again", cached)
         about.unlink(missing_ok=True)
         cached.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From records to token ids with the model's own tokenizer and chat template."""
+"""Tokenisation of records with the tokenizer and chat template of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AGAIN = "download the tokenizer's files again, or write them with save_pretrain
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """Token ids of one example before truncation; neither list is empty."""
+    """Token ids of one example before truncation; both lists are non-empty."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -36,13 +36,14 @@ class _Text(NamedTuple):
 
 
 def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, without asking the network or running code of the folder.
+    """Load the tokenizer of a Hugging Face folder, without network access and without running code from the folder.
 
     Args:
-        vocab_size: rows of the model's embedding; None where not known.
+        folder: the Hugging Face folder.
+        vocab_size: vocabulary size of the model's embedding; None if unknown.
 
     Raises:
-        UserError: there is none, transformers cannot read it, or BOS or EOS has no row in the embedding.
+        UserError: the folder has no tokenizer, transformers cannot load it, or BOS or EOS has no embedding.
     """
     check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
@@ -50,7 +51,7 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except UserError:
         raise
-    except Exception as error:  # of wrong files transformers and tokenizers may make anything
+    except Exception as error:  # for invalid files transformers and tokenizers may raise any exception
         told = f"{folder}: the tokenizer cannot be loaded: {printable(str(error))}"
         raise UserError(f"{told}; {_AGAIN}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -62,16 +63,16 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
         for token, number in tokenizer.get_vocab().items()
         if token in (tokenizer.bos_token, tokenizer.eos_token)
     }
-    check_ids(ids, vocab_size=vocab_size, file=Path(folder))  # other files may name them too
+    check_ids(ids, vocab_size=vocab_size, file=Path(folder))  # because files other than tokenizer.json may define them too
     return tokenizer
 
 
 @contextlib.contextmanager
 def _panics_named(folder: Path) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is no Exception, into an error about the folder's tokenizer.json.
+    """Turn a panic of the tokenizers library, which is not an Exception, into an error about tokenizer.json.
 
     Raises:
-        UserError: there was one, such as that of a regular expression which takes too long on a text.
+        UserError: the library panicked, for example because a regular expression takes too long on a text.
     """
     try:
         yield
@@ -83,20 +84,26 @@ def _panics_named(folder: Path) -> Iterator[None]:
 
 
 class RecordEncoder:
-    """TextOrMessages records into token ids, a batch at a time.
+    """Encoder of records into token ids, one batch at a time.
 
-    Plain rows get a BOS where the tokenizer itself adds one, and an EOS after the answer. Message rows are what the
-    chat template renders, without the white space after the end-of-turn token; an EOS is added only where the template
-    ends a turn with no special token at all. The answer is tokenised as the continuation of the prompt; where that
-    would change the prompt's own tokens (which the model will be given as they are), on its own.
+    A row of strings gets a BOS if the tokenizer adds one itself, and an EOS after the answer. A row of messages is rendered
+    by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if the template ends a
+    turn without any special token. The answer is tokenised as the continuation of the prompt. If this would change the
+    tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
+
+    Attributes:
+        bos_id: BOS token that is added to rows of strings; None if the tokenizer adds none.
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
-        """Encode with a tokenizer.
+        """Prepare encoding with a tokenizer.
 
         Args:
-            tokenizer: must have an EOS token; UserError if it has none.
-            vocab_size: rows of the model's embedding, to which a record's tokens are limited; None where not known.
+            tokenizer: tokenizer of the model, with an EOS token.
+            vocab_size: vocabulary size of the model's embedding, which limits the token ids of records; None if unknown.
+
+        Raises:
+            UserError: the tokenizer has no EOS token.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -112,11 +119,11 @@ class RecordEncoder:
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
         with _panics_named(self._folder):
             self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
-        # Says that forking (loader workers, which never tokenise) after tokenising in threads is meant.
+        # Forking after tokenising in threads is intended: the forked data loader workers never tokenise.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
     def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
-        """One result for each record: its token ids, or why it cannot be used."""
+        """Return the token ids of each record, or the error that makes the record unusable."""
         texts = self._texts(records)
         usable = [text for text in texts if isinstance(text, _Text)]
         prompts = self._ids([text.prompt for text in usable])
@@ -130,12 +137,12 @@ class RecordEncoder:
         return [text if isinstance(text, RowError) else next(examples) for text in texts]
 
     def fingerprint(self) -> str:
-        """Hash of everything in the tokenizer that decides the ids of an example."""
+        """Return a hash of all tokenizer properties that determine the token ids of an example."""
         tokenizer = self._tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
             content = json.loads(backend.to_str())
-            for setting in ("truncation", "padding"):  # left behind by whoever called the tokenizer last
+            for setting in ("truncation", "padding"):  # remain from the last call of the tokenizer
                 content.pop(setting, None)
         else:
             content = sorted(tokenizer.get_vocab().items())
@@ -187,7 +194,7 @@ class RecordEncoder:
             rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
         except MemoryError:
             raise
-        except Exception as error:  # a template is a program of its own and may raise anything
+        except Exception as error:  # a template is a program and may raise any exception
             told = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
             raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
         if not isinstance(rendered, str) or not rendered.strip():
@@ -216,11 +223,11 @@ class RecordEncoder:
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer by itself puts a BOS in front of a string."""
+    """Return whether the tokenizer itself adds a BOS in front of a string."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Texts of all special tokens: end-of-turn marks are often special without being the EOS."""
+    """Return the texts of all special tokens; end-of-turn tokens are often special tokens other than the EOS."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))

@@ -1,4 +1,4 @@
-"""What the examples of a run are, by their content: a hash that a resumed run compares."""
+"""Content hash of the examples of a run, which a resumed run compares."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from nemo_kto.utils.hashes import MIN_KEPT_BYTES
 if TYPE_CHECKING:
     import pyarrow
 
-_NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # where an example came from, and what truncation took from it
+_NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 
 
 def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
-    """Hash of examples and their order.
+    """Return a hash of the examples and their order.
 
-    The hash of every large file is kept beside it, so that millions of examples cost no more than the index does.
+    The hash of each large file is stored next to the file, so that hashing millions of examples costs no more than hashing
+    their index.
 
     Args:
-        files: of ``TokenCache``, one after the other.
-        index: [N] int64, the place in these files of each example.
+        files: files of ``TokenCache``, which are concatenated.
+        index: [N] int64, position of each example in the concatenated files.
     """
     whole = hashlib.sha256()
     for file in files:
@@ -36,13 +37,17 @@ def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
 
 
 def _file_hash(file: Path) -> str:
-    """Of token ids, labels, rewards and weights, however the file groups them; its name says all that it was made of."""
+    """Return a hash of the token ids, labels, rewards and weights in a file; it does not depend on how the file groups them.
+
+    The hash of a large file is stored; it stays valid because the file name identifies everything that the file was made
+    from.
+    """
     kept, state = file.parent / "hashes" / f"{file.stem}.sha256", file.stat()
     if state.st_size < MIN_KEPT_BYTES:
         return _content_hash(file)
     if (known := kept_hash(kept)) is not None:
         return known
-    found, private = _content_hash(file), not state.st_mode & 0o077  # as the file itself
+    found, private = _content_hash(file), not state.st_mode & 0o077  # same permissions as the file
     make_folder(kept.parent, private=private)
     with publish_file(kept, private=private, durable=False) as writing:
         writing.write_text(found, encoding="ascii")
@@ -53,7 +58,7 @@ def _content_hash(file: Path) -> str:
     table, whole = MemoryMappedTable.from_file(str(file)), hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
         if name == "weight" and not _has_weights(table.column(name)):
-            continue  # rows without weights have the hash that they had before there were weights
+            continue  # examples without weights keep the hash they had before weights were introduced
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
     return whole.hexdigest()
 
@@ -65,7 +70,7 @@ def _has_weights(column: pyarrow.ChunkedArray) -> bool:
 def _column_hash(column: pyarrow.ChunkedArray) -> str:
     lengths, values = hashlib.sha256(), hashlib.sha256()
     for chunk in column.chunks:
-        if hasattr(chunk, "value_lengths"):  # a list for each example
+        if hasattr(chunk, "value_lengths"):  # one list per example
             lengths.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(), dtype="<i8").tobytes())
             chunk = chunk.flatten()
         array = np.ascontiguousarray(chunk.to_numpy(zero_copy_only=False))

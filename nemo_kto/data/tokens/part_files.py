@@ -1,4 +1,7 @@
-"""Rows tokenised into Arrow files: small files whole, large ones in parts, which an interrupted run need not do again."""
+"""Tokenisation of data files into Arrow files.
+
+Small files are tokenised as a whole, large ones in parts, so that an interrupted run does not have to repeat finished parts.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ from nemo_kto.utils.hashes import MIN_KEPT_BYTES
 if TYPE_CHECKING:
     from nemo_kto.data.tokens.cache import Columns, ExampleKind
 
-PARTS = ".parts"  # ends the name of the folder of a file's parts
+PARTS = ".parts"  # suffix of the folder with the parts of a file
 _BATCH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """What was found in a part of a file.
+    """Result of tokenising a part of a file.
 
     Attributes:
-        rows: examples, or pairs.
-        columns: of the rows.
-        broken: line of each broken row, and what is wrong with it.
+        rows: number of examples, or pairs.
+        columns: columns of the rows.
+        broken: line and error of each broken row.
         is_last: no further part should be read, see ``records.LastRowError``.
     """
 
@@ -44,10 +47,10 @@ class PartResult:
     is_last: bool
 
     def add_to(self, path: Path, columns: FileColumns, broken: RowErrors) -> None:
-        """Add what was found in this part to that of the file.
+        """Add the columns and broken rows of this part to those of the file.
 
         Raises:
-            DataError: this is the last part.
+            DataError: this is the last part, and rows are broken.
         """
         columns.merge(self.columns)
         for line, what in self.broken:
@@ -58,11 +61,11 @@ class PartResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokeniser:
-    """Tokenises rows into Arrow files, in any process.
+    """Tokeniser of rows into Arrow files, usable in any process.
 
     Attributes:
-        kind, fields, encoder, truncation: what becomes of a row.
-        private: only the user may read the files.
+        kind, fields, encoder, truncation: determine how a row is converted.
+        private: the files are readable only by the user.
     """
 
     kind: ExampleKind
@@ -72,7 +75,7 @@ class Tokeniser:
     private: bool
 
     def write(self, path: Path, part: FilePart, examples: Path) -> PartResult:
-        """Tokenise a part of the rows in ``path`` into the file ``examples``, which is removed if rows are broken."""
+        """Tokenise a part of ``path`` into the file ``examples``, which is removed if any row is broken."""
         columns, broken, count, is_last = FileColumns(), PartErrors(), 0, False
         with ArrowWriter(path=str(examples), features=self.kind.features, writer_batch_size=_BATCH) as writer:
             try:
@@ -93,18 +96,24 @@ class Tokeniser:
 
 @dataclass(frozen=True, kw_only=True)
 class FilesWriter:
-    """Tokenises whole small files, each into a file of its own, in any process.
+    """Writer that tokenises whole small files into one file each, usable in any process.
 
-    Such a file appears at once, without a wait for the disk: its content is compared with a hash whenever it is opened. A
-    larger one, whose hash is kept, is on disk first.
+    A file is published without waiting for the disk, because its content is compared with a hash whenever it is opened. A
+    larger file, whose hash is stored, is flushed to disk first.
     """
 
     tokeniser: Tokeniser
 
     def __call__(self, files: Sequence[tuple[Path, Path]]) -> list[PartResult]:
-        """Tokenise files: (rows, where the examples go), up to one whose result ``is_last``.
+        """Tokenise files, up to and including the first whose result has ``is_last`` set.
 
-        Nothing is written of a file with broken rows.
+        Nothing is written for a file with broken rows.
+
+        Args:
+            files: (data file, target file) for each file.
+
+        Returns:
+            The result for each file that was read.
 
         Raises:
             DataError: a file cannot be opened, or is of another format.
@@ -118,7 +127,7 @@ class FilesWriter:
 
     def _write(self, path: Path, target: Path) -> PartResult:
         with publish_file(target, private=self.tokeniser.private, durable=False) as writing:
-            # its only part: if the file grows meanwhile, it is refused as changed
+            # the file has a single part; if it grows meanwhile, the caller refuses it as changed
             result = self.tokeniser.write(path, next(file_parts(path)), writing)
             if writing.exists() and writing.stat().st_size >= MIN_KEPT_BYTES:
                 flush(writing)
@@ -127,11 +136,12 @@ class FilesWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class PartWriter:
-    """Tokenises parts of a large file, each into a file of its own, in any process.
+    """Writer that tokenises the parts of a large file into one file each, usable in any process.
 
     Attributes:
-        path: of the rows.
-        folder: of the files, which must exist. They appear complete or not at all, and are not written again.
+        tokeniser: converts the rows.
+        path: the data file.
+        folder: existing folder for the files. Files are published atomically and are not written again.
     """
 
     tokeniser: Tokeniser
@@ -139,7 +149,7 @@ class PartWriter:
     folder: Path
 
     def __call__(self, part: FilePart) -> PartResult:
-        """Tokenise a part, unless that is done; nothing is written if rows are broken."""
+        """Tokenise a part, unless its file already exists; nothing is written if rows are broken."""
         examples, about = self._file(part.number), self._file(part.number).with_suffix(".json")
         if (found := _read_whole(examples, about)) is not None:
             return found
@@ -153,7 +163,7 @@ class PartWriter:
         return result
 
     def assemble(self, target: Path, *, parts: int) -> None:
-        """Make one file of so many parts."""
+        """Concatenate the files of the first ``parts`` parts into the file ``target``."""
         files = [self._file(number) for number in range(parts)]
         with publish_file(target, private=self.tokeniser.private) as writing, pyarrow.OSFile(str(writing), "wb") as sink:
             with pyarrow.ipc.open_stream(pyarrow.memory_map(str(files[0]))) as first:
@@ -169,7 +179,7 @@ class PartWriter:
 
 
 def _read_whole(examples: Path, about: Path) -> PartResult | None:
-    """What is known of a part that is done; None where it is not, or not as it was written."""
+    """Return the result of a finished part; None if it is not finished, or its file is not as it was written."""
     try:
         found = json.loads(about.read_text(encoding="utf-8"))
         if examples.stat().st_size == found["bytes"]:

@@ -1,4 +1,4 @@
-"""A jsonl file in parts: ranges of whole lines that are read each by itself, in this process or in several."""
+"""Parts of a jsonl file: ranges of whole lines that are processed independently, in this process or in several."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, other_format, read_l
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MIN_BYTES = 2**22  # of a part: a few seconds of work
-_MAX_PARTS = 1000  # of a file, roughly: those of a large one are larger
-_PARTS_FOR_A_PROCESS = 2  # as it takes seconds to start
-_MAX_DEFAULT = 16  # processes; each holds a tokenizer, some hundred MB
+MIN_BYTES = 2**22  # minimum size of a part, which takes a few seconds to process
+_MAX_PARTS = 1000  # approximate maximum per file; a large file has larger parts
+_PARTS_FOR_A_PROCESS = 2  # minimum, because starting a process takes seconds
+_MAX_DEFAULT = 16  # processes; each holds a tokenizer of some hundred MB
 _SCAN_BYTES = 2**20
-_FORMAT_BYTES = 64  # which show a file of another format
-# What may be sent to a whole job at once and is for the process that trains to act on.
+_FORMAT_BYTES = 64  # read to detect a file of another format
+# Signals that may be sent to all processes of a job and that only the training process handles.
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Whole lines of a file.
+    """Range of whole lines of a file.
 
     Attributes:
-        number: of the part, from 0.
-        start, stop: its bytes; ``stop`` is None at the end of the file.
-        first_line: the number of its first line, from 1.
+        number: index of the part, from 0.
+        start, stop: byte range of the part; ``stop`` is None for the end of the file.
+        first_line: number of its first line, from 1.
     """
 
     number: int = 0
@@ -54,7 +54,9 @@ class FilePart:
     first_line: int = 1
 
     def lines(self, path: str | Path) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each line; one is in memory at a time. One that is too long is the last (``read_lines``).
+        """Yield number and bytes of each line, with one line in memory at a time.
+
+        A line that exceeds the length limit is the last one, see ``read_lines``.
 
         Raises:
             DataError: the file cannot be opened.
@@ -73,15 +75,15 @@ WHOLE_FILE = FilePart()
 
 
 def number_of_parts(path: Path) -> int:
-    """About how many parts :func:`file_parts` gives: exactly, but for lines as long as parts."""
+    """Return the approximate number of parts that :func:`file_parts` yields; exact unless a line is as long as a part."""
     size = path.stat().st_size
     return max(1, -(-size // _part_bytes(size)))
 
 
 def file_parts(path: Path) -> Iterator[FilePart]:
-    """The parts of a file, found while it is read once; they depend on the file and on nothing else.
+    """Yield the parts of a file while reading it once; they depend only on the file.
 
-    The part in which a line is found to be too long is the last one.
+    A part that contains a line above the length limit is the last one.
 
     Raises:
         DataError: the file cannot be opened, or is of another format.
@@ -104,7 +106,7 @@ def file_parts(path: Path) -> Iterator[FilePart]:
             stop = file.tell()
             if stop > start or number == 0:
                 yield FilePart(number=number, start=start, stop=stop, first_line=line)
-            if left or stop >= size or not rest.endswith(b"\n"):  # the first: the file has become shorter meanwhile
+            if left or stop >= size or not rest.endswith(b"\n"):  # ``left``: the file has been shortened while it was read
                 return
             number, start, line = number + 1, stop, line + lines
 
@@ -121,7 +123,7 @@ def _part_bytes(size: int) -> int:
 
 
 def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Items in their order, in groups that each have about the size of a part."""
+    """Yield the items in order, in groups of about the minimum size of a part each."""
     group: list[Item] = []
     left = MIN_BYTES
     for item in items:
@@ -135,7 +137,12 @@ def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[
 
 
 def number_of_processes(wanted: int | None, parts: int) -> int:
-    """How many processes to read parts in; ``wanted``: at most so many; None: one for each core of this process."""
+    """Return the number of processes in which to process the parts.
+
+    Args:
+        wanted: maximum number of processes; None: one per core that this process may use, at most 16.
+        parts: number of parts.
+    """
     cores = min(len(os.sched_getaffinity(0)), _MAX_DEFAULT)
     return max(1, min(wanted or cores, parts // _PARTS_FOR_A_PROCESS))
 
@@ -143,16 +150,17 @@ def number_of_processes(wanted: int | None, parts: int) -> int:
 def map_parts(
     work: Callable[[Item], Result], parts: Iterable[Item], *, processes: int, doing: str, setting: str
 ) -> Iterator[Result]:
-    """What the work gives for each part (of a file, or a group of files), in the order of the parts.
+    """Yield the result of ``work`` for each part (of a file, or group of files), in the order of the parts.
 
-    Other processes are new interpreters: a fork of this one could inherit a lock that a thread of gloo or of the tokenizer
-    holds, and nobody would free it. They end with this process, however that ends.
+    Worker processes are new interpreters, because a fork of this process could inherit a lock that a thread of gloo or of
+    the tokenizer holds and that would never be released. They end together with this process, however it ends.
 
     Args:
-        work: is pickled, and sent once to each process.
-        processes: 1: the work is done here.
-        doing: what is done, as in "tokenising rows.jsonl", for the error.
-        setting: where the user says how many processes there are.
+        work: function to apply; it is pickled and sent once to each process.
+        parts: arguments of ``work``.
+        processes: number of processes; with 1 the work is done in this process.
+        doing: description of the work for the error message, such as "tokenising rows.jsonl".
+        setting: name of the setting for the number of processes, for the error message.
 
     Raises:
         UserError: a process was killed.
@@ -160,8 +168,8 @@ def map_parts(
     if processes == 1:
         yield from map(work, parts)
         return
-    with tempfile.TemporaryDirectory(prefix="nemo_kto_parts_") as scratch:  # only this user can open it
-        # Through a file, as each process would hold up the start of the next one while it reads much from a pipe.
+    with tempfile.TemporaryDirectory(prefix="nemo_kto_parts_") as scratch:  # accessible only to this user
+        # Sent through a file, because reading a large object from a pipe would delay the start of the next process.
         pickled = Path(scratch, "work")
         pickled.write_bytes(pickle.dumps(work))
         yield from _in_processes(pickled, parts, processes, doing, setting)
@@ -193,12 +201,13 @@ def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: st
 
 @contextlib.contextmanager
 def _isolated_starts() -> Iterator[None]:
-    """Processes that are started in the block import neither the program that runs here nor files of the working directory.
+    """Start processes in the block that import neither the running program nor files of the working directory.
 
-    The program may lack the guard for being imported, and the directory may be that of a model that somebody else made. The
-    environment is restored, since programs that a user's callback starts may need the modules beside them.
+    The program may have no ``if __name__ == "__main__"`` guard, and the working directory may be the folder of an untrusted
+    model. The environment is restored afterwards, because programs started by a user's callback may need the modules in
+    their own folder.
     """
-    name = "PYTHONSAFEPATH"  # python -P
+    name = "PYTHONSAFEPATH"  # has the effect of python -P
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     before, os.environ[name] = os.environ.get(name), "1"
     try:
@@ -211,18 +220,18 @@ def _isolated_starts() -> Iterator[None]:
             os.environ[name] = before
 
 
-_work: Callable[[Any], Any]  # in a process of its own
+_work: Callable[[Any], Any]  # set only in a worker process
 
 
 def _begin(pickled: str) -> None:
     global _work
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # written by the process that started this one, in a folder that only this user can open
     _work = pickle.loads(Path(pickled).read_bytes())  # nosec B301
-    gc.freeze()  # so that no collection goes through all that was imported
+    gc.freeze()  # exempt all imported objects from garbage collection
 
 
 def _end_with_parent() -> None:

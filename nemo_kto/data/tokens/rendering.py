@@ -1,7 +1,8 @@
-"""Chat templates are programs that came with a model: they are run in a process with limits of time, memory and output.
+"""Rendering of chat templates in a child process with limits on time, memory and output.
 
-jinja2's sandbox keeps a template from files and from Python, but not from computing 9**9**9, which nothing in the process
-itself can interrupt. So the rows of a batch are rendered in a fork, which the kernel ends at a limit, whatever it is doing.
+A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
+but not the computation of 9**9**9, which nothing in the same process can interrupt. The rows of a batch are therefore
+rendered in a fork, which the kernel terminates when it reaches a limit.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from nemo_kto.data.rows.records import LastRowError, RowError
 from nemo_kto.data.tokens.parts import JOB_SIGNALS
 
 Item = TypeVar("Item")
-MAX_SECONDS: float = 2  # of CPU time for a row; a usual one takes a ten-thousandth of it
+MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
 MAX_CHARACTERS = 10**7
-_MAX_BYTES = 2**30  # of memory, besides what the process had before
-_LIMIT = "limit"  # how the child marks a row at a limit
+_MAX_BYTES = 2**30  # of memory, in addition to the memory used before
+_LIMIT = "limit"  # result of a row that reached a limit
 _REMEDY = "correct the template, or write the row as plain strings"
 
 
 class RenderedText(NamedTuple):
-    """A prompt and its answer as the chat template writes them."""
+    """Prompt and answer as rendered by the chat template."""
 
     prompt: str
     answer: str
@@ -40,11 +41,16 @@ class RenderedText(NamedTuple):
 def render_rows(
     render: Callable[[Item], RenderedText], rows: Sequence[Item], *, template: str
 ) -> list[RenderedText | RowError]:
-    """One result for each row, by ``render`` in a child process; a LastRowError for the row at a limit and those after it.
+    """Apply ``render`` to rows in a child process.
 
     Args:
-        render: raises RowError for a row that cannot be used; sees the memory of this process, and changes nothing in it.
-        template: how errors name the chat template.
+        render: renders a row, or raises RowError if the row cannot be used. It can read the memory of this process but not
+            change it.
+        rows: arguments of ``render``.
+        template: name of the chat template in error messages.
+
+    Returns:
+        One result for each row; a LastRowError for a row that reached a limit and for all rows after it.
     """
     results: list[RenderedText | RowError] = []
     reader, writer = Pipe(duplex=False)
@@ -54,7 +60,7 @@ def render_rows(
         _render_and_exit(render, rows, writer, template)
     writer.close()
     try:
-        with contextlib.suppress(EOFError):  # the child has ended before its last row
+        with contextlib.suppress(EOFError):  # the child ended before its last row
             while len(results) < len(rows):
                 results.append(_result(*json.loads(reader.recv_bytes())))
     except BaseException:
@@ -78,17 +84,17 @@ def _result(kind: str, *texts: str) -> RenderedText | RowError:
 def _render_and_exit(
     render: Callable[[Item], RenderedText], rows: Sequence[Item], writer: Connection, template: str
 ) -> NoReturn:
-    """The child. It never returns to what the parent was doing, nor runs what the parent does at its end."""
+    """Render the rows in the child process; never return to the parent's code or run its exit handlers."""
     try:
         _set_limits()
         for row in rows:
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process, also within a C function
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF terminates the process, even within a C function
             answer = _answer(render, row, template)
             writer.send_bytes(json.dumps(answer).encode())
             if answer[0] == _LIMIT:
                 break
         os._exit(0)
-    except BrokenPipeError:  # the parent is gone
+    except BrokenPipeError:  # the parent has ended
         os._exit(1)
     except BaseException:
         traceback.print_exc()
@@ -115,7 +121,7 @@ def _set_limits() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     faulthandler.disable()
-    gc.disable()  # a collection would copy the parent's memory
+    gc.disable()  # garbage collection would copy the parent's memory pages
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rows may be private
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)

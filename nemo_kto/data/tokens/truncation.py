@@ -1,4 +1,4 @@
-"""Which tokens of an example stay when it is longer than the model may see."""
+"""Truncation of examples that are longer than the sequence length."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ TRUNCATION_MODES = ("keep_end", "keep_start")
 
 @dataclass(frozen=True)
 class Truncation:
-    """How examples are cut: the prompt first, an answer only where it is too long by itself; each keeps one token at least.
+    """Truncation settings.
+
+    The prompt is truncated first, an answer only if it is too long on its own. Each keeps at least one token.
 
     Attributes:
-        seq_length: tokens in an example, at least 2.
-        mode: ``keep_end`` keeps the last tokens of the prompt (and the BOS in front of it), ``keep_start`` the first.
-        bos_id: the token that ``keep_end`` leaves at the front where it stands there; None: there is no such token.
+        seq_length: maximum number of tokens in an example, at least 2.
+        mode: ``keep_end`` keeps the last tokens of the prompt (and a BOS at its beginning), ``keep_start`` the first ones.
+        bos_id: token that ``keep_end`` keeps at the beginning of a prompt; None: there is no such token.
 
     Raises:
-        ValueError: ``seq_length`` below 2, or a mode of another name.
+        ValueError: ``seq_length`` is below 2, or ``mode`` is unknown.
     """
 
     seq_length: int
@@ -31,7 +33,7 @@ class Truncation:
             raise ValueError(f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.mode!r}")
 
     def truncate(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """Prompt and response, at least one token each, cut to ``seq_length`` tokens together."""
+        """Return prompt and response, which must not be empty, truncated to a total of ``seq_length`` tokens."""
         response = response[: self.seq_length - 1]
         room = self.seq_length - len(response)
         if len(prompt) <= room:
@@ -45,6 +47,9 @@ class Truncation:
     def truncate_pair(
         self, prompt: list[int], chosen: list[int], rejected: list[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """The prompt cut once, so that the longer answer fits (both must be given to one prompt), and the two answers."""
+        """Return the truncated prompt and the two truncated answers.
+
+        The prompt is truncated once, so that the longer answer fits, because both answers must follow the same prompt.
+        """
         kept, _ = self.truncate(prompt, max(chosen, rejected, key=len))
         return kept, chosen[: self.seq_length - 1], rejected[: self.seq_length - 1]

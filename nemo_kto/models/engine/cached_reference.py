@@ -1,4 +1,4 @@
-"""Precomputed reference log-probs: their files, and the reference that reads them."""
+"""Precomputed reference log-probs: cache files, and the reference policy that reads them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # raise it when the same sequences and model give other keys or values
+_FORMAT = 3  # increase it when the same sequences and model give different keys or values
 
 
 class ReferenceCache:
-    """Files of log-probs by sequence, shared by all runs with the same reference model."""
+    """On-disk cache of log-probs by sequence, shared by all runs with the same reference model."""
 
     def __init__(
         self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path], shared: bool = False
     ) -> None:
-        """Open what there is; collective. Files that are damaged are removed.
+        """Open the existing cache files and remove damaged ones; collective.
 
         Args:
-            folder: of all caches; made if absent.
-            settings: what else decides a log-prob of given tokens, such as the precision.
+            folder: parent folder of all caches; created if absent.
+            settings: further settings on which the log-prob of given tokens depends, such as the precision.
             models: folders that make up the reference model.
-            shared: others may read the files, as the umask says; else only the user.
+            shared: other users may read the files, subject to the umask; otherwise only the user.
 
         Raises:
             UserError: a file cannot be read.
@@ -62,10 +62,10 @@ class ReferenceCache:
         self._open()
 
     def check_models(self) -> None:
-        """Compare the files of the reference model, which are about to be read again, with what they were; collective.
+        """Check that the reference model's files, which are about to be read again, have not changed; collective.
 
         Raises:
-            UserError: they are others, or gone.
+            UserError: the files have changed or are missing.
         """
         cache_dir = self.folder.parent.parent
         with state.main_process_first(doing="checking the reference model"):
@@ -82,12 +82,12 @@ class ReferenceCache:
 
     @property
     def size(self) -> int:
-        """Number of log-probs in the files."""
+        """Number of log-probs in the cache files."""
         return sum(part.shape[1] for part in self._parts)
 
     @contextlib.contextmanager
     def one_job(self, rows: str) -> Iterator[None]:
-        """Let one job at a time compute the log-probs of the ``rows`` of that name; others wait for them. Collective."""
+        """Let one job at a time compute the log-probs of the data that ``rows`` describes; others wait. Collective."""
         with contextlib.ExitStack() as lock:
             part = f"-{hashlib.sha256(rows.encode()).hexdigest()[:12]}"
             writer = one_writer(self.folder, private=self._private, part=part)
@@ -96,11 +96,11 @@ class ReferenceCache:
             yield
 
     def refresh(self) -> None:
-        """Take over what other jobs have written; collective."""
+        """Open the files that other jobs have written in the meantime; collective."""
         self._open()
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs [N] float32 of sequences with these keys, and whether each was found [N] bool."""
+        """Return the log-probs [N] float32 of the sequences with these keys, and whether each was found [N] bool."""
         logps_N = np.zeros(len(keys_N2), dtype=np.float32)
         found_N = np.zeros(len(keys_N2), dtype=bool)
         for part in self._parts:
@@ -114,11 +114,11 @@ class ReferenceCache:
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
-        """Note the log-probs of sequences of this rank; :meth:`flush` writes them."""
+        """Collect log-probs of this rank's sequences in memory; :meth:`flush` writes them."""
         self._pending.update(zip(map(tuple, keys_N2.tolist()), logps_N.tolist(), strict=True))
 
     def flush(self) -> None:
-        """Write what all ranks have noted, and let all of them know it; collective."""
+        """Write the log-probs that all ranks have added, and open the new file on every rank; collective."""
         of_model = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
         leads = of_model and leads_context_parallel()
         noted: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
@@ -148,7 +148,10 @@ class ReferenceCache:
                 file.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Map the parts that every rank sees: all must agree on what is there, or some would wait for others forever."""
+        """Memory-map the files that every rank sees.
+
+        All ranks must use the same files: otherwise some would enter a collective that the others never reach.
+        """
         mine = {file.name for file in self.folder.glob("part-*.npy")}
         seen: list[set[str]] = [set()] * state.world_size()
         dist.all_gather_object(seen, mine)
@@ -156,7 +159,7 @@ class ReferenceCache:
 
 
 def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
-    """[B, 2] int64: a hash of each sequence's tokens and labels, without its padding."""
+    """Return a hash of the tokens and labels of each sequence without its padding, [B, 2] int64."""
     keys_B2 = np.empty((len(sequences), 2), dtype=np.int64)
     tokens_BS, labels_BS = sequences.tokens_BS.numpy(), sequences.labels_BS.numpy()
     for number, length in enumerate(sequences.lengths_B.tolist()):
@@ -175,16 +178,16 @@ def _is_whole(file: Path) -> bool:
     except PermissionError as error:
         remedy = "make it readable, or choose another model.data.cache_dir"
         raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
-    except Exception:  # cut short, or no array at all: numpy raises what it meets
+    except Exception:  # truncated, or not an array: numpy raises different types of errors
         return False
 
 
-_FLUSH_EVERY = 100  # batches between two writes: what a run that is killed loses
+_FLUSH_EVERY = 100  # batches between two writes; a run that is killed loses at most these
 
 
 @dataclass(kw_only=True, eq=False)
 class CachedReference:
-    """Looks log-probs up in ``cache``; the model need not be the reference any more."""
+    """Reference that looks up log-probs in ``cache``, so that the reference model is not run any more."""
 
     cache: ReferenceCache
     passes = Passes()
@@ -204,12 +207,12 @@ class CachedReference:
         *,
         active: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """Compute the log-probs that the cache lacks; collective. Every rank gives as many batches.
+        """Compute the log-probs that the cache lacks; collective. Every rank must pass the same number of batches.
 
         Args:
-            batches: the sequences of each batch.
+            batches: sequences of each batch.
             engine: runs the model.
-            active: gives a context in which the model is the reference; it is entered when the first log-prob is missing.
+            active: returns a context in which the model is the reference; entered when the first log-prob is missing.
         """
         with contextlib.ExitStack() as reference:
             is_active = False
@@ -223,7 +226,7 @@ class CachedReference:
                         reference.enter_context(active())
                         is_active = True
                     unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
-                    logps_B = engine.logprobs(unknown)  # nothing may be missing here, and something on another rank
+                    logps_B = engine.logprobs(unknown)  # collective, also on ranks that lack nothing
                     if len(missing):
                         self.cache.add(keys_B2[missing], logps_B.numpy())
                 if number % _FLUSH_EVERY == 0:

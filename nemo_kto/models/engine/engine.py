@@ -1,7 +1,7 @@
-"""Log-probs of sequences under a GPT policy, over the ranks that share a model: forward, or forward and backward.
+"""Log-probs of sequences under a model-parallel GPT policy: forward passes, or forward and backward passes.
 
-Sequences are cut into micro-batches, sent through megatron-core's pipeline schedule, and come back as one log-prob each. The
-loss is a function that the caller gives; the engine knows no algorithm.
+Sequences are split into micro-batches and sent through megatron-core's pipeline schedule, which yields one log-prob per
+sequence. The caller passes the loss as a function; the engine does not depend on the training algorithm.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from nemo_kto.models.lora.adapters import constant_weights
 
 
 class MicroBatchLoss(NamedTuple):
-    """The loss of one micro-batch, in the form that megatron-core's schedule takes.
+    """Loss of one micro-batch, in the form that megatron-core's schedule expects.
 
     Attributes:
-        loss_sum: sum over the examples; differentiated.
-        num_examples: what it is the sum over; 0-d int.
-        sums: what the metrics are made of, without gradient; the same names in every micro-batch.
+        loss_sum: sum of the loss over the examples, with gradient.
+        num_examples: number of examples in the sum; 0-d int.
+        sums: sums from which metrics are computed, without gradient; the same names in every micro-batch.
     """
 
     loss_sum: Tensor
@@ -53,35 +53,35 @@ class MicroBatchLoss(NamedTuple):
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor]) -> MicroBatchLoss:
-        """From sums with ``loss_sum`` and ``rows`` (its number of examples) among them."""
+        """Build the loss from sums that include ``loss_sum`` and ``rows`` (its number of examples)."""
         return cls(sums["loss_sum"], sums["rows"].detach().int(), {name: value.detach() for name, value in sums.items()})
 
 
 SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
-"""(which sequences of the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
+"""(indices of the sequences in the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
 
-Where sequences have a second log-prob, those follow: [2b].
+If sequences have a second log-prob, the second log-probs follow the first ones: [2b].
 
-Both are on the device. To ask for one of their values, or to fetch what lies on the host, would wait for the device at each
-micro-batch.
+Both tensors are on the device. Reading one of their values on the host, or copying host data to the device, would make the
+host wait for the device at each micro-batch.
 """
 
 
 @dataclass(kw_only=True, eq=False)
 class LogProbEngine:
-    """Runs the model chunks of this rank through the schedule. All methods are collective.
+    """Runs the model chunks of this rank through the pipeline schedule. All methods are collective.
 
     Attributes:
-        chunks: this rank's model chunks, wrapped by ``models.optimizer.wrap_data_parallel``.
-        vocab_size: number of tokens of the tokenizer's vocabulary; columns past it are padding.
-        limits: of one forward and backward pass.
-        forward_micro_batch_size: sequences of one pass without gradient; None for those of a pass with gradient, so that
-            the same weights give the same log-probs to the last bit.
-        average_log_probs: a sequence's log-prob is the mean over its response tokens instead of the sum.
-        logprob_chunk_size: tokens whose logits exist at the same time.
-        flops: operations of one pass, to be counted.
-        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts, in the objective.
-        forward_clock: runs during the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
+        chunks: model chunks of this rank, wrapped by :func:`~nemo_kto.models.engine.optimizer.wrap_data_parallel`.
+        vocab_size: number of tokens of the tokenizer's vocabulary; logit columns beyond it are padding.
+        limits: size limits of a micro-batch of a forward and backward pass.
+        forward_micro_batch_size: number of sequences in a micro-batch of a pass without gradient; None to use the limits of
+            passes with gradient, so that the same weights give bitwise identical log-probs.
+        average_log_probs: take the mean over the response tokens as a sequence's log-prob, instead of the sum.
+        logprob_chunk_size: number of tokens whose logits exist at the same time.
+        flops: FLOPs of one pass, for the throughput metrics.
+        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts in the objective.
+        forward_clock: measures the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
             each other.
     """
 
@@ -104,14 +104,14 @@ class LogProbEngine:
 
     @torch.no_grad()
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Log-prob of each sequence's response under the present weights, part after part: [B], fp32, on the CPU.
+        """Return the log-prob of each response under the current weights, part after part: [B], fp32, on the CPU.
 
-        On every pipeline stage. Evaluation mode, no gradient.
+        Every pipeline stage returns the same values. The model runs in evaluation mode and without gradient.
         """
         return from_last_stage(torch.cat([self._logprobs(sequences) for sequences in parts])).cpu()
 
     def _logprobs(self, sequences: SequenceBatch) -> Tensor:
-        """As :meth:`logprobs`, on the device and of the last pipeline stage."""
+        """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
         limits = self.limits
         if self.forward_micro_batch_size is not None:
@@ -130,15 +130,15 @@ class LogProbEngine:
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
     ) -> list[Mapping[str, Tensor]]:
-        """Send ``sequences`` through the pipeline and, unless ``forward_only``, their loss back.
+        """Run the forward passes and, unless ``forward_only``, the backward passes of ``sequences``.
 
-        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, whatever the
-        layout and the micro-batch size.
+        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, independently of
+        the layout and the micro-batch size.
 
         Returns:
-            The sums of each micro-batch on the last pipeline stage, nothing on the others.
+            The sums of each micro-batch on the last pipeline stage; an empty list on the other stages.
         """
-        for router in routers(self.chunks):  # the objective is a mean over examples, of which each has so many sequences
+        for router in routers(self.chunks):  # the objective is a mean over examples, which have ``answers`` sequences each
             router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
         micro_batches = self._micro_batches(sequences, self.limits)
         if forward_only and not micro_batches:
@@ -154,39 +154,39 @@ class LogProbEngine:
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
-        """How evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
+        """Return how evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
 
-        Nothing for a dense model, and after passes that were forward only.
+        Empty for a dense model, and after forward-only passes.
         """
         return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the previous step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
-                parameter.grad = None  # where an optimizer steps in fp32 it lies here, and would be added once more
+                parameter.grad = None  # an optimizer in fp32 leaves the gradient here, and it would be added again
 
     def _look_at_local_gradients(self) -> None:
-        """Take the place of megatron-core's check, which looks at this rank's gradients just before they are summed."""
+        """Replace megatron-core's check of this rank's gradients, which runs just before they are reduced."""
         for chunk in self.chunks:
             chunk.ddp_config.check_for_nan_in_grad = True
             for group in bucket_groups(chunk):
                 group.check_grads = partial(self._note_gradients, group)
 
     def _note_gradients(self, group: Any, **_: bool) -> None:
-        """Of a group of buckets, before they are summed over the ranks."""
+        """Record the gradient norms of a group of buckets, before they are summed over the ranks."""
         self._local_norms += [bucket.grad_data.norm() for bucket in group.buckets]
 
     def local_gradients_are_finite(self) -> Tensor:
-        """Whether the gradients that this rank added to those of the last backward pass are finite: 0-d, on the device."""
+        """Return whether this rank's own gradients of the last backward pass are finite: 0-d bool, on the device."""
         return self._all_finite(self._local_norms)
 
     def local_weights_are_finite(self) -> Tensor:
-        """Whether the weights that are trained on this rank are finite: 0-d, on the device; collective."""
+        """Return whether the trainable weights of this rank are finite: 0-d bool, on the device; collective."""
         finish_gathers(self.chunks)
         trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
-        largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # needs no memory
+        largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # no temporary copies
         return self._all_finite(largest)
 
     @staticmethod
@@ -194,8 +194,12 @@ class LogProbEngine:
         return torch.stack([torch.zeros((), device=device.current_device()), *values]).isfinite().all()
 
     def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
-        """0-d ``tokens``, ``padded_tokens`` (what their micro-batches carry, empty ones too) and ``flops`` of so
-        many passes; collective where ranks share out experts."""
+        """Return the work of ``passes`` over ``sequences`` as 0-d tensors; collective with expert parallelism.
+
+        Returns:
+            ``tokens``: tokens without padding; ``padded_tokens``: tokens and padding of all micro-batches, including empty
+            ones; ``flops``: FLOPs of the passes.
+        """
         padded = sequences.padded_tokens(self.limits, agree=self._agree())
         return {
             "tokens": sequences.lengths_B.sum(),
@@ -204,24 +208,24 @@ class LogProbEngine:
         }
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
-        """The sequences within the limits."""
+        """Split the sequences into micro-batches within the limits."""
         for labels_BS in sequences.label_sets:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
         rank = parallel_state.get_context_parallel_rank()
         return sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
 
     def _agree(self) -> Callable[[int], int]:
-        """From the number of micro-batches that this rank needs to how many it takes; collective.
+        """Return a function from the number of micro-batches that this rank needs to the number that it runs; collective.
 
-        Data-parallel ranks that share out experts send each other tokens in every pass, so that they need as many passes: a
-        rank with fewer micro-batches adds some without sequences.
+        Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
+        number of passes: a rank with fewer micro-batches adds empty ones.
         """
         return largest_over_data_parallel if experts_span_copies(self._config) else int
 
     def _schedule(
         self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
     ) -> Callable[..., list[Mapping[str, Tensor]]]:
-        """megatron-core's schedule with its arguments bound: micro-batches, each given to ``loss``."""
+        """Return megatron-core's schedule, bound to run the micro-batches and to call ``loss`` for each of them."""
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
@@ -243,16 +247,17 @@ class LogProbEngine:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
-            # the schedule exchanges the true shapes: variable_seq_lengths
+            # nominal: with variable_seq_lengths the schedule exchanges the actual shapes
             seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
             micro_batch_size=micro_batches[0].tokens_bs.shape[0],
             forward_only=forward_only,
         )
 
     def _owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
-        """Whose tokens these are, for a load-balancing loss: True where token and sequence belong together, [b, s, n].
+        """Return the sequence of each token for the load-balancing loss, as the keyword argument ``padding_mask``.
 
-        megatron-core hands the argument on to its routers; ours read it so. Under sequence parallelism it is this rank's
+        It is [b, s, n] and True where token s belongs to sequence n. megatron-core passes ``padding_mask`` to its routers
+        unchanged, and the routers of this package interpret it in this way. With sequence parallelism it has this rank's
         part of s.
         """
         if self._config.num_moe_experts is None or not unwrap_model(chunk).training:
@@ -264,7 +269,10 @@ class LogProbEngine:
         return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
-        """Hidden states of the last stage to a log-prob each: [b] or [2b], fp32. No other token meets the vocabulary."""
+        """Compute the log-probs of the sequences from the hidden states of the last stage: [b] or [2b], fp32.
+
+        Only hidden states that predict a counted token are multiplied by the output weight.
+        """
         hidden_sbh = hidden_bsh.transpose(0, 1)
         if self._config.sequence_parallel:
             hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
@@ -276,7 +284,7 @@ class LogProbEngine:
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_size=self.logprob_chunk_size,
             softcap=self._last_gpt.logit_softcap,
-            reduce_hidden_grad=not self._config.sequence_parallel,  # else the gather's backward sums it
+            reduce_hidden_grad=not self._config.sequence_parallel,  # otherwise the backward pass of the gather sums it
         )
         return sequence_sums(
             logps_T,
@@ -299,9 +307,10 @@ class LogProbEngine:
 
 
 def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:
-    """megatron-core's sum of gradients over data- and context-parallel ranks, divided by the number of examples.
+    """Sum gradients over data- and context-parallel ranks and divide them by the number of examples, with megatron-core.
 
-    It sums that number over the same ranks, and context-parallel ones have the same examples: one of them counts.
+    megatron-core sums the number of examples over the same ranks. Context-parallel ranks have the same examples, so only one
+    of them counts.
     """
     counted = num_examples if leads_context_parallel() else torch.zeros_like(num_examples)
     finalize_model_grads(chunks, counted, **options)

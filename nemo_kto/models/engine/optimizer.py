@@ -1,4 +1,4 @@
-"""megatron-core's data-parallel wrapper, optimizer and schedule, from plain numbers."""
+"""Build megatron-core's data-parallel wrapper, optimizer and learning-rate schedule from plain settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import add_products_to_main_grads, expect_whole_weights, schedule_reductions
 
-# Names of the schedules, as NeMo's configurations spell those it has, and what megatron-core calls them.
+# Names of the learning-rate schedules -> megatron-core's decay styles. Schedules that NeMo has are spelled as in NeMo.
 SCHEDULES = {
     "CosineAnnealing": "cosine",
     "CosineWithRestarts": "cosine",
@@ -30,12 +30,14 @@ def wrap_data_parallel(
 ) -> list[MegatronModule]:
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
-    Gradients are summed in fp32 over the data-parallel group; dividing by the number of examples of the global batch is left
-    to ``finalize_model_grads``, which knows that number. Whether gradients are finite is looked at by the engine and by the
-    optimizer, which skips the step on all ranks; megatron-core's own check would stop the one rank that has them.
+    Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
+    examples of the global batch, because only it knows that number. The engine and the optimizer check that gradients are
+    finite, and the optimizer skips the step on all ranks if they are not; megatron-core's own check would stop only the one
+    rank that has the non-finite gradients.
 
     Args:
-        use_distributed_optimizer: the optimizer's state is sharded over the data-parallel group.
+        chunks: model chunks of this rank.
+        use_distributed_optimizer: shard the optimizer state over the data-parallel group.
         overlap: sum gradients during the backward pass, and gather sharded weights during the forward pass. The model must
             be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     """
@@ -60,19 +62,20 @@ def wrap_data_parallel(
 
 
 class SkippingOptimizer(ChainedOptimizer):
-    """megatron-core's optimizer, which skips a step whose gradient is not finite.
+    """megatron-core's optimizer, extended to skip a step whose gradient is not finite.
 
-    Weights, moments and step counters stay, and ``step`` answers False with the norm. The norm is the same on every rank, so
-    that all skip a step or none does. megatron-core itself only looks where losses are scaled, in fp16.
+    A skipped step leaves weights, moments and step counters unchanged, and ``step`` returns False with the norm. The norm is
+    the same on every rank, so either all ranks skip a step or none does. megatron-core itself checks only with loss scaling,
+    in fp16.
     """
 
     def get_grad_norm(self) -> float:
-        """L2 norm of the whole gradient, over all ranks."""
+        """Return the L2 norm of the whole gradient, over all ranks."""
         self._norm = float(super().get_grad_norm())
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
-        """Apply the gradient; False where it is not finite."""
+        """Apply the gradient; return False if it is not finite."""
         return math.isfinite(self._norm) and bool(super().step_with_ready_grads())
 
 
@@ -90,18 +93,18 @@ def build_optimizer(
     moments_dtype: torch.dtype = torch.float32,
     offload_fraction: float = 0.0,
 ) -> MegatronOptimizer:
-    """AdamW over the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
+    """Build AdamW for the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
     A step whose gradient is not finite is skipped, see :class:`SkippingOptimizer`.
 
     Args:
-        chunks: wrapped by :func:`wrap_data_parallel`.
-        clip_grad: largest norm of the whole gradient; 0 switches clipping off (the norm is still measured).
+        chunks: model chunks wrapped by :func:`wrap_data_parallel`.
+        clip_grad: maximum norm of the whole gradient; 0 disables clipping (the norm is still measured).
         use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
-        moments_dtype: fp32, or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
-            in fp32 all the same.
-        offload_fraction: the part of main weights and moments that lies on the host of a GPU and is updated there, with the
-            distributed optimizer, weights in bf16 and moments in fp32.
+        moments_dtype: fp32; or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
+            still in fp32.
+        offload_fraction: fraction of the main weights and moments that is stored and updated in the host memory of a GPU.
+            Requires the distributed optimizer, weights in bf16 and moments in fp32.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -117,39 +120,44 @@ def build_optimizer(
         use_distributed_optimizer=use_distributed_optimizer,
         **_form_of_state(moments_dtype, offload_fraction),
     )
-    # Experts have an optimizer of their own. Where nothing else is trained on any rank, the other one has nothing to do.
+    # Experts have a separate optimizer. If only experts are trained, the optimizer of the other weights is empty.
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
     parts = optimizer.chained_optimizers
     return SkippingOptimizer([part for part in parts if part.optimizer is not None])
 
 
 class CosineRestartsScheduler(OptimizerParamScheduler):
-    """A cosine that falls ``cycles`` times from the full rate, each time over the same number of steps.
+    """Cosine schedule with warm restarts: ``cycles`` decays from the full learning rate, each over the same number of steps.
 
-    SGDR with cycles of one length (Loshchilov and Hutter 2017, https://openreview.net/pdf?id=Skq89Scxx), which megatron-core
-    lacks. The step at the end of a cycle is the first of the next one; only the last cycle arrives at ``min_lr``.
+    SGDR with cycles of equal length (Loshchilov and Hutter 2017, https://openreview.net/pdf?id=Skq89Scxx), which
+    megatron-core lacks. The step at the end of a cycle is the first of the next one; only the last cycle reaches ``min_lr``.
     """
 
     def __init__(self, *, cycles: int, **settings: Any) -> None:
-        """Args: cycles: at least 1; settings: of the base class."""
-        self.cycles = cycles  # the base class asks for a rate at once
+        """Set the number of cycles.
+
+        Args:
+            cycles: number of cycles, at least 1.
+            settings: arguments of the base class.
+        """
+        self.cycles = cycles  # set first, because the constructor of the base class calls get_lr
         super().__init__(**settings)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a group at the present step."""
+        """Return the learning rate of a parameter group at the current step."""
         done, length = self.num_steps - self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
         if not 0 < done < length:
             return float(super().get_lr(param_group))
         highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
-        fraction = self.cycles * done % length / length  # of the present cycle; exact, as these are integers
+        fraction = self.cycles * done % length / length  # fraction of the current cycle; exact, as these are integers
         return lowest + 0.5 * (1.0 + math.cos(math.pi * fraction)) * (highest - lowest)
 
 
 def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[str, Any]:
-    """Of which type the optimizer's state is and where it lies, in the words of megatron-core's configuration."""
+    """Return the options of megatron-core's OptimizerConfig for the dtype and the location of the optimizer state."""
     if offload_fraction:
         return {
-            "use_precision_aware_optimizer": True,  # or the main weights would lie on the GPU as well
+            "use_precision_aware_optimizer": True,  # without it, the main weights would be on the GPU as well
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": offload_fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
@@ -159,8 +167,8 @@ def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[
             "use_precision_aware_optimizer": True,
             "exp_avg_dtype": moments_dtype,
             "exp_avg_sq_dtype": moments_dtype,
-            # Of the recipes, one with which megatron-core keeps the main weights itself, as it does with moments in fp32:
-            # the gradient's norm, checkpoints and the first main weights are then the same. Nothing else depends on it here.
+            # With this recipe megatron-core keeps the main weights itself, as it does with moments in fp32: the gradient
+            # norm, checkpoints and the initial main weights are then the same. The option has no other effect here.
             "fp8_recipe": "tensorwise",
         }
     return {}
@@ -180,16 +188,16 @@ def build_scheduler(
     wsd_decay_style: str | None = None,
     cycles: int | None = None,
 ) -> OptimizerParamScheduler:
-    """The learning rate of each of ``max_steps`` steps, the last ``constant_steps`` at ``min_lr``.
+    """Build the learning-rate schedule of ``max_steps`` steps, the last ``constant_steps`` of them at ``min_lr``.
+
+    The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps uses the
+    learning rate ``lr * k / w``: the first step has a rate above 0, and the last step of the run reaches ``min_lr``.
 
     Args:
         name: a key of :data:`SCHEDULES`.
-        wsd_decay_steps: steps in which WSD (warm-up, stable, decay) falls to ``min_lr``; only for it.
+        wsd_decay_steps: number of steps over which WSD (warm-up, stable, decay) decays to ``min_lr``; only for WSD.
         wsd_decay_style: linear, cosine, exponential or minus_sqrt; only for WSD.
-        cycles: of CosineWithRestarts; only for it.
-
-    The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps learns with
-    ``lr * k / w``: the first step is not lost, and the last step of the run arrives at ``min_lr``.
+        cycles: number of cycles; only for CosineWithRestarts.
     """
     settings: dict[str, Any] = {
         "optimizer": optimizer,

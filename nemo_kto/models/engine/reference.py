@@ -1,4 +1,4 @@
-"""The reference policy: what the policy is measured against. There is never a second model on the device."""
+"""Reference policies that need no second model on the device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""Names a phase of a step to a timer; nullcontext where nothing is measured."""
+"""Context that a timer records under the name of a phase of a step; nullcontext if nothing is measured."""
 
 
 class ReferencePolicy(Protocol):
-    """Gives the log-prob of each response under the reference, part after part: fp32, on the CPU."""
+    """Interface that returns the log-prob of each response under the reference, part after part: fp32, on the CPU."""
 
     @property
-    def passes(self) -> Passes: ...  # of the model, to evaluate one sequence
+    def passes(self) -> Passes: ...  # passes through the model for the reference log-prob of one sequence
     def logprobs(self, *parts: SequenceBatch) -> Tensor: ...
 
 
 class LiveReference:
-    """Evaluates the model itself, in a state in which it is the reference."""
+    """Reference that runs the model itself inside a context that turns it into the reference."""
 
     def __init__(
         self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]], disables_adapters: bool = False
     ) -> None:
-        """Say when the model is the reference.
+        """Bind the engine to the context that activates the reference.
 
         Args:
             engine: runs the model.
-            active: gives a context in which the model computes as the reference does.
-            disables_adapters: which is without its adapters.
+            active: returns a context in which the model computes as the reference does.
+            disables_adapters: the context disables the adapters; it decides which passes are counted as FLOPs.
         """
         self._engine = engine
         self.active = active
@@ -51,16 +51,18 @@ class LiveReference:
 
 
 class SwappedWeights:
-    """Reference weights in host memory, swapped in place with those of the policy while the reference is evaluated.
+    """Reference weights in host memory, swapped in place with the policy weights while the reference is evaluated.
 
-    A swap moves one tensor after the other, so it needs room for two tensors at most, not for a model. Host memory
-    (pinned on a GPU) holds one copy of what is swapped: this rank's weights, or only its adapters. A reference that moves
-    has fp32 values besides: in bf16, moves smaller than half a step between two numbers would be rounded away.
+    A swap moves one tensor after the other, so it needs extra device memory for two tensors at most, not for a model. Host
+    memory (page-locked if the rank computes on a GPU) holds one copy of the swapped parameters: this rank's weights, or only
+    its adapters. A reference that is updated has fp32 values as well: in bf16, updates smaller than half the distance to the
+    next representable number would be rounded away.
 
     Attributes:
-        parameters: what the policy and the reference do not share.
-        host: the reference as the model computes with it, in the dtype of the parameters; the policy's while it is active.
-        values: what ``host`` is the rounding of: fp32 where the reference moves, ``host`` itself otherwise or in fp32.
+        parameters: parameters that differ between the policy and the reference.
+        host: reference values in the dtype of the parameters, as the model computes with them; the policy values while the
+            reference is active.
+        values: unrounded values of ``host``: fp32 if the reference is updated; ``host`` itself if it is not, or in fp32.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class SwappedWeights:
         moves: bool = False,
         phase: Phase = contextlib.nullcontext,
     ) -> None:
-        """Keep the present values as the reference; call before the policy moves.
+        """Copy the current values as the reference; call before the first update of the policy.
 
         Args:
-            parameters: what the policy and the reference do not share.
-            finish_gathers: makes them whole on this rank, where that may not be done.
-            moves: :meth:`mix` will be called.
-            phase: names the swap to a timer.
+            parameters: parameters that differ between the policy and the reference.
+            finish_gathers: completes pending all-gathers of the parameters, so that this rank holds all of their values.
+            moves: the reference will be updated by :meth:`mix`.
+            phase: returns a context that records the swap in a timer.
         """
         self.parameters = list(parameters)
         self.host = device.copied_to_host(self.parameters)
@@ -86,7 +88,7 @@ class SwappedWeights:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within the block the model computes with the reference weights; afterwards it is the policy again, bit for bit."""
+        """Compute with the reference weights inside the block; the policy weights are restored bit for bit afterwards."""
         self._swap()
         try:
             yield
@@ -105,7 +107,7 @@ class SwappedWeights:
         TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): an alpha of 1 replaces the reference.
 
         Args:
-            mixup_alpha: share of the policy, in (0, 1].
+            mixup_alpha: weight of the policy, in (0, 1].
         """
         self._finish_gathers()
         for parameter, value in zip(self.parameters, self.values, strict=True):
@@ -114,6 +116,6 @@ class SwappedWeights:
 
     @torch.no_grad()
     def round_values(self) -> None:
-        """Take over into ``host`` what ``values`` has become."""
+        """Copy ``values`` into ``host``, rounded to the dtype of the parameters."""
         for host, value in zip(self.host, self.values, strict=True):
             host.copy_(value)

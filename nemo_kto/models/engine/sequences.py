@@ -1,4 +1,4 @@
-"""Sequences of token ids, and how they are cut into micro-batches.
+"""Batches of token sequences, and their split into micro-batches.
 
 Shape suffixes: B sequences, S tokens; b, s of a micro-batch; T response tokens of a micro-batch.
 """
@@ -22,10 +22,10 @@ from nemo_kto.device.precision import FP8_MULTIPLE
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
 from nemo_kto.models.layers.spans import packed_rows, row_places
 
-if TYPE_CHECKING:  # a plan needs no megatron-core
+if TYPE_CHECKING:  # so that the planner does not import megatron-core
     from nemo_kto.models.layers.packed_sequences import PackedSequences
 
-_GPU_WIDTHS = 64  # attention on a GPU is planned again for every width that is new to it
+_GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
 
 
 def width_multiple(
@@ -36,10 +36,13 @@ def width_multiple(
     fp8: bool = False,
     on_gpu: bool | None = None,
 ) -> int:
-    """What the width of a micro-batch is rounded up to, here or ``on_gpu``.
+    """Return the multiple to which the width of a micro-batch is rounded up.
 
-    Context-parallel ranks have two chunks of it each, and sequence parallelism shards these; a shard, which is quantised by
-    itself, has the size that ``fp8`` needs.
+    Each context-parallel rank has two chunks of the width, and sequence parallelism shards its tokens. With ``fp8`` each
+    shard is quantised separately, so its size must be a multiple of ``FP8_MULTIPLE``.
+
+    Args:
+        on_gpu: whether the run computes on GPUs; None for the device of this process.
     """
     on_gpu = device.on_gpu() if on_gpu is None else on_gpu
     shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
@@ -49,15 +52,15 @@ def width_multiple(
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """How much one micro-batch may hold; it has at least one prompt with its answers.
+    """Size limits of a micro-batch, which always holds at least one prompt with its answers.
 
     Attributes:
-        prompts: at most so many; None for no limit.
-        tokens: at most so many, padding included; None for no limit.
-        multiple: its width is a multiple of it.
-        packed: its sequences lie one after the other in one row, without padding between them.
-        context_parallel: so many ranks share each sequence, which is padded for it where it is packed.
-        group: the number of micro-batches is a multiple of it; the last ones may be empty.
+        prompts: maximum number of prompts; None for no limit.
+        tokens: maximum number of tokens, including padding; None for no limit.
+        multiple: the width of a micro-batch is a multiple of this number.
+        packed: sequences are packed one after the other into one row, without padding between them.
+        context_parallel: context-parallel size. A packed sequence is padded so that it can be sharded over these ranks.
+        group: the number of micro-batches is a multiple of this number; the last ones may be empty.
     """
 
     prompts: int | None
@@ -68,43 +71,52 @@ class MicroBatchLimits:
     group: int = 1
 
     def __str__(self) -> str:
-        """Such as "up to 8,192 tokens"."""
+        """Describe the limits, such as "up to 8,192 tokens"."""
         prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
         tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
         return ", ".join(prompts + tokens + ["packed"] * self.packed)
 
     def width(self, longest: int) -> int:
-        """Of a micro-batch whose longest sequence has so many tokens."""
+        """Return the width of a micro-batch whose longest sequence has ``longest`` tokens."""
         return -(-longest // self.multiple) * self.multiple
 
     def in_row(self, lengths: Tensor) -> Tensor:
-        """Tokens that sequences of these lengths take of a packed row: ranks that share them have two equal chunks each."""
+        """Return the tokens that sequences of these lengths take in a packed row.
+
+        Context-parallel ranks have two equal chunks of each sequence, so lengths are rounded up to a multiple of these.
+        """
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return -(-lengths // chunks) * chunks
 
     def whole_groups(self, micro_batches: int) -> int:
-        """How many the schedule gets where so many are needed."""
+        """Return ``micro_batches`` rounded up to a multiple of ``group``."""
         return -(-micro_batches // self.group) * self.group
 
     def fitting(self, longest: int, *, answers: int) -> int:
-        """Prompts of a micro-batch with so many answers to each, whose longest sequence has so many tokens."""
+        """Return the number of prompts that fit into a micro-batch.
+
+        Args:
+            longest: tokens of the longest sequence.
+            answers: number of answers to each prompt.
+        """
         most = sys.maxsize if self.prompts is None else self.prompts
         return most if self.tokens is None else max(1, min(most, self.tokens // (answers * self.width(longest))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """Prompts with an answer each, padded on the right.
+    """Batch of sequences, each a prompt with one answer, padded on the right.
 
     Attributes:
         tokens_BS: token ids.
-        labels_BS: the token itself where it belongs to the response, -100 elsewhere.
-        lengths_B: tokens before the padding.
+        labels_BS: token id at positions of the response, -100 elsewhere.
+        lengths_B: number of tokens before the padding.
         positions_BS: position ids.
         mask_B1SS: True where attention is forbidden; None for plain causal attention.
-        answers: sequences that belong together: k, k + B / answers, ... are answers to one prompt, and share a micro-batch.
-        prompt_labels_BS: labels of a second log-prob of each sequence, that of tokens outside of its response; None for
-            sequences with one log-prob.
+        answers: number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt and are always
+            in the same micro-batch.
+        prompt_labels_BS: labels of a second log-prob of each sequence, over tokens outside its response; None if sequences
+            have one log-prob.
     """
 
     tokens_BS: Tensor
@@ -119,7 +131,7 @@ class SequenceBatch:
     def of(
         cls, tokens_BS: Tensor, labels_BS: Tensor, lengths_B: Tensor, positions_BS: Tensor | None, mask: Tensor | None
     ) -> SequenceBatch:
-        """From the tensors of a collated batch; a mask [B, S] only says where the padding is."""
+        """Build a batch from the tensors of a collated batch; a mask [B, S] marks only padding and is ignored."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
         return cls(
@@ -132,7 +144,7 @@ class SequenceBatch:
 
     @classmethod
     def answers_to_one_prompt(cls, *parts: SequenceBatch) -> SequenceBatch:
-        """The sequences of all parts, one part after the other; all have the same shape, and prompts in the same order."""
+        """Concatenate parts of the same shape whose prompts are in the same order, each part one answer to each prompt."""
         masks = [part.mask_B1SS for part in parts if part.mask_B1SS is not None]
         return cls(
             tokens_BS=torch.cat([part.tokens_BS for part in parts]),
@@ -147,39 +159,43 @@ class SequenceBatch:
         return self.tokens_BS.shape[0]
 
     def with_prompts(self, wanted_B: Tensor) -> SequenceBatch:
-        """The same, with a second log-prob: that of all tokens outside of the response where ``wanted_B``, else of none."""
+        """Return the batch with a second log-prob of all tokens outside the response.
+
+        Args:
+            wanted_B: sequences that need it; the second log-prob of the others is over no token.
+        """
         is_prompt_BS = (self.labels_BS == IGNORED) & (torch.arange(self.tokens_BS.shape[1]) < self.lengths_B[:, None])
         return replace(self, prompt_labels_BS=torch.where(is_prompt_BS & wanted_B[:, None], self.tokens_BS, IGNORED))
 
     @property
     def label_sets(self) -> list[Tensor]:
-        """The labels of each log-prob that a sequence has, [B, S] each: of its response first."""
+        """Labels of each log-prob of a sequence, [B, S] each: those of its response first."""
         return [self.labels_BS] if self.prompt_labels_BS is None else [self.labels_BS, self.prompt_labels_BS]
 
     @cached_property
     def prompt_counts_B(self) -> Tensor:
-        """[B] int64: tokens of the second log-prob; 0 without one."""
+        """Number of tokens of the second log-prob, [B] int64; 0 without a second log-prob."""
         labels_BS = self.prompt_labels_BS
         return torch.zeros_like(self.response_counts_B) if labels_BS is None else response_counts(labels_BS)
 
     @cached_property
     def valid_B(self) -> Tensor:
-        """[B] bool: sequences with at least one response token to learn from."""
+        """Whether a sequence has at least one response token to learn from, [B] bool."""
         return self.response_counts_B > 0
 
     @cached_property
     def response_counts_B(self) -> Tensor:
-        """[B] int64: response tokens of each sequence."""
+        """Number of response tokens of each sequence, [B] int64."""
         return response_counts(self.labels_BS)
 
     @cached_property
     def counted_B(self) -> Tensor:
-        """[B] int64: tokens before the padding where all answers to the prompt are valid, else 0."""
+        """Number of tokens before the padding if all answers to the prompt are valid, otherwise 0; [B] int64."""
         valid_P = self.valid_B.view(self.answers, -1).all(dim=0)
         return self.lengths_B * valid_P.repeat(self.answers)
 
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
-        """The sequences of these numbers, each by itself."""
+        """Return the sequences with these indices as a batch with one answer to each prompt and one log-prob."""
         mask = self.mask_B1SS
         return SequenceBatch(
             tokens_BS=self.tokens_BS[sequence_index_b],
@@ -192,28 +208,31 @@ class SequenceBatch:
     def micro_batches(
         self, limits: MicroBatchLimits, *, context_rank: int = 0, agree: Callable[[int], int] = int
     ) -> list[MicroBatch]:
-        """Cut into micro-batches: of prompts of like length, each no wider than its longest sequence needs, or packed.
+        """Split the batch into micro-batches on the device, either packed or of prompts of similar length.
 
-        A sum over sequences does not depend on their order, and padding costs time. A micro-batch has first the first
-        answers to its prompts, then the second ones, if there are any. Where ranks share the sequences, each has its tokens.
+        Prompts are grouped by length and each micro-batch is only as wide as its longest sequence needs, because padding
+        costs time and a sum over sequences does not depend on their order. A micro-batch has the first answers to its
+        prompts, followed by the second ones, if there are any. With context parallelism it has this rank's tokens of each
+        sequence.
 
         Args:
-            limits: of each.
-            context_rank: of this rank in its context-parallel group.
-            agree: how many all ranks take, of how many this one needs; the last ones are then without sequences.
+            limits: size limits of each micro-batch.
+            context_rank: rank of this process in its context-parallel group.
+            agree: maps the number of micro-batches that this rank needs to the number that all ranks run; the additional
+                ones have no sequences.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
         whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
         return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits, *, agree: Callable[[int], int] = int) -> int:
-        """Tokens and padding that :meth:`micro_batches` of the same arguments carry."""
+        """Return the number of tokens, including padding, of :meth:`micro_batches` with the same arguments."""
         rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
         empty = agree(limits.whole_groups(len(rows))) - len(rows)
         return sum(count * width for count, width in rows) + limits.width(1) * empty
 
     def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
-        """The sequences of each micro-batch."""
+        """Yield the indices of the sequences of each micro-batch."""
         prompts = len(self) // self.answers
         if limits.packed:
             of_prompt = limits.in_row(self.lengths_B).view(self.answers, prompts).sum(dim=0)
@@ -247,14 +266,18 @@ class SequenceBatch:
         )
 
     def _predictions(self, sequence_index_b: Tensor, width: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``response_positions`` of all label sets of some sequences, and the log-prob that each token is part of."""
+        """Return ``response_positions`` of all label sets of these sequences, and the index of each token's log-prob."""
         found = [response_positions(labels_BS[sequence_index_b, :width]) for labels_BS in self.label_sets]
         sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
         logprobs = [own_T + k * len(sequence_index_b) for k, (own_T, _, _) in enumerate(found)]
         return sequence_T, position_T, target_T, torch.cat(logprobs)
 
     def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
-        """One row; padding belongs to the sequence before it, which does not see it: at the end of the row to the last."""
+        """Pack sequences into one row.
+
+        Padding belongs to the sequence before it, whose tokens do not attend to it; the padding at the end of the row
+        belongs to the last sequence.
+        """
         lengths = limits.in_row(self.lengths_B[sequence_index_b]).tolist()
         lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
         starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
@@ -278,7 +301,7 @@ class SequenceBatch:
         )
 
     def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
-        """One of no sequences, without loss and gradient: layers get some tokens, of which nothing is used."""
+        """Build a micro-batch without sequences, loss or gradient; the layers compute placeholder tokens."""
         width, nothing = limits.width(1), torch.zeros(0, dtype=torch.long)
         return MicroBatch(
             sequence_index_b=nothing,
@@ -294,13 +317,17 @@ class SequenceBatch:
 
 
 def _owners(counted: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """The number of the sequence for its first ``counted`` tokens, then -1: for each of these lengths, [sum of lengths]."""
+    """Return the index of its sequence for each of the first ``counted`` tokens of a sequence, -1 for the rest.
+
+    Returns:
+        [sum of lengths], sequence after sequence.
+    """
     of_each = zip(counted, lengths, strict=True)
     return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(of_each)])
 
 
 def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
-    """Prompts of like length together, the longest first."""
+    """Yield the prompts of each micro-batch, grouped by length, the longest first."""
     order = torch.argsort(longest_of_prompt, descending=True, stable=True)
     while len(order):
         count = limits.fitting(int(longest_of_prompt[order[0]]), answers=answers)
@@ -310,23 +337,23 @@ def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one pass through the pipeline carries.
+    """Input of one pass through the pipeline.
 
-    The last stage reads only the indices, so it is the same however sequences lie in ``tokens_bs``: a row each, several
-    packed into one, or a part of each on this rank.
+    The last stage reads only the indices, so it does not depend on the arrangement of sequences in ``tokens_bs``: one row
+    for each, several packed into one row, or this rank's part of each.
 
     Attributes:
-        sequence_index_b: which sequences of the batch these are.
-        tokens_bs, positions_bs, mask_b1ss: what the first stage and the attention get.
-        owner_bs: the sequence that each token counts for in what a model adds to the loss itself, as an index into
-            ``sequence_index_b``; -1 of padding, and of a sequence that is in no sum.
-        hidden_index_T: the hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
-        target_T: that token.
-        logprob_T: the log-prob that it is part of: an index into ``sequence_index_b``, or b more than that for the second
+        sequence_index_b: indices of the sequences in the batch.
+        tokens_bs, positions_bs, mask_b1ss: inputs of the first stage and of attention.
+        owner_bs: sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
+            ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
+        hidden_index_T: hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
+        target_T: response token that the hidden state predicts.
+        logprob_T: log-prob to which the token contributes: an index into ``sequence_index_b``, plus b for the second
             log-prob of a sequence.
-        num_logprobs: b, or 2 b where sequences have a second log-prob.
-        lengths: of the whole sequences of a packed row, each with its padding; None where each has a row.
-        packed: the same for the attention, on the device.
+        num_logprobs: b, or 2 b if sequences have a second log-prob.
+        lengths: lengths of the whole sequences of a packed row, each with its padding; None if each sequence has a row.
+        packed: lengths of the packed sequences in the form that attention needs, on the device.
     """
 
     sequence_index_b: Tensor
@@ -342,10 +369,14 @@ class MicroBatch:
     packed: PackedSequences | None = None
 
     def share(self, rank: int, size: int) -> MicroBatch:
-        """What a rank of a context-parallel group of this size has: tokens, and those that they predict.
+        """Return the part of the micro-batch that a context-parallel rank has: its tokens, and the targets they predict.
+
+        Args:
+            rank: rank in the context-parallel group.
+            size: size of the context-parallel group.
 
         Raises:
-            ValueError: the width cannot be shared out.
+            ValueError: the length of a sequence is not a multiple of 2 * size.
         """
         if size == 1:
             return self
@@ -366,7 +397,10 @@ class MicroBatch:
 
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same on this rank's device, in one transfer for each dtype: nothing is left to wait for between two."""
+        """Copy micro-batches to this rank's device, in one transfer for each dtype.
+
+        The host does not have to wait for further transfers between micro-batches.
+        """
         from nemo_kto.models.layers.packed_sequences import PackedSequences
 
         names = (

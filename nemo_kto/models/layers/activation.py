@@ -1,4 +1,4 @@
-"""The gated activations of megatron-core's layers without Transformer Engine."""
+"""Gated activations for megatron-core's layers without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up, for the place that a layer spec has for an activation.
+    """SwiGLU activation, silu(gate) * up, as a module for the layer spec.
 
-    megatron-core's own writes one tensor more, keeps silu(gate) for the backward pass, and copies the two gradients there to
-    put them side by side.
+    megatron-core's own implementation writes one more tensor, saves silu(gate) for the backward pass, and there copies the
+    two gradients to concatenate them.
     """
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """[..., 2 * f], the gate first, to [..., f]."""
+        """Map [..., 2 * f], the gate first, to [..., f]."""
         activated: Tensor = _Gated.apply(gate_and_up, False)  # type: ignore[no-untyped-call]
         return activated
 
 
 class GeGLU(MegatronModule):
-    """gelu(gate) * up in the same way, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """GeGLU activation, gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """[..., 2 * f], the gate first, to [..., f]."""
+        """Map [..., 2 * f], the gate first, to [..., f]."""
         activated: Tensor = _Gated.apply(gate_and_up, True)  # type: ignore[no-untyped-call]
         return activated
 
@@ -49,7 +49,7 @@ class _Gated(torch.autograd.Function):
         gate_grad, up_grad = both_grads.chunk(2, dim=-1)
         activated = _activated(gate, ctx.is_gelu)
         torch.mul(grads[0], activated, out=up_grad)
-        torch.mul(grads[0], up, out=activated)  # from here on the gradient of the activated gate
+        torch.mul(grads[0], up, out=activated)  # now holds the gradient of the activated gate
         if ctx.is_gelu:
             torch.ops.aten.gelu_backward.grad_input(activated, gate, approximate="tanh", grad_input=gate_grad)
         else:
@@ -62,12 +62,12 @@ def _activated(gate: Tensor, is_gelu: bool) -> Tensor:
 
 
 class ClampedSwiGLU(MegatronModule):
-    """gate sigmoid(alpha gate) (up + 1), with gate at most and up within the limit, as in gpt-oss (arXiv 2508.10925).
+    """Clamped SwiGLU of gpt-oss (arXiv 2508.10925): gate sigmoid(alpha gate) (up + 1), after clamping gate and up.
 
     Args:
-        config: megatron-core's; not read.
+        config: megatron-core's configuration; not used.
         alpha: factor in the sigmoid.
-        limit: gate becomes min(gate, limit), up becomes min(max(up, -limit), limit).
+        limit: gate is clamped to min(gate, limit), up to min(max(up, -limit), limit).
     """
 
     def __init__(self, config: TransformerConfig, *, alpha: float, limit: float) -> None:
@@ -75,13 +75,17 @@ class ClampedSwiGLU(MegatronModule):
         self.alpha, self.limit = alpha, limit
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """[..., 2 * f], the gate first, to [..., f]."""
+        """Map [..., 2 * f], the gate first, to [..., f]."""
         activated: Tensor = _ClampedGated.apply(gate_and_up, self.alpha, self.limit)  # type: ignore[no-untyped-call]
         return activated
 
 
 class _ClampedGated(torch.autograd.Function):
-    """With g and u clamped and s = sigmoid(alpha g): d g = s (1 + alpha g (1 - s)) (u + 1), d u = g s; 0 where clamped."""
+    """Autograd function of :class:`ClampedSwiGLU`.
+
+    With g and u after clamping and s = sigmoid(alpha g): d g = s (1 + alpha g (1 - s)) (u + 1), d u = g s; each is 0 where
+    its input was clamped.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, alpha: float, limit: float) -> Tensor:

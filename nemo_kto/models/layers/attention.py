@@ -1,9 +1,9 @@
 """Core attention on torch's scaled_dot_product_attention, for megatron-core's layers without Transformer Engine.
 
-It rotates queries and keys itself, so that the layers need no rotary embedding of megatron-core's.
+It applies RoPE to queries and keys itself, so the layers do not need megatron-core's rotary embedding.
 
-megatron-core's own torch attention keeps every score of every head, [batch, heads, sequence, sequence]; torch's fused
-kernels (on GPU and on CPU) never hold more than a block of them.
+megatron-core's own torch attention materialises the scores of all heads, [batch, heads, sequence, sequence]; torch's fused
+kernels (on GPU and on CPU) never hold more than one block of them.
 """
 
 from __future__ import annotations
@@ -44,30 +44,32 @@ if TYPE_CHECKING:
 
 
 class TorchAttention(MegatronModule):
-    """softmax(scale * q k^T) v: causal, grouped heads, sliding window, or an arbitrary mask; soft caps and sinks.
+    """softmax(scale * q k^T) v with a causal, sliding-window or arbitrary mask, grouped heads, soft caps and sinks.
 
-    Args (those of megatron-core's core attention):
-        config: the transformer's configuration; ``window_size`` = (tokens seen to the left, 0) limits the attention of the
-            layers that ``window_attn_skip_freq`` names.
+    The arguments up to ``pg_collection`` are those of megatron-core's core attention.
+
+    Args:
+        config: the transformer's configuration; ``window_size`` = (number of earlier tokens, 0) limits the attention of the
+            layers that ``window_attn_skip_freq`` selects.
         layer_number: from 1, over all pipeline stages.
         attn_mask_type: causal or arbitrary.
-        attention_type: self attention; there is no other in this project.
-        attention_dropout: probability; ``config.attention_dropout`` where None.
-        softmax_scale: factor on the scores; 1 / sqrt(head size) where None.
-        cp_comm_type: how context-parallel ranks talk in Transformer Engine; here each gathers the keys and values of all.
-        pg_collection: process groups, of which the context-parallel one is used where ranks share a sequence.
-        softcap: the scores become softcap * tanh(score / softcap); None where they stay as they are.
-        sinks: each head has a score more in its softmax, which no value belongs to: the parameter ``softmax_offset``, as in
+        attention_type: self attention, the only type in this project.
+        attention_dropout: dropout probability; None for ``config.attention_dropout``.
+        softmax_scale: factor on the scores; None for 1 / sqrt(head size).
+        cp_comm_type: context-parallel communication of Transformer Engine; not used: every rank gathers all keys and values.
+        pg_collection: process groups; the context-parallel one is used if the context-parallel size is above 1.
+        softcap: the scores become softcap * tanh(score / softcap); None for no soft cap.
+        sinks: add to the softmax of each head one learned score without a value, the parameter ``softmax_offset``, as in
             megatron-core's own attention, [heads of this rank].
-        chunked: the window of a token is the chunk of its sequence that it lies in, and does not slide.
-        rotary: the rotation of queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None where they
-            come rotated.
-        local_rotary: that of layers with a window, where it is another.
-        rotated_norm: what has been rotated is normalised, each head by its root mean square.
-        temperature: what queries of layers without a rotation are multiplied by; None for nothing.
+        chunked: the window of a token is the chunk of its sequence that contains it, instead of a sliding window.
+        rotary: RoPE for queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None if they are
+            already rotated.
+        local_rotary: RoPE for layers with a window; None to use ``rotary``.
+        rotated_norm: normalise queries and keys after RoPE, each head by its root mean square.
+        temperature: attention temperature scaling of the queries in layers without RoPE; None to leave them unscaled.
 
     Raises:
-        ValueError: the configuration asks for something that this attention would silently leave out.
+        ValueError: if the configuration requests a feature that this attention would silently ignore.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class TorchAttention(MegatronModule):
         self.window: int | None = None
         self.chunk: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-            tokens = config.window_size[0] + 1  # megatron-core leaves the token itself out of the count
+            tokens = config.window_size[0] + 1  # megatron-core does not count the token itself
             self.window, self.chunk = (None, tokens) if chunked else (tokens, None)
             rotary = local_rotary or rotary
         self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
@@ -114,7 +116,7 @@ class TorchAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The sinks, which the tensor-parallel ranks share out by heads; nothing where there are none."""
+        """Return the sinks, sharded by heads over the tensor-parallel ranks; empty without sinks."""
         if self.softmax_offset is None:
             return {}
         state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
@@ -137,26 +139,26 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: [sequence, batch, heads of this rank, head size]; [tokens, heads of this rank, head size] of a row of
-                sequences. Context-parallel ranks have a share of the sequence, as ``models/layers/spans.py`` says.
-            key: [sequence, batch, key-value heads of this rank, head size]; of a row without the batch.
-            value: as ``key``.
-            attention_mask: [batch or 1, 1, sequence, sequence], True where a token must not be seen; read if the mask type
-                is arbitrary, and then in place of the causal order. Every row must leave at least one token to see.
+            query: [sequence, batch, heads of this rank, head size]; for packed sequences [tokens, heads of this rank, head
+                size]. Context-parallel ranks hold a part of each sequence, as described in ``models/layers/spans.py``.
+            key: [sequence, batch, key-value heads of this rank, head size]; for packed sequences without the batch.
+            value: same shape as ``key``.
+            attention_mask: [batch or 1, 1, sequence, sequence], True where attention is forbidden; used only if the mask
+                type is arbitrary, and then it replaces the causal mask. Every query must be able to attend to some key.
             attn_mask_type: overrides the type given at construction.
             attention_bias: must be None.
-            packed_seq_params: a row of sequences, which do not see each other (``PackedSequences``); None where a batch has
-                one in each row. Its lengths are those of the whole sequences.
+            packed_seq_params: lengths of packed sequences, which do not attend to each other (``PackedSequences``), before
+                context parallelism divides them; None if each sequence has its own place in the batch.
 
         Returns:
-            [sequence, batch, heads * head size]; of a row [tokens, heads * head size].
+            [sequence, batch, heads * head size]; for packed sequences [tokens, heads * head size].
 
         Raises:
-            ValueError: a bias on the scores, a mask type other than causal and arbitrary, a mask on a row of sequences or
-                on a share of one, or a length that cannot be shared out.
+            ValueError: if there is a bias on the scores, a mask type other than causal and arbitrary, a mask together with
+                packed sequences or context parallelism, or a length that the context-parallel size cannot divide.
         """
         if attention_bias is not None:
             raise ValueError("attention_bias must be None: torch's attention takes a mask, not a bias on the scores")
@@ -178,7 +180,7 @@ class TorchAttention(MegatronModule):
     def _attend_row(
         self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, row: PackedSequences
     ) -> Tensor:
-        """In one kernel; [tokens, heads, head size] in, [tokens, heads * head size] out."""
+        """Attend within packed sequences in one kernel: [tokens, heads, head size] to [tokens, heads * head size]."""
         query, key = (each.squeeze(1) for each in self._placed(query.unsqueeze(1), key.unsqueeze(1), row.lengths))
         context: Tensor = kernel(
             query,
@@ -197,7 +199,7 @@ class TorchAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...] | None, masked: Tensor | None
     ) -> Tensor:
-        """[sequence, batch, ...] in and out; ``lengths`` are those of a row of sequences."""
+        """Attend span by span, [sequence, batch, ...] in and out; ``lengths`` is None unless sequences are packed."""
         rank, size = (0, 1) if self.context is None else (self.context.rank(), self.context.size())
         if size > 1 and masked is not None:
             raise ValueError("attention_mask must be None where context-parallel ranks share a sequence, got a mask")
@@ -215,8 +217,10 @@ class TorchAttention(MegatronModule):
     def _placed(
         self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, *, rank: int = 0, size: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys [sequence, batch, heads, head size] with what the places of their tokens make of them; arguments
-        of :meth:`RotaryTable.rotate`."""
+        """Apply RoPE (and norm), or temperature scaling, to queries and keys [sequence, batch, heads, head size].
+
+        The other arguments are those of :meth:`RotaryTable.rotate`.
+        """
         if self.rotary is not None:
             query, key = (self.rotary.rotate(each, lengths, rank=rank, size=size) for each in (query, key))
             if self.norm_epsilon is not None:
@@ -226,8 +230,8 @@ class TorchAttention(MegatronModule):
         return query, key
 
     def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
-        """One after the other: a kernel for rows of unlike length would compute with their padding."""
-        if self.window is not None:  # what the first query does not see, no later one does
+        """Attend within one span; a single kernel for spans of different lengths would also compute with padding."""
+        if self.window is not None:  # keys before the window of the first query are not needed
             beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
             key, value = key[beyond:], value[beyond:]
         attention, window = self._attention(is_masked=masked is not None)
@@ -247,7 +251,10 @@ class TorchAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _attention(self, *, is_masked: bool) -> tuple[Callable[..., Tensor], int | None]:
-        """The function that attends, and the window that its mask must say: blocks know of windows in the causal order."""
+        """Return the attention function, and the window to put into its mask.
+
+        That window is None if there is none, or if the function applies it itself, as block attention does in causal order.
+        """
         if not self.in_blocks:
             return F.scaled_dot_product_attention, self.window
         in_blocks = functools.partial(block_attention, cap=self.softcap, sinks_h=self.softmax_offset)
@@ -256,10 +263,10 @@ class TorchAttention(MegatronModule):
     def _seen(
         self, queries: int, keys: int, masked: Tensor | None, window: int | None, device: torch.device
     ) -> Tensor | None:
-        """True where a query (row) sees a key (column): the last query sees all keys, the one before one less.
+        """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
 
-        None for the plain causal order, and torch's description of it where there are more keys: fused kernels then need no
-        tensor.
+        For plain causal attention it is None, or, if there are more keys than queries, torch's ``causal_lower_right``, so
+        that fused kernels need no mask tensor.
         """
         seen = None if masked is None else ~masked
         if window is None or keys <= window:
@@ -270,9 +277,9 @@ class TorchAttention(MegatronModule):
         return near if seen is None else near & seen
 
     def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:
-        """The ranks of a tensor-parallel group hold different heads and must not drop the same scores.
+        """Select a random generator that differs between tensor-parallel ranks, since their heads need different dropout.
 
-        With sequence parallelism the transformer block has already switched to the generator that differs between them.
+        With sequence parallelism the transformer block has already switched to such a generator.
         """
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
@@ -280,7 +287,7 @@ class TorchAttention(MegatronModule):
 
 
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-    """Of this rank's heads."""
+    """Return the parameter with the sinks of this rank's heads, initialised to zero."""
     heads, here = config.num_attention_heads // config.tensor_model_parallel_size, device.current_device()
     sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=here))
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)

@@ -1,14 +1,14 @@
-"""Attention in blocks of queries, for what torch's fused attention has no place for.
+"""Attention in blocks of queries, with features that torch's fused attention lacks: soft caps and sinks.
 
-Soft caps: a score becomes cap * tanh(score / cap), as in Gemma 2 (arXiv 2408.00118, section 2). Sinks: each head has one
-learned score more in its softmax, which no value belongs to, as in gpt-oss (arXiv 2508.10925).
+Soft caps: a score becomes cap * tanh(score / cap), as in Gemma 2 (arXiv 2408.00118, section 2). Sinks: the softmax of each
+head has one additional learned score without a value, as in gpt-oss (arXiv 2508.10925).
 
-torch's flex_attention has no backward pass on the CPU. So scores are written out for a block of queries at a time, and again
-in the backward pass, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4): the scores of all queries
-never exist together, and a logarithm a query is kept of them.
+torch's flex_attention has no backward pass on the CPU. Therefore scores are computed for one block of queries at a time, and
+recomputed in the backward pass, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4): the scores of
+all queries never exist at the same time, and only the log-sum-exp of each query is saved.
 
 Shape suffixes: b batch, h heads, g key-value heads, q queries of a block, m the queries of all heads that share a key-value
-head, one head after the other, s keys, d head size.
+head, concatenated head by head, s keys, d head size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-BLOCK = 128  # queries: as many rows of scores exist for each head
+BLOCK = 128  # queries per block, for which scores exist at the same time
 
 
 def block_attention(
@@ -38,25 +38,24 @@ def block_attention(
     sinks_h: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(scores) v, scores = scale * q k^T, with the arguments of torch's scaled_dot_product_attention and these:
+    """Compute softmax(scores) v, scores = scale * q k^T; further arguments as for torch's scaled_dot_product_attention.
 
     Args:
-        cap: the scores become cap * tanh(scores / cap); None where they stay as they are.
-        sinks_h: a score of each head that stands beside the others in the softmax and has no value; None for none.
-        window: keys that a query sees in the causal order, its own included; None for all before it.
-
-    A mask may be torch's description of the causal order, too (``torch.nn.attention.bias``), of which no tensor is made.
+        attn_mask: may also be a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor.
+        cap: the scores become cap * tanh(scores / cap); None for no soft cap.
+        sinks_h: additional score without a value in the softmax of each head; None for none.
+        window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
 
     Returns:
-        [batch, heads, sequence, head size], whose memory is [sequence, batch, heads, head size].
+        [batch, heads, sequence, head size], stored in memory as [sequence, batch, heads, head size].
 
     Raises:
-        ValueError: dropout; neither a mask nor the causal order, or both; a window with a mask; unlike numbers of heads
-            without ``enable_gqa``.
+        ValueError: if there is dropout, neither a mask nor ``is_causal`` or both, a window together with a mask, or query
+            and key-value heads that differ in number without ``enable_gqa``.
     """
     if dropout_p:
         raise ValueError(f"dropout_p must be 0 where attention is computed in blocks, got {dropout_p}")
-    offset = 0  # of the key that is a query's own
+    offset = 0  # index of a query's own key minus index of the query
     if isinstance(attn_mask, CausalBias):
         is_lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
         offset = key_bgsd.size(2) - query_bhsd.size(2) if is_lower_right else 0
@@ -75,14 +74,14 @@ def block_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Blocks of queries and what they see.
+    """Blocks of queries, with the keys they attend to.
 
     Attributes:
-        queries, keys: their numbers.
-        seen: True where a query sees a key, [queries, keys] or what broadcasts to [b, h, queries, keys]; None for the
-            causal order.
-        offset: of the key that is a query's own, in the causal order.
-        window: keys that a query sees in the causal order, its own included; None for all before it.
+        queries, keys: number of queries; number of keys.
+        seen: mask, True where a query attends to a key: [queries, keys], or broadcastable to [b, h, queries, keys]; None
+            for causal attention.
+        offset: index of a query's own key minus index of the query, in causal attention.
+        window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
     """
 
     queries: int
@@ -92,7 +91,7 @@ class _Blocks:
     window: int | None
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Each block of queries, and the keys among which all are that it may see."""
+        """Yield each block of queries with a range of keys that contains all keys it may attend to."""
         for start in range(0, self.queries, BLOCK):
             stop = min(start + BLOCK, self.queries)
             if self.seen is not None:
@@ -102,7 +101,7 @@ class _Blocks:
             yield slice(start, stop), slice(first, min(stop + self.offset, self.keys))
 
     def hidden(self, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """True where a query of the block does not see a key: [q, s], or what broadcasts to [b, h, q, s]."""
+        """Return the mask of a block, True where attention is forbidden: [q, s], or broadcastable to [b, h, q, s]."""
         if self.seen is not None:
             return ~self.seen[..., rows, keys]
         own_key_q1 = torch.arange(rows.start + self.offset, rows.stop + self.offset, device=like.device)[:, None]
@@ -111,9 +110,11 @@ class _Blocks:
 
 
 class _Attention(torch.autograd.Function):
-    """p = softmax of the scores z and the sink, in fp32, without the sink's part; d z = p (dp - sum(p dp)).
+    """Autograd function of :func:`block_attention`; the softmax is in fp32.
 
-    A cap of z has the slope 1 - (z / cap)^2. The sink's part is 1 - sum(p), its gradient -(1 - sum(p)) sum(p dp).
+    Let p be the softmax over the scores z and the sink, without the probability of the sink. The gradient of z is
+    p (dp - sum(p dp)). The derivative of a soft-capped z is 1 - (z / cap)^2. The probability of the sink is 1 - sum(p), the
+    gradient of the sink -(1 - sum(p)) sum(p dp).
     """
 
     @staticmethod
@@ -172,12 +173,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _together(each_bhqx: Tensor, key_bgsd: Tensor) -> Tensor:
-    """[b, h, q, x] to [b, g, m, x]: one product for all heads of a key-value head, which is not repeated."""
+    """Reshape [b, h, q, x] to [b, g, m, x], for one product per key-value head without repeating that head."""
     return each_bhqx.unflatten(1, (key_bgsd.size(1), -1)).flatten(2, 3)
 
 
 def _apart(each_bgmx: Tensor, heads: int) -> Tensor:
-    """[b, g, m, x] to [b, h, q, x]."""
+    """Reshape [b, g, m, x] to [b, h, q, x]."""
     return each_bgmx.unflatten(2, (heads // each_bgmx.size(1), -1)).flatten(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The embedding of tokens, whose backward pass touches only the rows of the tokens that occur."""
+"""Token embedding whose backward pass writes only the gradient rows of the tokens that occur."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
 class RowEmbedding(VocabParallelEmbedding):
-    """megatron-core's embedding, without its gradient of the whole table for each micro-batch.
+    """megatron-core's embedding, without its dense gradient of the whole table for each micro-batch.
 
     Attributes:
-        scale: factor on what is looked up.
+        scale: factor on the embedding vectors.
     """
 
     scale = 1.0
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
+        """Map tokens [b, s] to [b, s, H], or with sequence parallelism to this rank's part of [s, b, H]."""
         hidden_bsh: Tensor = _Rows.apply(self.weight, *self.rows_here(input_))  # type: ignore[no-untyped-call]
         return self.over_ranks(hidden_bsh * self.scale if self.scale != 1.0 else hidden_bsh)
 
     def rows_here(self, tokens_bs: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each token on this rank, [b, s], and whether it is here; the first row for the others."""
+        """Return the local row index of each token, [b, s], and whether this rank holds that row; index 0 if it does not."""
         rows_bs = tokens_bs - self.vocab_start_index
         is_here_bs = (rows_bs >= 0) & (rows_bs < self.num_embeddings_per_partition)
         return torch.where(is_here_bs, rows_bs, 0), is_here_bs
 
     def over_ranks(self, hidden_bsh: Tensor) -> Tensor:
-        """What the ranks have looked up, [b, s, h] with zeros for what is on others, as :meth:`forward` gives it."""
+        """Sum the lookups of all ranks, [b, s, h] with zeros for rows on other ranks, into the layout of :meth:`forward`."""
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)
 
 
 def scale_of(hidden_size: int, dtype: torch.dtype) -> float:
-    """sqrt(hidden size), rounded to the dtype as in transformers: sqrt(3072) = 55.4256 is 55.5 in bf16."""
+    """Return sqrt(hidden size), rounded to ``dtype`` as in transformers: sqrt(3072) = 55.4256 becomes 55.5 in bf16."""
     return float(torch.tensor(hidden_size**0.5, dtype=torch.float32, device="cpu").to(dtype))
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table; zeros where a row is not here. To pick those that are here would wait for the device."""
+    """Look up rows of a table, with zeros for rows on other ranks.
+
+    Zeros are written instead of selecting the local rows, because a selection would wait for the device.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, rows_bs: Tensor, is_here_bs: Tensor) -> Tensor:

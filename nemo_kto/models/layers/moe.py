@@ -1,4 +1,4 @@
-"""Router of a mixture-of-experts layer, its load-balancing loss, and biases of experts."""
+"""Router of mixture-of-experts layers, load-balancing loss, and expert biases."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from nemo_kto.device import device
 
 
 class BiasedExpertOutput(RowParallelLinear):
-    """The down projection of an expert, y = W x + b, where the ranks that share it hold all of b and columns of W.
+    """Down projection of an expert, y = W x + b, with b replicated and W sharded by columns.
 
-    What these ranks put out is added up, so that each adds a part of b; the tokens that the expert sees are the same on all
-    of them, and so is the gradient of b.
+    The outputs of the n ranks that share the expert are summed, so each rank adds b / n. The tokens of the expert are the
+    same on all these ranks, and so is the gradient of b.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
-        # The output is added up where tokens go back to their ranks, if at all. Without this it would pass a reduction of
-        # one rank, which gives a view that no bias can be added to in place, as megatron-core's MLP does.
+        # Outputs are summed, if at all, where tokens return to their ranks. Without this flag the output would go through a
+        # reduction over one rank, which returns a view, and megatron-core's MLP adds the bias in place.
         self.explicit_expert_comm = True
         bias: Any = self.bias
-        bias.sequence_parallel = False  # the expert sees whole tokens, wherever they come from
-        # In the norm of the gradient it counts once, on the first of the ranks that share the expert.
+        bias.sequence_parallel = False  # the inputs of an expert are not sharded along the sequence
+        # In the gradient norm the bias counts once, on the first of the ranks that share the expert.
         bias.tensor_model_parallel, bias.shared = True, self.tp_group.rank() > 0
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
-        """The output without the bias, and this rank's part of the bias."""
+        """Return the output without the bias, and this rank's part of the bias."""
         output, bias = super().forward(input_)
         part: Tensor = _Part.apply(bias, self.tp_group.size())  # type: ignore[no-untyped-call]
         return output, part
 
 
 class _Part(torch.autograd.Function):
-    """b / n, with the gradient of the sum over n ranks."""
+    """b / n on each of n ranks; the gradient of b is that of the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, bias_H: Tensor, ranks: int) -> Tensor:
@@ -54,28 +54,27 @@ class _Part(torch.autograd.Function):
 
 
 class BalancedRouter(TopKRouter):
-    """Chooses experts as megatron-core does, and in training notes how evenly.
+    """megatron-core's router, with a load-balancing loss and statistics of the expert choices in training.
 
     Attributes:
-        loss_weight: what the loss of each sequence is multiplied by in the objective; the schedule divides by the number of
-            examples.
-        balance: what was noted since it was None: the sum of the losses, the number of sequences, and how often each expert
-            was chosen; [2 + E], the same on all ranks that share a sequence.
+        loss_weight: weight of the loss of each sequence in the objective; the schedule divides by the number of examples.
+        balance: statistics accumulated since it was last set to None: the sum of the losses, the number of sequences, and
+            how often each expert was chosen; [2 + E], the same on all ranks that share a sequence.
     """
 
     loss_weight: float = 0.0
     balance: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As megatron-core's.
+        """Choose experts as megatron-core does; in training, add the load-balancing loss.
 
         Args:
             logits: [s, b, E].
-            padding_mask: not a mask of padding, but whose tokens these are: True where a token counts for a sequence,
-                [s, b, n]. None for no loss.
+            padding_mask: not a padding mask, but the owners of the tokens: [s, b, n], True if a token counts for a
+                sequence. None for no loss.
         """
         probs, chosen = super().routing(_chosen(logits, self.topk) if self.score_function == "sigmoid" else logits)
-        # not when activations are dropped that are recomputed later
+        # not in the first forward pass of layers that are recomputed, which runs without gradient
         if padding_mask is not None and self.training and torch.is_grad_enabled():
             owners_Tn = padding_mask.flatten(0, 1).float()
             losses_n = self._losses(logits.flatten(0, 1), chosen.view(-1, self.num_experts), owners_Tn)
@@ -84,7 +83,7 @@ class BalancedRouter(TopKRouter):
         return probs, chosen
 
     def _losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
-        """The loss of each sequence: [n]. Of a sequence that ranks share, this rank's part; they add up to it."""
+        """Return the loss of each sequence, [n]; if ranks share a sequence, this rank's part of a sum over the ranks."""
         probs_nE = owners_Tn.T @ torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         chosen_nE = owners_Tn.T @ chosen_TE.float()
         whole = torch.stack([chosen_nE, probs_nE.detach()])
@@ -99,10 +98,10 @@ class BalancedRouter(TopKRouter):
 
 
 class BiasedRouter(BalancedRouter):
-    """Adds a learned number to the logit of each expert.
+    """Router with a learned bias on the logit of each expert.
 
-    megatron-core has one only beside biases everywhere, and lets Transformer Engine's product add it, in the type of the
-    model; logits are fp32 here.
+    megatron-core has such a bias only if all linear layers have one, and lets Transformer Engine add it in the dtype of the
+    model; this class adds it to the logits in fp32.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,24 +109,26 @@ class BiasedRouter(BalancedRouter):
         bias: Any = torch.nn.Parameter(
             torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
         )
-        bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, as the weight's
+        bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, like that of the weight
         self.logit_bias = bias
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [..., E] of hidden states [..., H]."""
+        """Return the logits [..., E] for hidden states [..., H]."""
         logits: Tensor = super().gating(input) + self.logit_bias
         return logits
 
 
 def _chosen(logits: Tensor, per_token: int) -> Tensor:
-    """The largest logits of each token, and -inf for the others. megatron-core compares sigmoids, which in fp32 are 1 for
-    all large logits."""
+    """Keep the largest logits of each token and set the others to -inf.
+
+    megatron-core would compare sigmoids, which in fp32 are 1 for all large logits.
+    """
     largest = logits.topk(per_token, dim=-1)
     return torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:
-    """Whether the ranks that share out experts belong to several data-parallel copies of the other layers."""
+    """Return whether the experts of a layer are sharded across several data-parallel replicas of the other layers."""
     if config.num_moe_experts is None:
         return False
     shards = config.expert_tensor_parallel_size
@@ -135,21 +136,21 @@ def experts_span_copies(config: TransformerConfig) -> bool:
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:
-    """The routers of a model; none of a dense one."""
+    """Yield the routers of a model; a dense model has none."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
 
 
 def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
-    """What the routers of all ranks have noted, the same on every rank; collective. Nothing of a dense model.
+    """Return the statistics of the routers of all ranks, identical on every rank; empty for a dense model. Collective.
 
     Args:
-        chunks: of this rank.
+        chunks: the model chunks of this rank.
 
     Returns:
-        ``moe_aux_loss_sum`` over the sequences and layers, and ``moe_aux_losses``, the number of them; the shares of the
-        choices of a layer that fell on the expert with the most and with the fewest of all layers, each summed over
-        ``moe_batches``, which is 1.
+        ``moe_aux_loss_sum``: the losses, summed over sequences and layers; ``moe_aux_losses``: their number;
+        ``moe_largest_share_sum`` and ``moe_smallest_share_sum``: the largest and the smallest fraction of a layer's choices
+        that fell on one expert, over all layers; ``moe_batches``: 1, the number of batches that these two are sums over.
     """
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
@@ -161,7 +162,7 @@ def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     torch.distributed.all_reduce(noted, group=parallel_state.get_data_parallel_group())
     torch.distributed.all_reduce(noted, group=parallel_state.get_pipeline_model_parallel_group())
     noted = noted.cpu()
-    noted = noted[noted[:, 1] > 0]  # layers with experts, if any sequence counts
+    noted = noted[noted[:, 1] > 0]  # keeps the layers with experts, if any sequence counts
     if not len(noted):
         return {}
     shares = noted[:, 2:] / noted[:, 2:].sum(dim=1, keepdim=True)

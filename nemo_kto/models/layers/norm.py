@@ -1,4 +1,4 @@
-"""Norms on torch for megatron-core's layers where Transformer Engine's are not used, sequence parallelism included."""
+"""RMS norms on torch for megatron-core's layers without Transformer Engine, with support for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
 class _RMSNorm(torch.nn.RMSNorm):
-    returns_residual = False  # read by megatron-core >= 0.18 of every norm
-    zero_centered = False  # the factor is 1 + weight
+    returns_residual = False  # megatron-core >= 0.18 reads it from every norm
+    zero_centered = False  # True: the factor is 1 + weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm over the last dimension. On the CPU torch has no kernel for it, and makes it of eight others."""
+        """Normalise over the last dimension.
+
+        On the CPU in fp32 a custom function is used, because torch has no CPU kernel for it and combines eight others.
+        """
         if not device.on_gpu() and x.dtype == torch.float32:
             normed: Tensor = _FewPasses.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
             return normed
         if not self.zero_centered:
             return super().forward(x)
-        # as transformers does: 1 + w is not rounded
+        # as in transformers, 1 + w is not rounded to the dtype of the weight
         return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class _FewPasses(torch.autograd.Function):
-    """y = w x / rms(x), rms(x) = sqrt(mean(x^2) + eps): three passes over x forward, seven backward."""
+    """RMS norm on the CPU, with three passes over x forward and seven backward.
+
+    y = w x / rms(x), with rms(x) = sqrt(mean(x^2) + eps).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -58,16 +64,16 @@ class _FewPasses(torch.autograd.Function):
 
 
 def unit_norm(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 and without a weight."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32 and without a weight."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class TorchNorm:
-    """Builds an RMS norm; called as megatron-core calls its own norm builder.
+    """Builder of an RMS norm, with the call signature of megatron-core's own norm builder.
 
-    Under sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
-    of the weight is a partial sum. Its parameters carry ``sequence_parallel``, the mark by which megatron-core finds the
-    gradients it must add up over the group.
+    With sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
+    of the weight is a partial sum. The weight has the attribute ``sequence_parallel``, by which megatron-core selects the
+    gradients that it sums over the group.
     """
 
     def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
@@ -76,12 +82,12 @@ class TorchNorm:
         """Build the norm.
 
         Args:
-            config: gives the dtype of the parameters, sequence parallelism, and whether the norm scales by 1 + weight.
+            config: source of the dtype of the parameters, sequence parallelism, and whether the factor is 1 + weight.
             hidden_size: size of the last dimension, over which the norm is taken.
-            eps: added to the variance.
+            eps: added to the mean square.
 
         Raises:
-            ValueError: another norm is configured.
+            ValueError: if ``config.normalization`` is another norm.
         """
         if config.normalization != "RMSNorm":
             raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
@@ -92,20 +98,20 @@ class TorchNorm:
 
 
 class AllHeadsNorm(torch.nn.Module):
-    """An RMS norm over all heads of a token together, of which a tensor-parallel rank has only some.
+    """RMS norm over all heads of a token together, with the heads sharded over tensor-parallel ranks.
 
-    Every rank holds the weight of all heads and uses the part that belongs to its own; megatron-core adds up the gradients
-    of what is called q_layernorm and k_layernorm over the tensor-parallel group. Heads that only pad are and stay zero.
+    Every rank holds the weight of all heads and uses the part for its own heads; megatron-core sums the gradients of modules
+    named q_layernorm and k_layernorm over the tensor-parallel group. Padding heads are zero and stay zero.
 
     Args:
-        config: gives the dtype of the weight, tensor and sequence parallelism.
+        config: source of the dtype of the weight, and of tensor and sequence parallelism.
         hidden_size: size of a head.
-        eps: added to the variance.
-        heads: of the model.
-        padded_heads: those that the ranks share out; with fewer than ranks, several ranks have the same.
+        eps: added to the mean square.
+        heads: number of heads of the model.
+        padded_heads: number of heads including padding; if there are fewer heads than ranks, several ranks hold the same.
     """
 
-    returns_residual = False  # read by megatron-core >= 0.18 of every norm
+    returns_residual = False  # megatron-core >= 0.18 reads it from every norm
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, padded_heads: int, **_: object
@@ -118,21 +124,21 @@ class AllHeadsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_sbhd: Tensor) -> Tensor:
-        """The heads of this rank [sequence, batch, heads, head size], normed over the heads of all ranks."""
+        """Normalise this rank's heads [sequence, batch, heads, head size] by the root mean square over all ranks' heads."""
         group = parallel_state.get_tensor_model_parallel_group() if self.tensor_parallel > 1 else None
         rank = 0 if group is None else dist.get_rank(group)
         here, size = x_sbhd.shape[-2:]
         first = rank * self.padded_heads // self.tensor_parallel
         padding = max(first + here - self.heads, 0)
         weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + here]
-        copies = here * self.tensor_parallel // self.padded_heads  # of each head
+        copies = here * self.tensor_parallel // self.padded_heads  # ranks that hold each head
         width = self.heads * size * copies
         normed: Tensor = _OverRanks.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
         return normed
 
 
 class _OverRanks(torch.autograd.Function):
-    """y = w x / rms(x) in fp32, where rms(x)^2 = sum of the squares of all ranks' x / width + eps."""
+    """RMS norm over all ranks in fp32: y = w x / rms(x), rms(x)^2 = (sum of squares of x over all ranks) / width + eps."""
 
     @staticmethod
     def forward(
@@ -150,7 +156,7 @@ class _OverRanks(torch.autograd.Function):
         grad, x = grads[0].float(), x_sbhd.float()
         weight_grad_hd = (grad * x).mul_(inverse_rms).sum((0, 1)).to(weight_hd.dtype)
         grad = grad * weight_hd
-        # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), where every rank's dy pulls at every rank's x
+        # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), with the sum over all ranks
         pull_sb11 = _summed((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
         return grad.mul_(inverse_rms).addcmul_(x, pull_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
 

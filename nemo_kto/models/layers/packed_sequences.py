@@ -1,4 +1,4 @@
-"""A row of sequences that lie one after the other, as megatron-core's layers are told of it."""
+"""megatron-core's description of packed sequences, with the lengths on the host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nemo_kto.device import device
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a row of sequences, with their lengths on the host: no rank waits for its device.
+    """megatron-core's description of packed sequences, with their lengths on the host, so that no rank waits for the device.
 
     Attributes:
-        lengths: tokens of each sequence, with the padding that belongs to it.
+        lengths: number of tokens of each sequence, including its padding.
     """
 
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
-        """From the lengths of each row; what the device needs of them goes there in one transfer."""
+        """Build a description for each row of packed sequences; all device tensors are copied in one transfer."""
         begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in rows]
         return [
             cls(

@@ -14,10 +14,12 @@ from nemo_kto.models.layers.spans import token_positions
 
 
 class TemperatureTable:
-    """What queries are multiplied by at each place; the factors of the last row of sequences are kept, for other passes.
+    """Attention temperature scaling: a factor on the queries for each position.
+
+    The factors of the last packed sequences are cached for the next calls.
 
     Args:
-        temperature: the formula and its numbers.
+        temperature: parameters of the scaling.
     """
 
     def __init__(self, *, temperature: Temperature) -> None:
@@ -25,12 +27,12 @@ class TemperatureTable:
         self._of_row: tuple[tuple[int, ...], Tensor] | None = None
 
     def scale(self, query_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
-        """Queries [sequence, batch, heads, head size] times the factor of their place.
+        """Multiply queries by the factors of their positions.
 
         Args:
-            query_sbhd: what is multiplied.
-            lengths: of the sequences that lie one after the other, each of which begins at 0; None for one.
-            rank, size: of the context-parallel group, whose ranks share the sequences. The same in every call.
+            query_sbhd: queries [sequence, batch, heads, head size].
+            lengths: lengths of the packed sequences, each starting at position 0; None for a single sequence.
+            rank, size: rank in the context-parallel group, and its size. They must be the same in every call.
         """
         lengths = (len(query_sbhd),) if lengths is None else lengths
         if max(lengths) < self._temperature.floor:  # every factor is 1
@@ -43,19 +45,19 @@ class TemperatureTable:
 
 
 def factors(temperature: Temperature, position_s: Tensor) -> Tensor:
-    """1 + scale * log(1 + floor((p + 1) / floor)) of each position p: fp32 [s]."""
+    """Return the factor 1 + scale * log(1 + floor((p + 1) / floor)) of each position p: fp32 [s]."""
     return 1 + temperature.scale * torch.log1p(torch.floor((position_s.float() + 1) / temperature.floor))
 
 
 class RotaryTable:
-    """Cosines and sines of all positions so far; one for all layers of a model.
+    """RoPE with cached cosines and sines, shared by all layers of a model.
 
-    megatron-core computes them again in each layer, of queries and of keys.
+    megatron-core instead recomputes them in each layer, for queries and for keys.
 
     Args:
-        rope: which rotation a position means.
-        interleaved: channels 0 and 1 of a head are a pair, 2 and 3, and so on, which turn in fp32; else channels c and
-            c + half of it.
+        rope: the rotation frequencies.
+        interleaved: rotate channels 0 and 1 of a head as a pair, 2 and 3, and so on, in fp32; if False, the pairs are
+            channels c and c + half the number of rotated channels.
     """
 
     def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
@@ -65,13 +67,13 @@ class RotaryTable:
         self._of_row: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
 
     def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
-        """Queries or keys [sequence, batch, heads, head size], the first channels rotated by their place.
+        """Rotate the first channels of queries or keys by their positions; the other channels stay unchanged.
 
         Args:
-            heads_sbhd: what is rotated.
-            lengths: of the sequences that lie one after the other, each of which begins at 0; None for one.
-            rank, size: of the context-parallel group, whose ranks share the sequences; their lengths are needed then. The
-                same in every call.
+            heads_sbhd: queries or keys [sequence, batch, heads, head size].
+            lengths: lengths of the packed sequences, each starting at position 0; None for a single sequence.
+            rank, size: rank in the context-parallel group, and its size; above size 1, ``lengths`` is required. They must be
+                the same in every call.
         """
         dtype = heads_sbhd.dtype
         if self._interleaved:
@@ -85,14 +87,14 @@ class RotaryTable:
         return (torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated).to(dtype)
 
     def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines [positions, 1, 1, rotated channels], sines [.., half of them]."""
+        """Return cosines [positions, 1, 1, rotated channels] and sines [positions, 1, 1, rotated channels / 2]."""
         kept = self._cos_and_sin
         if kept is None or len(kept[0]) < positions or kept[0].dtype != like.dtype:
             kept = self._cos_and_sin = self._tables_like(positions, like)
         return kept[0][:positions], kept[1][:positions]
 
     def _row(self, lengths: tuple[int, ...], like: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """The same for a row of sequences; that of the last row is kept, for its other layers."""
+        """Return cosines and sines for packed sequences; those of the last call are cached for the other layers."""
         if self._of_row is None or self._of_row[0] != lengths or self._of_row[1][0].dtype != like.dtype:
             cos_s11d, sin_s11c = self._from_zero(max(lengths), like)
             (position_t,) = device.upload([token_positions(lengths, rank=rank, size=size)])
@@ -100,7 +102,7 @@ class RotaryTable:
         return self._of_row[1]
 
     def _tables_like(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """In the dtype of ``like``, computed in fp32."""
+        """Compute cosines and sines in fp32 and return them in the dtype of ``like``."""
         frequency_c = self._rope.inverse_frequencies().to(like.device)
         position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
         angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
@@ -111,7 +113,7 @@ class RotaryTable:
 
 
 class _Rotation(torch.autograd.Function):
-    """Each pair of channels turns. The gradient is rotated back."""
+    """Rotation of each pair of channels; the backward pass rotates the gradient in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool) -> Tensor:
@@ -133,7 +135,7 @@ def _rotated(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, interlea
 
 
 def _pairs(heads_sbhd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second channel of each pair, [.., half of the channels]."""
+    """Return views of the first and of the second channel of each pair, [..., channels / 2]."""
     if interleaved:
         return heads_sbhd[..., 0::2], heads_sbhd[..., 1::2]
     low, high = heads_sbhd.chunk(2, dim=-1)

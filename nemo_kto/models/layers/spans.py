@@ -1,10 +1,11 @@
-"""Sequences that lie one after the other in a row: where each token stands in its own, and which tokens it may see.
+"""Packed sequences: packing, positions, attention spans, and the partition across context-parallel ranks.
 
-Context-parallel ranks share a row. Each of its sequences is cut into 2 * size equal chunks, and rank r has chunks r and
-2 * size - 1 - r, one after the other, as megatron-core and Transformer Engine expect it: a late chunk sees many keys and an
-early one few, so that the ranks have equal work. A rank's share of a row is the shares of its sequences in their order.
+A row is the concatenation of several sequences. For context parallelism each sequence of a row is cut into 2 * size equal
+chunks, and rank r holds chunks r and 2 * size - 1 - r, in this order, as megatron-core and Transformer Engine expect: a late
+chunk attends to many keys and an early one to few, so the ranks have equal work. The share of a rank is the concatenation of
+its chunks of all sequences, in the order of the sequences.
 
-Shape suffixes: t tokens of a row or of a rank's share of it, n its sequences.
+Shape suffixes: t tokens of a row or of a rank's share of it, n sequences of a row.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Tokens of a row that are evaluated together, and keys they may see: the last query all, the one before one less."""
+    """Queries of a row that are evaluated together, and their keys; the mask is causal, the last query has all keys."""
 
     queries: slice
     keys: slice
 
 
 def causal_spans(lengths: Sequence[int], *, rank: int = 0, size: int = 1, window: int | None = None) -> list[Span]:
-    """Each sequence sees itself.
+    """Return the spans of a row in which every token attends only to its own sequence.
 
     Args:
-        lengths: tokens of each sequence of a row, multiples of 2 * size where the size is above 1.
-        rank, size: of the context-parallel group. Queries are those of this rank, keys those of the whole row.
-        window: each sequence falls into parts of so many tokens, which do not see each other; None where it does not.
+        lengths: number of tokens of each sequence of a row; multiples of 2 * size if ``size`` is above 1.
+        rank, size: rank in the context-parallel group, and its size. Queries index this rank's share, keys the whole row.
+        window: cut each sequence into parts of ``window`` tokens, which do not attend to each other; None for no cut.
 
     Examples:
         >>> causal_spans((3, 2))
@@ -52,7 +53,7 @@ def causal_spans(lengths: Sequence[int], *, rank: int = 0, size: int = 1, window
 
 
 def _own_parts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Where the tokens that a rank has of a sequence begin and end."""
+    """Return start and end, within a sequence, of each range of tokens that a rank holds."""
     if size == 1:
         return [(0, length)]
     width = _chunk(length, size)
@@ -60,14 +61,19 @@ def _own_parts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _in_windows(first: int, last: int, window: int) -> Iterator[tuple[int, int, int]]:
-    """The tokens of a sequence from ``first`` to before ``last``, those of each window: from where to where, and the first
-    token that they see."""
+    """Split the tokens [first, last) of a sequence by window.
+
+    Yields:
+        Start and end of the tokens in a window, and the first token that they attend to.
+    """
     for begin in range(first // window * window, last, window):
         yield max(first, begin), min(last, begin + window), begin
 
 
 def token_positions(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> Tensor:
-    """Of each token of this rank its place in its sequence: int64 [t], on the host; arguments of :func:`causal_spans`.
+    """Return the position of each token of this rank in its sequence: int64 [t], on the host.
+
+    The arguments are those of :func:`causal_spans`.
 
     Examples:
         >>> token_positions((3, 2)).tolist()
@@ -82,7 +88,9 @@ def token_positions(lengths: Sequence[int], *, rank: int = 0, size: int = 1) -> 
 
 
 def row_places(lengths: Sequence[int], *, rank: int, size: int) -> Tensor:
-    """Of each token of this rank its place in the whole row: int64 [t], on the host; arguments of :func:`causal_spans`.
+    """Return the index of each token of this rank in the whole row: int64 [t], on the host.
+
+    The arguments are those of :func:`causal_spans`.
 
     Examples:
         >>> row_places((8, 4), rank=1, size=2).tolist()
@@ -94,11 +102,11 @@ def row_places(lengths: Sequence[int], *, rank: int, size: int) -> Tensor:
 
 
 def in_row_order(shares_t: Tensor, lengths: Sequence[int], *, size: int) -> Tensor:
-    """The shares of all ranks, one after the other in the order of the ranks, as the row they are of.
+    """Reorder the shares of all ranks into the row that they are parts of.
 
     Args:
-        shares_t: [tokens, ...].
-        lengths, size: of :func:`causal_spans`.
+        shares_t: the shares, concatenated in the order of the ranks, [tokens, ...].
+        lengths, size: as in :func:`causal_spans`.
 
     Examples:
         >>> in_row_order(torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]), (8,), size=2).tolist()
@@ -111,10 +119,10 @@ def in_row_order(shares_t: Tensor, lengths: Sequence[int], *, size: int) -> Tens
 
 
 def _chunk(length: int, size: int) -> int:
-    """Tokens of a chunk.
+    """Return the number of tokens of a chunk.
 
     Raises:
-        ValueError: the chunks of a sequence would not be equal.
+        ValueError: if the sequence cannot be cut into equal chunks.
     """
     if length % (2 * size):
         raise ValueError(
@@ -128,15 +136,18 @@ def _chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def packed_rows(lengths: Sequence[int], *, tokens: int | None, prompts: int | None = None) -> list[list[int]]:
-    """Which items share a row, so that rows are few and equally full.
+    """Pack items into few rows with similar numbers of tokens.
 
-    The longest goes first, and each into the row with the fewest tokens. Where one does not fit there, it is done again with
-    one row more.
+    Items are placed from the longest to the shortest, each into the row with the fewest tokens. If an item does not fit, the
+    packing is repeated with one more row.
 
     Args:
-        lengths: tokens of each item.
-        tokens: the most that a row holds; an item that is longer has a row of its own. None: all are in one row.
-        prompts: the most items of a row; None for any number.
+        lengths: number of tokens of each item.
+        tokens: maximum number of tokens of a row; a longer item gets a row of its own. None for no limit.
+        prompts: maximum number of items of a row; None for no limit.
+
+    Returns:
+        The indices of the items of each row.
 
     Examples:
         >>> packed_rows((5, 9, 3, 4), tokens=12)
@@ -150,13 +161,13 @@ def packed_rows(lengths: Sequence[int], *, tokens: int | None, prompts: int | No
     most_items = len(lengths) if prompts is None else prompts
     least = min(len(lengths), max(ceil(sum(lengths) / most_tokens), ceil(len(lengths) / most_items)))
     tried = (_even_rows(lengths, count, most_tokens, most_items) for count in range(least, len(lengths) + 1))
-    return next(rows for rows in tried if rows is not None)  # each item in a row of its own is within the limits
+    return next(rows for rows in tried if rows is not None)  # one item per row is always within the limits
 
 
 def _even_rows(lengths: Sequence[int], count: int, most_tokens: int, most_items: int) -> list[list[int]] | None:
-    """So many rows, none of them empty; None if an item fits into none."""
+    """Pack the items into ``count`` rows, none of them empty; return None if an item does not fit."""
     rows: list[list[int]] = [[] for _ in range(count)]
-    open_rows = [(0, number) for number in range(count)]  # a heap: the row with the fewest tokens comes first
+    open_rows = [(0, number) for number in range(count)]  # heap ordered by number of tokens
     for item in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         if not open_rows:
             return None

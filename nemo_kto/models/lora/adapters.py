@@ -1,17 +1,17 @@
 """LoRA: low-rank adapters on megatron-core's linear layers, y = W x + scale * B A x, the same at every layout.
 
 Hu et al. 2021 (arXiv 2106.09685), section 4.1. A fused layer (query, key and value; gate and up projection) holds one pair
-of A and B a part, as PEFT does for the layers that Hugging Face's models keep apart:
+of A and B for each part, as in PEFT, where Hugging Face's models have these parts as separate layers:
 
-    lora_a  [parts * rank, in]   the parts' A, one under the other
-    lora_b  [out, rank]          in the order of the rows of the weight; ``part_of_row`` says whose A a row goes with
+    lora_a  [parts * rank, in]   the A of all parts, stacked
+    lora_b  [out, rank]          rows in the order of the weight; ``part_of_row`` gives the part whose A belongs to a row
 
-Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they stay as they are; so do the rows of
-B and the columns of A that belong to padding. How the two are shared out over ranks: ``models.lora.layers``.
+Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they remain zero; the same holds for the
+rows of B and the columns of A that are padding. ``models.lora.layers`` describes how A and B are sharded over ranks.
 
-With DoRA (``models.dora``) each row that is adapted has a magnitude besides:
+With DoRA (``models.lora.dora``) each adapted row also has a magnitude:
 
-    lora_magnitude  [out]        less its start, the norm of the row of W; zero where a row has none
+    lora_magnitude  [out]        minus its initial value, the norm of the row of W; zero for rows without a magnitude
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ if HAVE_TE:
 
     ADAPTED_CLASSES.update(ENGINE_CLASSES)
 
-# The linear layer of an expert; Transformer Engine has one for all experts of a rank, whose weights have their numbers.
+# Linear layer of one expert. Transformer Engine has one layer for all experts of a rank, with a numbered weight for each.
 _ONE_EXPERT = re.compile(r"local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])$")
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of a parameter that belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{LORA_MAGNITUDE}"))
 
 
 def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
-    """Freeze a chunk of the model and give its linear layers adapters; before it is wrapped for data parallelism.
+    """Freeze a model chunk and add adapters to its linear layers; call before wrapping it for data parallelism.
 
-    A starts as PEFT's does (uniform within 1 / sqrt(in): He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), drawn for each
-    layer of the Hugging Face model by itself, so that it is the same at every layout (of an embedding from a normal
-    distribution); B starts at zero, and with DoRA magnitudes at the norms of the rows.
+    A is initialised as in PEFT: uniform within 1 / sqrt(in) (He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), for an
+    embedding from a normal distribution. It is drawn separately for each layer of the Hugging Face model, so that it is the
+    same at every layout. B starts at zero; DoRA's magnitudes start at the norms of the rows.
 
     Args:
-        chunk: built by ``models.gpt.build_gpt``; where experts are adapted, with each of them by itself.
-        settings: what is adapted and how.
-        architecture: what the chunk was built from.
-        seed: of the values of A.
+        chunk: model chunk built by ``models.gpt.build_gpt``; without grouped experts if experts are adapted.
+        settings: LoRA settings.
+        architecture: the architecture that the chunk was built from.
+        seed: random seed for A.
 
     Raises:
-        UserError: a layer's number is larger than the number of layers, or the embedding cannot be adapted.
+        UserError: if a layer number exceeds the number of layers, or the embedding cannot be adapted.
     """
     if problem := embedding_problem(settings, tied=architecture.tied):
         raise UserError(f"adapters {problem}")
@@ -105,10 +105,10 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
 
 @contextlib.contextmanager
 def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the block the model is the base model; no weight changes.
+    """Context manager in which the adapters are off, so that the model is the base model; no weight changes.
 
     Raises:
-        RuntimeError: the adapters are merged into the weights.
+        RuntimeError: if the adapters are merged into the weights.
     """
     adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
@@ -125,10 +125,10 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[nn.Module]) -> None:
-    """Add every adapter to its weight: the model stays what it is, and its weights now are those of a plain model.
+    """Merge every adapter into its weight; the model computes the same function with the weights of a plain model.
 
     Raises:
-        RuntimeError: that has been done.
+        RuntimeError: if the adapters are already merged.
     """
     finish_gathers(chunks)
     adapters = _adapters(chunks)
@@ -139,7 +139,10 @@ def merge_adapters(chunks: Sequence[nn.Module]) -> None:
 
 
 def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
-    """Put the adapters of one model on the weights of another of the same names and shapes, which both hold from then on."""
+    """Make the adapted layers of one model use the weights of another model with the same names and shapes.
+
+    The weights are shared from then on, not copied.
+    """
     weights = dict(unwrap_model(chunk).named_parameters())
     for name, adapter in adapted.named_modules():
         if isinstance(adapter, Adapter):
@@ -149,7 +152,7 @@ def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
 
 @torch.no_grad()
 def zero_adapters(chunks: Iterable[nn.Module]) -> None:
-    """Make the adapters add nothing: B becomes zero, and magnitudes the norms of the rows, as where training begins."""
+    """Reset B to zero and magnitudes to the norms of the rows, as at the start of training; the adapters then add zero."""
     for adapter in _adapters(chunks):
         adapter.lora_b.zero_()
         if adapter.lora_magnitude is not None:
@@ -158,7 +161,7 @@ def zero_adapters(chunks: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the block no weight changes, so that what DoRA needs of all of them is computed once."""
+    """Context manager for passes during which no weight changes, so that DoRA computes the row norms only once."""
     adapters = [adapter for adapter in _adapters(chunks) if adapter.lora_magnitude is not None]
     for adapter in adapters:
         adapter.adapter_is_constant = True
@@ -171,10 +174,10 @@ def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
-    """DoRA's magnitudes in fp32, by the parameters that hold what they are more than where they start; collective.
+    """Return DoRA's magnitudes in fp32, keyed by the parameters ``lora_magnitude`` (m minus its start); collective.
 
     Raises:
-        RuntimeError: the adapters are merged into the weights, whose norms have changed with that.
+        RuntimeError: if the adapters are merged into the weights, because that changed the norms of the weights.
     """
     chunks = [*chunks]
     finish_gathers(chunks)
@@ -186,7 +189,7 @@ def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
 
 @torch.no_grad()
 def take_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> None:
-    """What :func:`magnitudes` gives becomes ``values``, beside the weights that the chunks have now; collective."""
+    """Set DoRA's magnitudes to ``values``, a result of :func:`magnitudes`, given the current weights; collective."""
     for adapter in _adapters(chunks):
         if adapter.lora_magnitude is not None:
             adapter.take_magnitudes(values[adapter.lora_magnitude])
@@ -195,7 +198,7 @@ def take_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, T
 def _linears(
     chunk: HiddenStateGPT, mapping: ParamMapping, settings: LoRASettings, architecture: Architecture
 ) -> Iterator[tuple[Any, dict[str, int]]]:
-    """The linear layers of a chunk whose weight a mapping describes, with the number of the layer, and of the expert."""
+    """Yield the linear layers of a chunk that a mapping describes, with indices of layer and expert (empty: embedding)."""
     if mapping.split is Split.VOCABULARY:
         if chunk.pre_process:
             yield chunk.embedding.word_embeddings, {}
@@ -216,7 +219,10 @@ def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
 
 
 def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architecture) -> Tensor | None:
-    """Which weight of the Hugging Face model each row belongs to, padding to the first: [out of this rank]."""
+    """Return the index of the Hugging Face weight that each row belongs to, 0 for padding: [out of this rank].
+
+    None if the mapping does not divide the weight by rows.
+    """
     if split_dimension(mapping) != 0:
         return None
     parts = torch.zeros(weight.size(0), dtype=torch.long)
@@ -254,6 +260,6 @@ def _draw_a(
 
 
 def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """A recomputed layer or MLP has gradients only if its input asks for one, and a frozen embedding's output does not."""
+    """Make the output of a frozen embedding require a gradient, without which recomputed layers would have no gradients."""
     if torch.is_grad_enabled():
         output.requires_grad_()

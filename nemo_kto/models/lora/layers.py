@@ -1,11 +1,12 @@
-"""Linear layers of megatron-core with low-rank adapters: what ``models.lora`` builds from.
+"""Linear layers of megatron-core with low-rank adapters.
 
-Of a column-parallel layer every tensor-parallel rank holds all of A and its rows of B, of a row-parallel layer its columns
-of A and all of B: only the rank-wide product A x travels between ranks. DoRA's magnitudes lie as the rows of B do. Of a
-row-parallel layer they need the squares of each row summed over the ranks, once for all micro-batches of a pass.
+In a column-parallel layer A is replicated over tensor-parallel ranks and B is sharded by rows; in a row-parallel layer A is
+sharded by columns and B is replicated. Only the product A x, whose width is the rank of the adapter, is communicated. DoRA's
+magnitudes are sharded like the rows of B. For a row-parallel layer they need the squares of each row summed over the ranks,
+once for all micro-batches of a pass.
 
-The adapters are one mixin for layers of any make: megatron-core's own are here, Transformer Engine's in
-``models.lora.te_layers``.
+The adapters are a mixin for any linear layer: this module has megatron-core's own, ``models.lora.te_layers`` those of
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -36,44 +37,44 @@ from nemo_kto.device import device
 from nemo_kto.models.layers.embedding import RowEmbedding
 from nemo_kto.models.lora.dora import Change, RowNorms, row_norms
 
-Metadata = dict[str, torch.distributed.ProcessGroup]  # what megatron-core passes on to every layer
-Offsets = tuple[tuple[int, int, int], ...]  # dimension, number and count of the shards that a module is one of
-Output = tuple[Tensor, Tensor | None]  # and the bias, where the caller adds it
+Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
+Offsets = tuple[tuple[int, int, int], ...]  # (dimension, index of the shard, number of shards) of a sharded module
+Output = tuple[Tensor, Tensor | None]  # output, and the bias if the caller is to add it
 
 
 class Adapter:
-    """What all adapted layers share. Their base classes hold the frozen weight."""
+    """Mixin for adapted layers; the frozen weight belongs to the other base class."""
 
     weight: nn.Parameter
-    bias: Tensor | None  # Transformer Engine has an empty one for none
+    bias: Tensor | None  # an empty tensor if a layer of Transformer Engine has none
     lora_a: nn.Parameter
     lora_b: nn.Parameter
-    lora_magnitude: nn.Parameter | None  # of DoRA, less its start ||W||: [out of this rank]
-    part_of_row: Tensor  # [out of this rank]
-    has_magnitude: Tensor  # with DoRA, of each row: [out of this rank]
+    lora_magnitude: nn.Parameter | None  # of DoRA, minus its initial value ||W||: [out of this rank]
+    part_of_row: Tensor  # index of the part that each row belongs to: [out of this rank]
+    has_magnitude: Tensor  # with DoRA, True for rows with a magnitude: [out of this rank]
     sequence_parallel: bool
     training: bool
-    adapter_group: torch.distributed.ProcessGroup  # of the tensor-parallel ranks
+    adapter_group: torch.distributed.ProcessGroup  # tensor-parallel group
     adapter_is_expert: bool
-    is_column: bool  # column-parallel, or row-parallel
-    return_layernorm_output: bool  # of layers with a norm inside
+    is_column: bool  # False: row-parallel
+    return_layernorm_output: bool  # only layers fused with a norm have it
     adapter_scale: float
     adapter_dropout: float
     adapter_parts: int
     adapter_is_on: bool
     adapter_is_merged: bool
-    adapter_is_constant: bool  # weights stay as they are, so that what follows from them may be kept
-    adapter_change: Change | None  # which is this
+    adapter_is_constant: bool  # weights do not change, so adapter_change may be cached
+    adapter_change: Change | None  # the cached value
 
     def full_b(self) -> Tensor:
-        """B against the stacked A: [out of this rank, parts * rank], zero where a row and a part do not belong together."""
+        """Return B for the stacked A, [out of this rank, parts * rank]; zero where a row does not belong to a part."""
         if self.adapter_parts == 1:
             return self.lora_b
         belongs = F.one_hot(self.part_of_row, self.adapter_parts).to(self.lora_b.dtype)
         return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
 
     def merge(self) -> None:
-        """Make the adapter part of the weight; fp32 arithmetic, rounded once."""
+        """Merge the adapter into the weight, in fp32 arithmetic with a single rounding."""
         full_b, lora_a = self.full_b().float(), self.lora_a.float()
         change = self._change()
         merged = self.weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale)
@@ -81,12 +82,15 @@ class Adapter:
         self.adapter_is_merged = True
 
     def magnitudes(self) -> Tensor:
-        """DoRA's m of each row, zero where it has none: [out of this rank], fp32. Collective over tensor-parallel ranks."""
+        """Return DoRA's m of each row, zero for rows without one: [out of this rank], fp32.
+
+        Collective over tensor-parallel ranks.
+        """
         assert self.lora_magnitude is not None
         return (self._norms().base + self.lora_magnitude.detach().float()) * self.has_magnitude
 
     def take_magnitudes(self, values: Tensor) -> None:
-        """What :meth:`magnitudes` gives becomes ``values``. Collective over tensor-parallel ranks."""
+        """Set the magnitudes to ``values``, a result of :meth:`magnitudes`. Collective over tensor-parallel ranks."""
         assert self.lora_magnitude is not None
         self.lora_magnitude.data.copy_((values - self._norms().base) * self.has_magnitude)
 
@@ -95,7 +99,7 @@ class Adapter:
         return row_norms(self.weight, self.full_b(), self.lora_a, self.adapter_scale, columns_over=columns_over)
 
     def _change(self) -> Tensor | None:
-        """m / ||W + s B A|| - 1 of each row, [out of this rank], in fp32; None without magnitudes."""
+        """Return m / ||W + s B A|| - 1 of each row, [out of this rank], in fp32; None without magnitudes."""
         if self.lora_magnitude is None:
             return None
         change = self.adapter_change
@@ -109,23 +113,23 @@ class Adapter:
         return self.adapter_is_on and not self.adapter_is_merged
 
     def _dropped(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
-        """dropout(x) while training, else x."""
+        """Return dropout(x) in training mode, else x."""
         if not (self.adapter_dropout and self.training):
             return input_
         with self._dropout_generator(is_replicated=is_replicated):
             return F.dropout(input_, self.adapter_dropout)
 
     def _times_a(self, input_: Tensor) -> Tensor:
-        """x A^T, scaled: [..., in] -> [..., parts * rank]."""
+        """Return scale * x A^T: [..., in] -> [..., parts * rank]."""
         return F.linear(input_, self.lora_a) * self.adapter_scale
 
     def _joined(self, output: Output, added: Tensor, again: Tensor | None) -> Output:
-        """The output of the layer with what the adapter adds, and with DoRA what the magnitudes change of the two.
+        """Add the adapter's output to that of the layer and, with DoRA, apply the magnitudes to the sum.
 
         Args:
             output: W x and the bias, or W x + bias and None.
             added: s B A dropout(x).
-            again: W dropout(x), of which the magnitudes change so much, as PEFT has it; None where it is W x.
+            again: W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
         """
         product, bias = output
         total, change = product + added, self._change()
@@ -137,9 +141,10 @@ class Adapter:
         return torch.addcmul(total, changed, change.to(total.dtype)), bias
 
     def _dropout_generator(self, *, is_replicated: bool) -> AbstractContextManager[None]:
-        """Ranks that hold the same activations must drop the same, ranks that hold parts of them must not.
+        """Select the random generator for dropout.
 
-        With sequence parallelism the transformer block has already switched to the generator that differs.
+        Ranks with replicated activations need the same dropout mask, ranks with sharded ones need different masks. With
+        sequence parallelism the transformer block has already switched to the generator that differs between ranks.
         """
         if self.adapter_is_expert:
             return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
@@ -148,7 +153,7 @@ class Adapter:
         return get_cuda_rng_tracker().fork()
 
     def add_to_columns(self, output: Output, input_: Tensor) -> Output:
-        """The output of a column-parallel layer with its adapter.
+        """Add the adapter to the output of a column-parallel layer.
 
         ``input_`` is [sequence (a part of it if sequence parallel), batch, in].
         """
@@ -160,26 +165,26 @@ class Adapter:
         return self._joined(output, added, F.linear(self._to_columns(dropped), self.weight) if is_again else None)
 
     def _to_columns(self, hidden: Tensor) -> Tensor:
-        """To the ranks that share out the rows of what it is multiplied with."""
-        if self.adapter_is_expert:  # whole experts, whose tokens are already here
+        """Pass the input of a product to the ranks over which the rows of the matrix are sharded."""
+        if self.adapter_is_expert:  # experts are not sharded here, and this rank already has their tokens
             return hidden
         if self.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden, group=self.adapter_group))
-        # so that the gradient of the product, to which each rank adds what its rows say, is the sum
+        # the backward pass of the copy sums the gradient over the ranks, each of which has the part from its rows
         return cast(Tensor, copy_to_tensor_model_parallel_region(hidden, group=self.adapter_group))
 
     def add_to_normed_columns(self, forward: Callable[[Tensor], Any], input_: Tensor) -> Output:
-        """The same of a layer that normalises its input itself, as Transformer Engine's LayerNormLinear does.
+        """Run a column-parallel layer that normalises its own input (Transformer Engine's LayerNormLinear), with adapter.
 
-        What is multiplied by A must be normed, and the layer gives it away where ``return_layernorm_output`` is set. Under
-        sequence parallelism that is this rank's part, before the layer gathers the parts for its own product: the adapter
-        then gathers A x, which is narrower, as it does beside any other layer. The layer adds the gradient of what it has
-        given away once its own is complete (summed over the ranks, or scattered to them), so that the adapter's must be
-        complete as well: it is, because the gradient of A x is summed before it reaches A.
+        A must be applied to the normed input, which the layer returns if ``return_layernorm_output`` is set. With sequence
+        parallelism this is the rank's part, before the layer gathers the parts for its own product; the adapter then gathers
+        A x, which is narrower, as with any other layer. The layer adds the gradient of the returned tensor after reducing
+        its own gradient (all-reduce or reduce-scatter over the ranks), so the adapter's gradient must already be reduced at
+        that point. It is, because the gradient of A x is summed over the ranks before it reaches A.
 
         Args:
-            forward: of the layer without adapters; gives (output, bias, normed), or ((output, normed), None).
-            input_: [sequence (a part of it if sequence parallel), batch, in], not normed.
+            forward: forward of the layer without adapters; returns (output, bias, normed), or ((output, normed), None).
+            input_: [sequence (a part of it if sequence parallel), batch, in], before the norm.
         """
         self.return_layernorm_output = self._adds()
         result = forward(input_)
@@ -189,7 +194,7 @@ class Adapter:
         return self.add_to_columns((output, bias), normed)
 
     def add_to_rows(self, output: Output, input_: Tensor) -> Output:
-        """The output of a row-parallel layer with its adapter; ``input_`` is [sequence, batch, in of the rank]."""
+        """Add the adapter to the output of a row-parallel layer; ``input_`` is [sequence, batch, in of this rank]."""
         if not self._adds():
             return output
         dropped = self._dropped(input_, is_replicated=False)
@@ -198,7 +203,7 @@ class Adapter:
         return self._joined(output, added, self._from_rows(F.linear(dropped, self.weight)) if is_again else None)
 
     def _from_rows(self, product: Tensor) -> Tensor:
-        """Summed over the ranks that share out the columns of what was multiplied."""
+        """Sum a product over the ranks over which the columns of the matrix are sharded."""
         if self.adapter_is_expert:
             return product
         if self.sequence_parallel:
@@ -206,9 +211,9 @@ class Adapter:
         return cast(Tensor, reduce_from_tensor_model_parallel_region(product, group=self.adapter_group))
 
     def sharded(self, state: ShardedStateDict, prefix: str, offsets: Offsets, metadata: Metadata | None) -> ShardedStateDict:
-        """The sharded state of the layer, with what the ranks share out of the adapter cut as the weight is.
+        """Return the sharded state of the layer, with the sharded parts of the adapter divided like the weight.
 
-        Of a gated layer, gate and up projection are each by themselves.
+        In a gated layer, gate and up projection are sharded separately.
         """
         cut = dict.fromkeys((LORA_B, LORA_MAGNITUDE), 0) if self.is_column else {LORA_A: 1}
         forms = make_sharded_tensors_for_checkpoint(
@@ -219,52 +224,52 @@ class Adapter:
             tp_group=self.adapter_group,
             dp_cp_group=metadata["dp_cp_group"] if metadata else None,
         )
-        if self.is_column and self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # the mark of a gated layer
+        if self.is_column and self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # identifies a gated layer
             forms = {name: apply_swiglu_sharded_factory(form, offsets) for name, form in forms.items()}
         return {**state, **forms}
 
 
 class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
-    """A frozen column-parallel layer with adapters: A replicated, B cut by rows."""
+    """Frozen column-parallel layer with adapters: A replicated, B sharded by rows."""
 
     is_column = True
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Output:
-        """As megatron-core's; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
+        """Apply the layer with its adapter; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
         return self.add_to_columns(super().forward(input_, weight, runtime_gather_output), input_)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's, with the adapter."""
+        """Return the sharded state of the layer, including the adapter."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self.sharded(state, prefix, sharded_offsets, metadata)
 
 
 class LoRARowParallelLinear(Adapter, RowParallelLinear):
-    """A frozen row-parallel layer with an adapter: A cut by columns, B replicated."""
+    """Frozen row-parallel layer with an adapter: A sharded by columns, B replicated."""
 
     is_column = False
 
     def forward(self, input_: Tensor) -> Output:
-        """As megatron-core's; ``input_`` is [sequence, batch, in of this rank]."""
+        """Apply the layer with its adapter; ``input_`` is [sequence, batch, in of this rank]."""
         return self.add_to_rows(super().forward(input_), input_)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's, with the adapter."""
+        """Return the sharded state of the layer, including the adapter."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self.sharded(state, prefix, sharded_offsets, metadata)
 
 
 class LoRAEmbedding(Adapter, RowEmbedding):
-    """A frozen embedding with an adapter, W + s B A: of B, [vocabulary, rank], each rank has the rows that it has of W."""
+    """Frozen embedding with an adapter, W + s B A; B, [vocabulary, rank], is sharded by rows like W, A is replicated."""
 
     is_column = True
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Tokens [b, s] to [b, s, H], or to this rank's part of [s, b, H] under sequence parallelism."""
+        """Map tokens [b, s] to [b, s, H], or with sequence parallelism to this rank's part of [s, b, H]."""
         output: Tensor = super().forward(input_)
         if not self._adds():
             return output
@@ -275,7 +280,7 @@ class LoRAEmbedding(Adapter, RowEmbedding):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's, which knows of the weight only, with the adapter."""
+        """Return the sharded state of the embedding, including the adapter."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         whole = make_sharded_tensors_for_checkpoint(
             {LORA_A: self.lora_a},
@@ -288,7 +293,7 @@ class LoRAEmbedding(Adapter, RowEmbedding):
         return self.sharded({**state, **whole}, prefix, sharded_offsets, metadata)
 
 
-# A class of layers, and that of the same layers with adapters.
+# Class of a layer -> class of that layer with adapters.
 ADAPTED_CLASSES: dict[type, type[Adapter]] = {
     ColumnParallelLinear: LoRAColumnParallelLinear,
     RowParallelLinear: LoRARowParallelLinear,
@@ -306,33 +311,34 @@ def adapt_linear(
     part_of_row: Tensor | None = None,
     magnitudes: Sequence[bool] = (),
 ) -> None:
-    """Turn a linear layer into one with adapters, in place: its class changes, its names stay.
+    """Add adapters to a linear layer in place; its class changes, its parameter names stay the same.
 
-    A and B are zero, and magnitudes where they start; whoever calls this draws A. The other parameters are not frozen here.
+    A and B are initialised to zero, and magnitudes to their initial values; the caller must draw A. This function does not
+    freeze the other parameters.
 
     Args:
-        linear: of a class in :data:`ADAPTED_CLASSES`; megatron-core's own may be of an expert.
-        rank: of the adapter.
-        scale: on the adapter's output.
-        dropout: probability with which an input of A is dropped in training.
-        parts: layers that the weight holds.
-        part_of_row: which of them each row of the weight of this rank belongs to, [out of this rank]; None for the first.
-        magnitudes: of each part, whether its rows have DoRA's magnitudes.
+        linear: layer of a class in :data:`ADAPTED_CLASSES`; megatron-core's own may belong to an expert.
+        rank: rank of the adapter.
+        scale: factor on the adapter's output.
+        dropout: dropout probability of the inputs of A in training.
+        parts: number of layers fused in the weight.
+        part_of_row: index of the part that each row of the weight belongs to, [out of this rank]; None for the first.
+        magnitudes: for each part, whether its rows have DoRA's magnitudes.
 
     Raises:
-        TypeError: the layer is of another class.
-        ValueError: it is an expert whose matrices are shared out over ranks.
+        TypeError: if the layer is of another class, or already adapted.
+        ValueError: if the layer belongs to an expert whose matrices are sharded over ranks.
     """
     adapted = next((adapted for base, adapted in ADAPTED_CLASSES.items() if isinstance(linear, base)), None)
     if adapted is None or isinstance(linear, Adapter):
         known = ", ".join(base.__name__ for base in ADAPTED_CLASSES)
         raise TypeError(f"a layer to adapt must be one of {known}, and not be adapted yet, got {type(linear).__name__}")
-    # Transformer Engine's own attribute may be None
+    # the attribute tp_group of Transformer Engine's layers may be None
     linear.adapter_group = linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
     linear.adapter_is_expert = getattr(linear, "is_expert", False)
     if isinstance(linear, RowEmbedding):
         linear.sequence_parallel = linear.reduce_scatter_embeddings
-    # without values it only carries adapters to the weights of another model
+    # a layer without values (meta device) only transfers adapters to the weights of another model
     if linear.adapter_is_expert and linear.adapter_group.size() > 1 and not linear.weight.is_meta:
         raise ValueError(
             f"adapters on experts need expert_tensor_parallel_size 1, got {linear.adapter_group.size()}; share out the "
@@ -357,12 +363,12 @@ def adapt_linear(
 
 
 def _register(linear: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Give an adapted layer a parameter of zeros, marked as its gradient is to be treated."""
+    """Add a parameter of zeros to an adapted layer, with the attributes that determine how its gradient is reduced."""
     weight = linear.weight
     parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=device.current_device()))
-    parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts have a group of their own
+    parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts use a separate group
     if linear.adapter_is_expert or (name != LORA_A) == linear.is_column:
-        # Only this rank's: in the norm of the gradient it counts on every rank. What all hold counts on the first.
+        # Sharded: counts in the gradient norm on every rank. Replicated parameters count on the first rank only.
         parameter.tensor_model_parallel = True
         parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
     else:

@@ -1,4 +1,4 @@
-"""Adapters on Transformer Engine's linear layers; for import only where it is installed."""
+"""Adapters on Transformer Engine's linear layers; import only if Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from nemo_kto.models.lora.layers import Adapter, Metadata, Offsets, Output
 
 
 class LoRALayerNormColumnParallelLinear(Adapter, TELayerNormColumnParallelLinear):
-    """A frozen column-parallel layer with the norm before it and adapters."""
+    """Frozen column-parallel layer fused with the norm before it, with adapters."""
 
     is_column = True
 
     def forward(self, x: Tensor) -> Output:
-        """As megatron-core's; ``x`` is [sequence (a part of it if sequence parallel), batch, in], not normed."""
+        """Apply the layer with its adapter; ``x`` is [sequence (a part if sequence parallel), batch, in], not yet normed."""
         return self.add_to_normed_columns(super().forward, x)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's, with the adapter."""
+        """Return the sharded state of the layer, including the adapter."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self.sharded(state, prefix, sharded_offsets, metadata)
 
 
 class LoRAEngineRowParallelLinear(Adapter, TERowParallelLinear):
-    """A frozen row-parallel layer with an adapter."""
+    """Frozen row-parallel layer with an adapter."""
 
     is_column = False
 
     def forward(self, x: Tensor) -> Output:
-        """As megatron-core's; ``x`` is [sequence, batch, in of this rank]."""
+        """Apply the layer with its adapter; ``x`` is [sequence, batch, in of this rank]."""
         return self.add_to_rows(super().forward(x), x)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's, with the adapter."""
+        """Return the sharded state of the layer, including the adapter."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self.sharded(state, prefix, sharded_offsets, metadata)
 

@@ -1,4 +1,4 @@
-"""DPO and its variants: a batch of pairs in, a loss and metrics out."""
+"""GPT policy model for DPO and its variants: loss and metrics of a batch of pairs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PairTensors:
     """A batch of P pairs, unpacked.
 
     Attributes:
-        answers: the chosen answers and then the rejected ones.
-        reference_logps_B: in that order; None where they are not attached.
-        reward_delta_P: reward of the chosen answer minus that of the rejected one.
-        weights_P: of the loss of each pair.
+        answers: the chosen answers, followed by the rejected ones.
+        reference_logps_B: reference log-probs in the same order; None if the batch does not carry them.
+        reward_delta_P: reward of the chosen answer minus reward of the rejected one.
+        weights_P: loss weight of each pair.
     """
 
     answers: SequenceBatch
@@ -38,7 +38,7 @@ class PairTensors:
 
     @classmethod
     def unpack(cls, batch: DPOBatch) -> PairTensors:
-        """From the batch of a loader, with or without the reference log-probs attached."""
+        """Unpack a batch of the data loader, with or without reference log-probs."""
         chosen = SequenceBatch.of(
             batch["chosen"],
             batch["chosen_labels"],
@@ -66,7 +66,7 @@ class PairTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerValues:
-    """What the loss knows of each answer, or pair, besides the log-probs: [B] and [P], on the device."""
+    """Inputs of the loss besides the log-probs, on the device: [B] for each answer, [P] for each pair."""
 
     valid_B: Tensor
     response_counts_B: Tensor
@@ -78,7 +78,7 @@ class AnswerValues:
 
     @classmethod
     def of(cls, pairs: PairTensors, answers: SequenceBatch, sft_counts_P: Tensor) -> AnswerValues:
-        """Moved once for a batch, so that no micro-batch waits for them."""
+        """Copy the values to the device, once per batch, so that no micro-batch waits for a transfer."""
         values = {
             "valid_B": answers.valid_B,
             "response_counts_B": answers.response_counts_B,
@@ -93,13 +93,13 @@ class AnswerValues:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTDPOModel(MegatronGPTModel):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), and other losses of pairs.
+    """Model for direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and other pairwise losses.
 
-    Both answers of a pair go through the same micro-batch.
+    Both answers of a pair are in the same micro-batch.
 
     Attributes:
-        sft_token_mean: the SFT loss is one mean over the tokens of the global batch instead of one over pairs.
-        sft_completion_only: the SFT loss covers the chosen answer, and not its prompt too.
+        sft_token_mean: average the SFT loss over the tokens of the global batch instead of over its pairs.
+        sft_completion_only: restrict the SFT loss to the chosen answer; if False, it also covers the prompt.
     """
 
     sft_token_mean: bool = False
@@ -107,23 +107,23 @@ class MegatronGPTDPOModel(MegatronGPTModel):
 
     @staticmethod
     def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
-        """What the reference evaluates."""
+        """Return the sequences for which reference log-probs are needed: the chosen answers, then the rejected ones."""
         return (PairTensors.unpack(batch).answers,)
 
     def get_ref_policy_logprobs(self, batch: DPOBatch) -> Tensor:
-        """Reference log-prob of each answer: [2P], fp32, CPU; the chosen ones first, then the rejected ones."""
+        """Return the reference log-prob of each answer: [2P], fp32, on the CPU; first chosen, then rejected."""
         return self.reference_logprobs(*self.sequences(batch))
 
     def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
-        """One step's loss over the global batch, the same on every rank.
+        """Compute loss and metrics of one step over the global batch, identical on every rank.
 
         Args:
-            batch: this rank's pairs, with ``ref_policy_log_probs_chosen`` [P] and ``ref_policy_log_probs_rejected`` [P]
-                attached where the loss has a reference.
-            forward_only: leave the gradients as they are.
+            batch: this rank's pairs; if the loss needs a reference, including ``ref_policy_log_probs_chosen`` [P] and
+                ``ref_policy_log_probs_rejected`` [P].
+            forward_only: skip the backward pass and leave the gradients unchanged.
 
         Returns:
-            The loss and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
+            The loss, and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
         pairs = PairTensors.unpack(batch)
         answers = pairs.answers
@@ -141,14 +141,14 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=preference_metrics)
 
     def _sft_counts(self, answers: SequenceBatch) -> Tensor:
-        """The part of each pair in what the SFT term is divided by: [P]."""
+        """Return each pair's contribution to the denominator of the SFT term: [P]."""
         counts_P = (answers.response_counts_B + answers.prompt_counts_B).tensor_split(2)[0]
         return counts_P if self.sft_token_mean else torch.ones_like(counts_P)
 
     def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, Tensor]:
-        """Work of the global batch, its number of ``valid`` pairs, and what the SFT term is divided by (``sft_count``).
+        """Return the work, the ``valid`` pairs and the SFT denominator (``sft_count``) of the global batch.
 
-        All are 0-d float64 tensors on the device.
+        All values are 0-d float64 tensors on the device.
         """
         passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
         work = self.engine.work_sums(answers, passes=passes)
@@ -158,9 +158,10 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
 
     def _partners(self, pairs: PairTensors) -> dict[str, Tensor]:
-        """What a loss that sorts compares the two values of each pair with, [P] each on the device; {} for the others.
+        """Return the rank partners of each pair for a loss that sorts, [P] each on the device; {} for other losses.
 
-        The policy evaluates the pairs forward only, and the valid ones of the whole global batch are sorted.
+        A partner is the value of equal rank to which the loss compares a value of the pair. To find them, the policy
+        evaluates the pairs forward only, and all valid pairs of the global batch are sorted.
         """
         if self.objective.loss.sorts is None:
             return {}
@@ -177,7 +178,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return {"first_partners_P": first_P, "second_partners_P": second_P}
 
     def _compared(self, logps_b: Tensor, reference_logps_b: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The two values of each pair that the loss takes, from the log-probs of chosen and then of rejected answers."""
+        """Return the two values of each pair that the loss compares, from log-probs of chosen, then rejected answers."""
         if self.objective.loss.sorts == "margins":
             assert reference_logps_b is not None, "augment_dataloader attaches the reference log-probs"
             return _margins(logps_b), _margins(reference_logps_b)
@@ -185,7 +186,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return first_p, second_p
 
     def _sft_losses(self, chosen_p: Tensor, prompt_p: Tensor | None, answers: AnswerValues, pair_index_p: Tensor) -> Tensor:
-        """SFT loss of each pair, from the log-probs of its chosen answer and, where they count, of the prompt: [p]."""
+        """Return the SFT loss of each pair, [p], from the log-probs of its chosen answer and (or None) of its prompt."""
         counts_p = answers.response_counts_B[pair_index_p]
         if prompt_p is None:
             return self.sft_losses(chosen_p, counts_p, average=False if self.sft_token_mean else None)
@@ -204,14 +205,18 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         sequence_index_b: Tensor,
         logps: Tensor,
     ) -> MicroBatchLoss:
-        """Loss of a micro-batch: log-probs [b] of its chosen and then its rejected answers, and [b] of their prompts."""
+        """Return the loss of a micro-batch.
+
+        ``logps`` are the log-probs [b] of chosen, then rejected answers; unless ``sft_completion_only``, followed by those
+        of their prompts, [b].
+        """
         objective = self.objective
         logps_b, prompt_p = logps, None
         if not self.sft_completion_only:
             logps_b, prompt_logps_b = logps.tensor_split(2)
             prompt_p = prompt_logps_b.tensor_split(2)[0]
-        pair_index_p = sequence_index_b.tensor_split(2)[0]  # a pair has the number of its chosen answer
-        values_b, reference_b = logps_b, None  # log-ratios, or log-probs where there is no reference
+        pair_index_p = sequence_index_b.tensor_split(2)[0]  # the index of a pair is that of its chosen answer
+        values_b, reference_b = logps_b, None  # log-ratios, or log-probs without a reference
         if self.uses_reference:
             assert answers.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
             reference_b = answers.reference_logps_B[sequence_index_b]
@@ -243,6 +248,6 @@ class MegatronGPTDPOModel(MegatronGPTModel):
 
 
 def _margins(logps_b: Tensor) -> Tensor:
-    """Log-probs of chosen answers minus those of the rejected ones: [b / 2]."""
+    """Return the log-probs of the chosen answers minus those of the rejected ones: [b / 2]."""
     chosen_p, rejected_p = logps_b.tensor_split(2)
     return chosen_p - rejected_p

@@ -1,4 +1,4 @@
-"""KTO: a batch of answers with binary feedback in, a loss and metrics out."""
+"""GPT policy model for KTO: loss and metrics of a batch of answers with unpaired (binary) feedback."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedTensors:
-    """A batch of B answers with binary feedback, unpacked; None for what the batch does not have.
+    """A batch of B answers with binary feedback, unpacked; optional parts that the batch lacks are None.
 
     Attributes:
-        samples: the answers.
+        samples: prompts with their answers.
         desirable_B: 1 or True for a desirable answer.
-        kl_samples: the prompts with the response to another prompt.
-        same_prompt_B: 1 where that prompt is the same.
-        weights_B: of the loss of each sample.
-        reference_logps_B: of the samples.
-        kl_reference_logps_B: of the KL examples.
+        kl_samples: KL examples: each prompt with the response to another prompt.
+        same_prompt_B: 1 if the response of a KL example belongs to an identical prompt.
+        weights_B: loss weight of each sample.
+        reference_logps_B: reference log-probs of the samples.
+        kl_reference_logps_B: reference log-probs of the KL examples.
     """
 
     samples: SequenceBatch
@@ -44,7 +44,7 @@ class UnpairedTensors:
 
     @classmethod
     def unpack(cls, batch: KTOBatch) -> UnpairedTensors:
-        """From the batch of a loader, with or without the reference log-probs attached."""
+        """Unpack a batch of the data loader, with or without reference log-probs."""
         samples = SequenceBatch.of(
             batch["samples"],
             batch["sample_labels"],
@@ -74,7 +74,7 @@ class UnpairedTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleValues:
-    """What the loss knows of each sample besides its log-prob: [B], on the device."""
+    """Inputs of the loss for each sample besides its log-prob: [B], on the device."""
 
     desirable_B: Tensor
     valid_B: Tensor
@@ -84,7 +84,7 @@ class SampleValues:
 
     @classmethod
     def of(cls, unpaired: UnpairedTensors) -> SampleValues:
-        """Moved once for a batch, so that no micro-batch waits for them."""
+        """Copy the values to the device, once per batch, so that no micro-batch waits for a transfer."""
         values = {
             "desirable_B": unpaired.desirable_B,
             "valid_B": unpaired.samples.valid_B,
@@ -97,52 +97,52 @@ class SampleValues:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTKTOModel(MegatronGPTModel):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
+    """Model for Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
-    The step, over one global batch: the reference point z0 comes from the KL examples, forward only; then the samples go
-    forward and backward with that z0. KL examples never see a backward pass. For a loss with delta the samples themselves
-    go forward first, and their rewards join the running mean.
+    One step over a global batch: a forward-only pass over the KL examples gives the reference point z0; then the samples
+    run forward and backward with that z0. KL examples have no backward pass. For a loss with delta, a forward-only pass
+    over the samples themselves comes first, and adds their rewards to the running mean.
 
     Attributes:
-        desirable_loss_weight, undesirable_loss_weight: weights of the two kinds of answers.
+        desirable_loss_weight, undesirable_loss_weight: loss weights of desirable and of undesirable answers.
     """
 
     desirable_loss_weight: float
     undesirable_loss_weight: float
-    _rewards: RunningMean = field(init=False, default_factory=RunningMean)  # of the training examples, for delta
+    _rewards: RunningMean = field(init=False, default_factory=RunningMean)  # over all training examples so far, for delta
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`MegatronGPTModel.state_dict`: the sum and number of the rewards, for a loss with delta."""
+        """Return the sum and number of the rewards for a loss with delta; see :meth:`MegatronGPTModel.state_dict`."""
         return {"rewards": asdict(self._rewards)} if self.objective.loss.needs_delta else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`."""
+        """Restore the state returned by :meth:`state_dict`."""
         if self.objective.loss.needs_delta:
             self._rewards = RunningMean(**state["rewards"])
 
     @staticmethod
     def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
-        """What the reference evaluates: the samples, then the KL examples if there are any."""
+        """Return the sequences for which reference log-probs are needed: the samples, then the KL examples, if any."""
         unpaired = UnpairedTensors.unpack(batch)
         return (unpaired.samples,) if unpaired.kl_samples is None else (unpaired.samples, unpaired.kl_samples)
 
     def get_ref_policy_logprobs(self, batch: KTOBatch) -> Tensor:
-        """Reference log-prob of each response: [2B], fp32, CPU; the samples first, then the KL examples.
+        """Return the reference log-prob of each response: [2B], fp32, on the CPU; first samples, then KL examples.
 
-        [B] where the batch has no KL examples.
+        The shape is [B] if the batch has no KL examples.
         """
         return self.reference_logprobs(*self.sequences(batch))
 
     def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
-        """One KTO step's loss over the global batch, the same on every rank.
+        """Compute loss and metrics of one step over the global batch, identical on every rank.
 
         Args:
-            batch: this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
-                ``ref_policy_log_probs_kl_samples`` [B] attached.
-            forward_only: leave the gradients as they are.
+            batch: this rank's examples, including ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
+                ``ref_policy_log_probs_kl_samples`` [B].
+            forward_only: skip the backward pass and leave the gradients unchanged.
 
         Returns:
-            The loss and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
+            The loss, and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
         unpaired = UnpairedTensors.unpack(batch)
         anchor, batch_sums = self._anchor(unpaired, forward_only=forward_only)
@@ -155,12 +155,12 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
 
     def _anchor(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the loss measures rewards against, as it takes it, and sums over the batch that every pipeline stage knows.
+        """Return the anchor of the loss as keyword arguments (z0 or delta, or none), and sums over the global batch.
 
-        All are 0-d tensors on the device; the host needs the rewards only, for delta.
+        All are 0-d tensors on the device, known to every pipeline stage; only the rewards are copied to the host, for delta.
 
-        z0 is that of the global batch. delta is the mean of all rewards of the training, those of the batch included; it
-        stays as it is where nothing is trained. The policy is evaluated forward only.
+        z0 is that of the global batch. delta is the mean of all rewards in this training run, including those of the batch;
+        with ``forward_only`` it is not updated. Passes of the policy are forward only.
         """
         loss, valid_B = self.objective.loss, unpaired.samples.valid_B
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
@@ -171,7 +171,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         work = self.engine.work_sums(unpaired.samples, passes=passes)
         if loss.needs_z0:
             kl_work, of_kl_examples = self._kl_sums(unpaired)
-            # tokens are those that are trained on; what goes through the model includes the KL examples
+            # "tokens" counts only the tokens trained on; padded_tokens and flops include the KL examples
             work |= {name: work[name] + kl_work[name] for name in ("padded_tokens", "flops")}
             work["kl_tokens"] = kl_work["tokens"]
             sums |= of_kl_examples
@@ -185,14 +185,14 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()} if loss.needs_z0 else {}, total
 
     def _reward_sums(self, unpaired: UnpairedTensors) -> dict[str, Tensor]:
-        """Of this rank's samples under the present weights."""
+        """Return the sums of the rewards of this rank's samples under the current weights."""
         assert unpaired.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
         with self.phase("delta"):
             log_ratios_B = self.engine.logprobs(unpaired.samples) - unpaired.reference_logps_B
         return reward_sums(log_ratios_B, unpaired.samples.valid_B, beta=self.objective.beta)
 
     def _kl_sums(self, unpaired: UnpairedTensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The work that this rank's KL examples are, and what z0 is made of."""
+        """Return the work of this rank's KL examples, and the sums from which z0 is computed."""
         kl_samples, reference_logps_B = unpaired.kl_samples, unpaired.kl_reference_logps_B
         assert kl_samples is not None, "the loader makes KL examples for a loss with z0"
         assert reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
@@ -211,9 +211,9 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         sequence_index_b: Tensor,
         logps_b: Tensor,
     ) -> MicroBatchLoss:
-        """Loss of a micro-batch: the log-probs [b] of its sequences."""
+        """Return the loss of a micro-batch, from the log-probs [b] of its sequences."""
         objective = self.objective
-        log_ratios_b = logps_b  # of a loss without a reference: the log-probs themselves
+        log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
             assert samples.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
             log_ratios_b = logps_b - samples.reference_logps_B[sequence_index_b]

@@ -1,4 +1,4 @@
-"""What the preference models share: the reference, the SFT term, and metrics over the global batch."""
+"""Base class of the preference models: the reference, the SFT term, and metrics over the global batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from nemo_kto.models.flops import Passes
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is minimised: preference_loss_weight * loss + sft_loss_weight * SFT loss.
+    """Training objective: preference_loss_weight * loss + sft_loss_weight * SFT loss.
 
     Attributes:
         loss: the preference loss.
-        options: values for keyword arguments of the loss that have a default.
-        beta: how strongly the policy is held to the reference.
+        options: values of the optional keyword arguments of the loss.
+        beta: strength of the regularisation towards the reference.
         preference_loss_weight: weight of the preference loss.
-        sft_loss_weight: weight of the SFT loss, the mean negative log-prob of good answers.
-        sft_average_log_probs: an answer's part in the SFT loss is the mean over its tokens instead of the sum.
+        sft_loss_weight: weight of the SFT loss, the mean negative log-prob of the chosen or desirable answers.
+        sft_average_log_probs: reduce each answer's SFT loss to the mean over its tokens instead of the sum.
     """
 
     loss: Loss
@@ -42,13 +42,13 @@ class Objective:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTModel:
-    """A policy with its objective and its reference; the passes are the engine's.
+    """A policy with its objective and its reference; the engine runs the forward and backward passes.
 
     Attributes:
         engine: runs the model.
-        reference: gives the reference policy; None for losses that need none.
-        objective: what is minimised.
-        phase: names the phases of a step to a timer.
+        reference: the reference policy; None for losses that need none.
+        objective: the training objective.
+        phase: context manager that reports a named phase of a step to a timer.
     """
 
     engine: LogProbEngine
@@ -63,31 +63,31 @@ class MegatronGPTModel:
         return self.reference is not None
 
     def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
-        """That a step makes over a sequence, those of the reference included.
+        """Return the passes that one step makes over a sequence, including those of the reference.
 
         Args:
-            forward_only: there is none back.
-            looks_ahead: what the loss is measured against takes another one forward.
+            forward_only: no backward pass.
+            looks_ahead: one more forward pass, needed before the loss (for delta, or to sort the global batch).
         """
         forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
         return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the objective carries from step to step besides the weights, in plain numbers; {} for most losses."""
+        """Return the state of the objective, as plain numbers, that a checkpoint must keep; {} for most losses."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Restore the state returned by :meth:`state_dict`."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the previous step."""
         self.engine.zero_grad()
 
     def reference_logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Reference log-prob of each response, part after part: fp32, on the CPU.
+        """Return the reference log-prob of each response, concatenated over ``parts``: fp32, on the CPU.
 
         Raises:
-            RuntimeError: the loss has no reference.
+            RuntimeError: if the loss has no reference.
         """
         if self.reference is None:
             raise RuntimeError("the loss of this model needs no reference, so that there is none to evaluate")
@@ -95,20 +95,20 @@ class MegatronGPTModel:
             return self.reference.logprobs(*parts)
 
     def ranks_not_finite(self) -> list[int]:
-        """Ranks whose own part of the last step's loss or gradient is not finite; collective."""
+        """Return the ranks whose own contribution to the last loss or gradient is not finite; collective."""
         return ranks_where(~(self._local_loss.isfinite() & self.engine.local_gradients_are_finite()))
 
     def has_finite_weights(self) -> bool:
-        """Whether the weights of all ranks are finite; collective."""
+        """Return whether the weights of all ranks are finite; collective."""
         return not ranks_where(~self.engine.local_weights_are_finite())
 
     def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool | None = None) -> Tensor:
-        """Negative log-prob of each answer, as the SFT loss counts it: [b].
+        """Return the negative log-prob of each answer, reduced as the SFT loss needs it: [b].
 
         Args:
-            logps_b: log-probs as the engine reduces them.
-            response_counts_b: response tokens of the same sequences.
-            average: the mean over these tokens instead of the sum; None for what the objective says.
+            logps_b: log-probs as the engine reduces them (sum or mean over tokens).
+            response_counts_b: number of response tokens of each sequence.
+            average: take the mean over these tokens instead of the sum; None uses ``objective.sft_average_log_probs``.
         """
         average = self.objective.sft_average_log_probs if average is None else average
         if average == self.engine.average_log_probs:
@@ -124,13 +124,13 @@ class MegatronGPTModel:
         batch_sums: dict[str, Tensor],
         derive: Derive,
     ) -> tuple[float, Metrics]:
-        """Loss and metrics of the global batch, the same on every rank.
+        """Return loss and metrics of the global batch, identical on every rank.
 
         Args:
-            parts: what the engine's ``forward_backward`` gave.
-            zeros: the same sums over no examples: what a pipeline stage without a loss adds.
-            batch_sums: sums over the global batch that every stage knows already, 0-d float64 on the device.
-            derive: sums -> metrics, with ``loss`` among them.
+            parts: sums of each micro-batch, as the engine's ``forward_backward`` returns them.
+            zeros: the same sums over no examples: the contribution of a pipeline stage without a loss.
+            batch_sums: sums over the global batch that every stage already has, 0-d float64 on the device.
+            derive: function from sums to metrics, which must include ``loss``.
         """
         sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = sums["loss_sum"]
