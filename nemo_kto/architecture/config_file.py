@@ -146,15 +146,15 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
 def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
     """Raise a ValueError for kinds of models that cannot be trained, with a clearer message than the family lookup's."""
     if config.get("is_encoder_decoder"):
-        told = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
-        raise ValueError(f"{told}: a response must be the continuation of its prompt; choose a decoder-only model")
+        message = f"an encoder-decoder model ({config.get('model_type')}) cannot be trained"
+        raise ValueError(f"{message}: a response must be the continuation of its prompt; choose a decoder-only model")
     if lacking := _LACKING.get(str(config.get("model_type"))):
         raise ValueError(
             f"a {config['model_type']} model cannot be trained: this program lacks {lacking}; choose another model"
         )
     if "vision_config" in config or "audio_config" in config:
-        told = f"a model of images or sounds ({config.get('model_type')}) cannot be trained, only text models"
-        raise ValueError(f"{told}; choose another, or save its language model with save_pretrained as a model of its own")
+        message = f"a model of images or sounds ({config.get('model_type')}) cannot be trained, only text models"
+        raise ValueError(f"{message}; choose another, or save its language model with save_pretrained as a model of its own")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -165,8 +165,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unknown")
         if method != "mxfp4" or not family.mxfp4:
-            told = f"the weights must not be quantized, got quant_method {method!r}"
-            raise ValueError(f"{told}; start from the unquantized model")
+            message = f"the weights must not be quantized, got quant_method {method!r}"
+            raise ValueError(f"{message}; start from the unquantized model")
     check_rope_type(config)
     name, activation = family.activation
     if (got := config.get(name, activation)) != activation:
@@ -175,8 +175,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         if config.get(cap) is not None and cap not in family.numbers.values():
             raise ValueError(f"{cap} must be null for {family.name}, got {config[cap]}; choose another model")
     if config.get("use_bidirectional_attention"):
-        told = "use_bidirectional_attention must be false, got true: no token sees what comes after it"
-        raise ValueError(f"{told}; choose another model")
+        message = "use_bidirectional_attention must be false, got true: no token sees what comes after it"
+        raise ValueError(f"{message}; choose another model")
     if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
         raise ValueError(
             "mlp_bias=true with attention_bias=false is not supported: megatron-core's bias on the MLP brings one on qkv; "

@@ -46,8 +46,8 @@ class Rope:
 
     def __str__(self) -> str:
         """Return a description for messages."""
-        told = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
-        return told if self.attention_factor == 1.0 else f"{told} and attention factor {self.attention_factor:g}"
+        message = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
+        return message if self.attention_factor == 1.0 else f"{message} and attention factor {self.attention_factor:g}"
 
     def inverse_frequencies(self) -> Tensor:
         """Return the frequencies, fp32 [rotated channels / 2]."""
@@ -94,8 +94,8 @@ def _rope_type(config: Mapping[str, Any]) -> str:
     settings = _settings(config)
     nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
     if nested:
-        told = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
-        raise ValueError(f"{told}; choose another model")
+        message = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
+        raise ValueError(f"{message}; choose another model")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if config.get("model_type") == "phi3" and kind == "yarn":
         kind = "longrope"  # as in transformers
@@ -135,14 +135,14 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     settings, kind = _settings(config), _rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
-        told = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
-        raise ValueError(f"{told}; add what is missing")
+        message = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
+        raise ValueError(f"{message}; add what is missing")
     part, head_dim = given.get("partial_rotary_factor") or 1.0, _head_dim(config)
     if part != 1.0 and not partial:
         raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
     if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
-        told = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
-        raise ValueError(f"{told}, got {part}; choose another model")
+        message = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
+        raise ValueError(f"{message}, got {part}; choose another model")
     frequencies, attention_factor = _initialised(config, settings, kind)
     return Rope(
         frequencies=tuple(frequencies.tolist()),

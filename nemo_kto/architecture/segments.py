@@ -95,8 +95,8 @@ def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]
         return parts
     # one tensor of the file holds all these weights, concatenated along the rows
     sizes, rows = architecture.sizes, source_shapes(mapping, architecture)[0][0]
-    of_each = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
-    starts = [0, *itertools.accumulate(of_each)]
+    per_item = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
+    starts = [0, *itertools.accumulate(per_item)]
     return [
         part if part.source is None else Segment(source=0, start=starts[part.source] + part.start, length=part.length)
         for part in parts

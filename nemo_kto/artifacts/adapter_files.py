@@ -71,9 +71,9 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     for match in filter(None, map(_TENSOR.fullmatch, shapes)):
         modules_of_layer[int(match["layer"])].add(OTHER_NAMES.get(match["module"], match["module"]))
     if problems := list(_refusals(config, shapes, modules_of_layer.values())):
-        told = f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
+        message = f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
         raise UserError(
-            "\n  ".join([told, *problems, "train such adapters, or merge these into their base model with peft"])
+            "\n  ".join([message, *problems, "train such adapters, or merge these into their base model with peft"])
         )
     layers = sorted(modules_of_layer)
     modules = set(modules_of_layer[layers[0]] if layers else ())
@@ -107,9 +107,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     kinds = {name: irregular(folder / name) or "not there" for name in files if not (folder / name).is_file()}
     if kinds:
-        told = " and ".join(f"{name} is {kind}" for name, kind in kinds.items())
+        message = " and ".join(f"{name} is {kind}" for name, kind in kinds.items())
         raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {told}; load it with peft and write it with save_pretrained"
+            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
+            "save_pretrained"
         )
     config, weights = (file_inside(folder, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return read_json(config), tensor_shapes(weights)

@@ -214,8 +214,8 @@ def check_checkpoint(folder: Path) -> Path | None:
     info = read_json(file, remedy=_REMEDY)
     sizes, dtype, adapters = info.get("files"), info.get("dtype"), info.get("adapters")
     if not isinstance(sizes, dict) or dtype not in DTYPES or not isinstance(adapters, dict | None):
-        told = f"{file} must have files, dtype and adapters as this program writes them"
-        raise UserError(f"{told}, got something else; {_REMEDY}")
+        message = f"{file} must have files, dtype and adapters as this program writes them"
+        raise UserError(f"{message}, got something else; {_REMEDY}")
     try:
         wrong = damage(folder, only_in(file_records(read_checkpoint(folder).info), ["hf"]))
     except DamagedCheckpoint as error:
@@ -227,8 +227,8 @@ def check_checkpoint(folder: Path) -> Path | None:
         adapter_settings(adapters)
         return Path(adapters["base_model"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        told = f"{file} must name the base model and the settings of its adapters, got something else ({error})"
-        raise UserError(f"{told}; {_REMEDY}") from error
+        message = f"{file} must name the base model and the settings of its adapters, got something else ({error})"
+        raise UserError(f"{message}; {_REMEDY}") from error
 
 
 def refuse_damaged(folder: Path, wrong: list[str]) -> None:

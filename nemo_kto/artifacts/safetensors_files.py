@@ -55,8 +55,8 @@ def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
             handle.seek(0)
             start = handle.read(_FORMAT_BYTES)
             # a safetensors header begins with "{", after a length whose bytes may look like another format
-            if start[8:9] != b"{" and (told := other_format(start)) is not None:
-                raise UserError(f"{file} must be a safetensors file, but it is {told}")
+            if start[8:9] != b"{" and (message := other_format(start)) is not None:
+                raise UserError(f"{file} must be a safetensors file, but it is {message}")
             handle.seek(0)
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > _MAX_HEADER_BYTES:
@@ -116,8 +116,8 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             "load the model with transformers and write it with save_pretrained"
         )
     if folder / SINGLE not in files and (folder / SINGLE).is_file():  # transformers would read it instead of the index
-        told = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
-        raise UserError(f"{told}; remove the one that is not the model")
+        message = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
+        raise UserError(f"{message}; remove the one that is not the model")
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
     wrong, repeated = [], []
     for file in files:
@@ -133,8 +133,8 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     mapped = {} if wrong or weight_map is None else weight_map
     lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name][0] != file]
     if lost:
-        told = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
-        wrong.append(f"{told}; {_REMEDY}")
+        message = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
+        wrong.append(f"{message}; {_REMEDY}")
     if wrong:
         raise UserError("\n  ".join(wrong))
     return found

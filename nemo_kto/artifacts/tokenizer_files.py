@@ -28,8 +28,8 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
-        told = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
-        raise UserError(f"{told}; copy its files from where the model came from")
+        message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
+        raise UserError(f"{message}; copy its files from where the model came from")
     for name in (*_VOCABULARIES, *_TEMPLATES):
         _check_format(folder / name, needed=name in _TEMPLATES)
     config = _tokenizer_config(folder)
@@ -54,11 +54,11 @@ def _check_format(file: Path, *, needed: bool) -> None:
         return
     try:
         with open_file(file) as handle:
-            told = other_format(handle.read(_FORMAT_BYTES))
+            message = other_format(handle.read(_FORMAT_BYTES))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
-    if told is not None:
-        raise UserError(f"{file} must be a file of the tokenizer, but it is {told}")
+    if message is not None:
+        raise UserError(f"{file} must be a file of the tokenizer, but it is {message}")
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
@@ -77,9 +77,9 @@ def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> 
     """
     token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
     if vocab_size is not None and highest >= vocab_size:
-        told = f"{file}: tokens must have ids below the model's vocab_size = {vocab_size}, got {highest} of {show(token)}"
+        message = f"{file}: tokens must have ids below the model's vocab_size = {vocab_size}, got {highest} of {show(token)}"
         remedy = "take the model's own tokenizer, or resize the embedding with resize_token_embeddings"
-        raise UserError(f"{told}; {remedy}")
+        raise UserError(f"{message}; {remedy}")
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -116,5 +116,5 @@ def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
             raise LookupError("no tokens")
         return ids, new
     except (TypeError, ValueError, LookupError) as error:
-        told = f"{file} must have model.vocab, the id of each token, and added_tokens; got something else"
-        raise UserError(f"{told}; {_REMEDY}") from error
+        message = f"{file} must have model.vocab, the id of each token, and added_tokens; got something else"
+        raise UserError(f"{message}; {_REMEDY}") from error

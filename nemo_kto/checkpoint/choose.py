@@ -49,9 +49,9 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
             logger.warning("%s is damaged and not used: %s", path, found)
         reasons.append(f"{path.name}: {found}")
     if reasons:
-        told = f"{folder} must have a checkpoint that is as it was written, but all are damaged"
+        message = f"{folder} must have a checkpoint that is as it was written, but all are damaged"
         remedy = "put one back, or remove them to start again from the first step"
-        raise UserError("\n  ".join([told, *reasons, remedy]))
+        raise UserError("\n  ".join([message, *reasons, remedy]))
     return None
 
 

@@ -385,8 +385,8 @@ class CheckpointManager:
     def _no_room(self, save: _Save, error: OSError | None = None) -> UserError:
         room = shutil.disk_usage(self.folder).free
         why = "" if error is None else f" ({error.strerror})"
-        told = f"{save.final} needs {size_text(save.need)}, and there is room for {size_text(room)}{why}"
-        return UserError(f"{told}; {_MORE_ROOM}")
+        message = f"{save.final} needs {size_text(save.need)}, and there is room for {size_text(room)}{why}"
+        return UserError(f"{message}; {_MORE_ROOM}")
 
 
 def _layout() -> dict[str, int]:

@@ -90,8 +90,8 @@ def reading(path: Path) -> Iterator[None]:
             raise UserError(f"{cause.filename or path} cannot be read: {cause.strerror}; {_REMEDY}") from error
         if (refused := re.search(r"GLOBAL ([\w.]+)", str(cause))) is not None:  # the name that torch refuses to load
             raise UserError(f"{path} must hold only tensors and plain data, got {refused[1]}; {_REMEDY}") from error
-        told = (str(cause).splitlines() or [""])[0][:200]
-        got = f"something else ({type(cause).__name__}: {told})"
+        message = (str(cause).splitlines() or [""])[0][:200]
+        got = f"something else ({type(cause).__name__}: {message})"
         raise UserError(f"{path} must be as this program writes it, got {got}; {_REMEDY}") from error
 
 

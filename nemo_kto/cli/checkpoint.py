@@ -119,10 +119,10 @@ def _verify(folder: Path) -> int:
 
 def _as_written(checkpoint: Checkpoint) -> str:
     records = file_records(checkpoint.info).values()
-    told = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
+    message = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
     if any(record.sha256 is None for record in records):
-        return f"{told}, by their sizes; an earlier version wrote no hashes"
-    return told
+        return f"{message}, by their sizes; an earlier version wrote no hashes"
+    return message
 
 
 def _look(path: Path) -> Checkpoint | str:

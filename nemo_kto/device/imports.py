@@ -121,7 +121,7 @@ def keep_norm_on_device() -> None:
 
 
 def _l2_norm(
-    chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], of_each: bool
+    chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], per_item: bool
 ) -> tuple[torch.Tensor, None]:
     """Return the norm of all tensors of all lists together, [1] fp32; replaces amp_C.multi_tensor_l2norm."""
     norm = torch.nn.utils.get_total_norm(tensor for tensors in lists for tensor in tensors)

@@ -84,11 +84,11 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
         divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
         problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
     if problems:
-        told = (
+        message = (
             f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
             f"{', '.join(settings.modules)}), got {len(problems)} differences:"
         )
-        raise UserError("\n  ".join([told, *problems]))
+        raise UserError("\n  ".join([message, *problems]))
     files = dict.fromkeys(wanted, Path(folder) / ADAPTER_WEIGHTS)
     instead = magnitudes(chunks)
     read_weights(rank_adapters(chunks, architecture, settings, instead), architecture, files)

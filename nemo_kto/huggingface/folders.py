@@ -111,8 +111,8 @@ def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0
     except OSError as error:
         raise UserError(f"{target} cannot be made: {error.strerror}; {_ELSEWHERE}") from error
     if room < need:
-        told = f"{nearest} must have room for the {need / 1e9:.1f} GB of the export, got {room / 1e9:.1f} GB"
-        raise UserError(f"{told}; free some or {_ELSEWHERE}")
+        message = f"{nearest} must have room for the {need / 1e9:.1f} GB of the export, got {room / 1e9:.1f} GB"
+        raise UserError(f"{message}; free some or {_ELSEWHERE}")
 
 
 class NewFolder:

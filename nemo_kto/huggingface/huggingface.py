@@ -52,12 +52,12 @@ def check_weights(architecture: Architecture, folder: str | Path) -> None:
     }
     shapes = dequantized_shapes({name: shape for name, (_, shape) in found.items()})
     if problems := differences(wanted_weights(architecture), shapes, ignored):
-        told = (
+        message = (
             f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
             f"got {len(problems)} differences:"
         )
         shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"and {len(problems) - _SHOWN} more"]
-        raise UserError("\n  ".join([told, *shown, "download the model again, or write it with save_pretrained"]))
+        raise UserError("\n  ".join([message, *shown, "download the model again, or write it with save_pretrained"]))
 
 
 def export(

@@ -42,8 +42,8 @@ def nca_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
 
     It prevents the likelihood of the chosen answer from falling: the first two terms are minimal at sigmoid(beta r_c) = 2/3.
     """
-    chosen_P, rejected_P = beta * chosen_logratios_P, beta * rejected_logratios_P
-    return -F.logsigmoid(chosen_P) - 0.5 * (F.logsigmoid(-chosen_P) + F.logsigmoid(-rejected_P))
+    chosen_rewards_P, rejected_rewards_P = beta * chosen_logratios_P, beta * rejected_logratios_P
+    return -F.logsigmoid(chosen_rewards_P) - 0.5 * (F.logsigmoid(-chosen_rewards_P) + F.logsigmoid(-rejected_rewards_P))
 
 
 def bco_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:

@@ -221,7 +221,7 @@ def _say(message: str, *, world: World | None) -> None:
     print(f"nemo-kto: {message}", file=sys.stderr)
 
 
-def give_up(message: str, *, world: World, wait: bool) -> NoReturn:
+def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:
     """End this rank with a message and status 1, from a watchdog thread while the main thread may hold any lock.
 
     Args:

@@ -48,7 +48,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
     file = os.environ.get(ranks.STORE_FILE)
     if "RANK" in os.environ and file is None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        meeting = Meeting(address=address, port=port, rank=rank, size=size)
+        meeting = Rendezvous(address=address, port=port, rank=rank, size=size)
         if meeting not in _stores:
             _stores[meeting] = _tcp_store(meeting, min(timeout.total_seconds(), CONNECT_SECONDS))
         store = _stores[meeting]
@@ -109,7 +109,7 @@ def _of_agent() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """The address of a rendezvous of several machines, and the rank that joins it.
 
     Attributes:
@@ -128,11 +128,11 @@ class Meeting:
         return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
 
 
-_stores: dict[Meeting, dist.Store] = {}  # kept because the jobs of a sweep use the same port again
+_stores: dict[Rendezvous, dist.Store] = {}  # kept because the jobs of a sweep use the same port again
 _joined = 0  # number of process groups that this process has created
 
 
-def _tcp_store(meeting: Meeting, wait: float) -> dist.Store:
+def _tcp_store(meeting: Rendezvous, wait: float) -> dist.Store:
     """Connect to the store of rank 0 or torchrun, which must be reachable within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     _resolve(meeting, deadline)
@@ -157,7 +157,7 @@ def _tcp_store(meeting: Meeting, wait: float) -> dist.Store:
         ) from error
 
 
-def _resolve(meeting: Meeting, deadline: float) -> None:
+def _resolve(meeting: Rendezvous, deadline: float) -> None:
     """Raise a UserError if the host name cannot be resolved; a busy name server is asked again."""
     while True:
         try:
@@ -174,7 +174,7 @@ def _resolve(meeting: Meeting, deadline: float) -> None:
         return
 
 
-def _listen(meeting: Meeting) -> socket.socket:
+def _listen(meeting: Rendezvous) -> socket.socket:
     """Create the listening socket of rank 0. Torch's own attempt would retry for minutes."""
     both = socket.has_dualstack_ipv6()
     try:
@@ -188,9 +188,9 @@ def _listen(meeting: Meeting) -> socket.socket:
         ) from error
 
 
-def _reach(meeting: Meeting, deadline: float, wait: float, *, listening: bool) -> None:
+def _reach(meeting: Rendezvous, deadline: float, wait: float, *, listening: bool) -> None:
     """Wait until rank 0, which may start later, accepts connections. Torch's own attempt would warn every second."""
-    pause, told = 0.05, time.monotonic() + TELL_SECONDS
+    pause, message = 0.05, time.monotonic() + TELL_SECONDS
     where = f"{meeting.address}:{meeting.port}"
     while True:
         try:
@@ -210,8 +210,8 @@ def _reach(meeting: Meeting, deadline: float, wait: float, *, listening: bool) -
                 f"rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to {where} within {wait:g} s ({reason}; "
                 f"{meeting.who()}); see whether rank 0 runs, whether this is its machine, and whether a firewall is between"
             )
-        if now > told and os.environ.get("LOCAL_RANK", "0") == "0":
+        if now > message and os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(f"waiting up to {wait:g} s for rank 0 at {where} ({reason})")
-            told = deadline
+            message = deadline
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

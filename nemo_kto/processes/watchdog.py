@@ -181,14 +181,14 @@ class Watchdog:
         self._wake.set()
         self._thread.join(self._answer_seconds + self._tick)
         with contextlib.suppress(StoreLost):
-            self.say_farewell("its work is done")
+            self.announce_exit("its work is done")
             left = self._store.call(lambda store: store.add("left", 1))
             deadline = time.monotonic() + _LEAVE_SECONDS
             while holds_store and left < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
                 left = self._store.call(lambda store: store.add("left", 0))
 
-    def say_farewell(self, why: str) -> None:
+    def announce_exit(self, why: str) -> None:
         """Store the reason why this rank ends, for ranks that will wait for it."""
         with contextlib.suppress(StoreLost):
             self._store.call(lambda store: store.set(f"ended/{self._rank}", why))
@@ -330,7 +330,7 @@ class Watchdog:
             return
         device.write_collectives(self._rank)
         world = ranks.World(rank=self._rank, size=self._size, local_rank=0, local_size=None)
-        ranks.give_up(verdict, world=world, wait=said_by_others)
+        ranks.abort_rank(verdict, world=world, wait=said_by_others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +395,7 @@ def explain(error: BaseException) -> None:
     if _current is None:
         return
     if not is_lost_connection(error):
-        _current.say_farewell(f"{type(error).__name__}: {error}"[:500])
+        _current.announce_exit(f"{type(error).__name__}: {error}"[:500])
     elif (text := _current.find_lost()) is not None:
         error.args = (f"{error}\n\n{text}",)
     sys.stdout.flush()

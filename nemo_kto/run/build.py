@@ -45,12 +45,12 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.finish import check_export, finish
-from nemo_kto.run.lifecycle import hold_run_folder, leave_early, newest_checkpoint, resolve_precision
+from nemo_kto.run.lifecycle import hold_run_folder, newest_checkpoint, resolve_precision, stop_early
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_early_stopping, look_for_run
 from nemo_kto.run.rows import micro_batch_limits, model_tokenizer
-from nemo_kto.run.summary import say_start, validation_titles
+from nemo_kto.run.summary import print_start, validation_titles
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
@@ -172,7 +172,7 @@ def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
         source = Path(cfg.pretrained_checkpoint.restore_from_path)
         policy = build_policy(cfg.model, source, dtype=DTYPES[cfg.trainer.precision])
     resumed_step = start.run.resumed_step
-    say_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
+    print_start(cfg, policy, start.data, start.trainer_cfg, why_precision=why, resumed_step=resumed_step)
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(cfg, policy, start, build_timer(cfg))
     watchdog.count_steps(lambda: trainer.step)
@@ -184,7 +184,7 @@ def _train(cfg: RunConfig, check_memory: CheckMemory | None) -> None:
         began = time.monotonic()
         trainer.fit()
         if trainer.ended_early:
-            leave_early(cfg, trainer)
+            stop_early(cfg, trainer)
         with watchdog.phase("export"):
             finish(cfg, policy, trainer, start.trainer_cfg, seconds=time.monotonic() - began)
     state.destroy()

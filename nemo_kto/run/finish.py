@@ -21,7 +21,7 @@ from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.huggingface import export_bytes
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
-from nemo_kto.run.summary import say_end
+from nemo_kto.run.summary import print_end
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def finish(cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerC
     best = best_checkpoint(folder, monitor=ranking.monitor, mode=ranking.mode)
     if cfg.export.enabled:
         _export(cfg, policy, best)
-    say_end(cfg, policy, trainer, length, best=best, seconds=seconds)
+    print_end(cfg, policy, trainer, length, best=best, seconds=seconds)
 
 
 def _export(cfg: RunConfig, policy: Policy, best: Checkpoint | None) -> None:

@@ -50,8 +50,8 @@ def _held_here(folder: Path) -> Iterator[None]:
     absent = [each for each in (folder, *folder.parents) if not each.exists()]
 
     def refuse(who: str) -> NoReturn:
-        told = f"{folder} must be used by one run at a time, but {who} uses it"
-        raise UserError(f"{told}; wait until it has ended, or {_ANOTHER}")
+        message = f"{folder} must be used by one run at a time, but {who} uses it"
+        raise UserError(f"{message}; wait until it has ended, or {_ANOTHER}")
 
     with contextlib.ExitStack() as lock:
         try:
@@ -109,7 +109,7 @@ def _of_checkpoint(cfg: RunConfig) -> str | None:
     return next((name for name, of_name in DTYPES.items() if of_name == dtype), None)
 
 
-def leave_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
+def stop_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
     """End a run early, after its last checkpoint is complete; collective.
 
     Raises:
@@ -117,10 +117,10 @@ def leave_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
     """
     reason = "" if trainer.stop is None else trainer.stop.text
     where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(cfg)}"
-    leave(f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}", cfg)
+    stop_run(f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}", cfg)
 
 
-def leave(text: str, cfg: RunConfig) -> NoReturn:
+def stop_run(text: str, cfg: RunConfig) -> NoReturn:
     """End the run: requeue its SLURM job if trainer.requeue is set, and print how it is resumed; collective.
 
     Args:

@@ -203,8 +203,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     if not is_checkpoint(checkpoint):
         newest = newest_checkpoint(checkpoint / CHECKPOINTS)
         if newest is None:
-            told = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
-            raise UserError(f"{told}; correct the path")
+            message = f"{checkpoint} must be a checkpoint or a run folder with a complete one, but has none"
+            raise UserError(f"{message}; correct the path")
         checkpoint = newest.folder
     check_checkpoint(checkpoint)
     saved = saved_adapters(checkpoint)

@@ -40,7 +40,7 @@ from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
 from nemo_kto.processes import signals
 from nemo_kto.run.data import RunData
-from nemo_kto.run.lifecycle import leave
+from nemo_kto.run.lifecycle import stop_run
 from nemo_kto.run.policy import Policy, load_base_weights, load_policy_weights
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
@@ -276,7 +276,7 @@ class Precomputation:
             reason = self._compute(batches, number, active=contextlib.nullcontext)
             if reason is not None:
                 text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"
-                leave(text, self.cfg)
+                stop_run(text, self.cfg)
         self.timers.report_and_reset()  # these phases are not part of a step
         if state.is_rank_zero():
             print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)

@@ -30,7 +30,7 @@ from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
 
 
-def say_start(
+def print_start(
     cfg: RunConfig, policy: Policy, data: RunData, length: TrainerConfig, *, why_precision: str, resumed_step: int | None
 ) -> None:
     """Print the summary of the run before training, on rank 0."""
@@ -73,7 +73,7 @@ def say_start(
     print(start, flush=True)
 
 
-def say_end(
+def print_end(
     cfg: RunConfig, policy: Policy, trainer: DPOTrainer, length: TrainerConfig, *, best: Checkpoint | None, seconds: float
 ) -> None:
     """Print the summary of the run after training, on rank 0: metrics, written files and how to use them.

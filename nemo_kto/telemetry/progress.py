@@ -136,12 +136,12 @@ def progress_bar(
     elif stream.isatty():
         yield from tqdm(items, total=total, desc=title, file=stream, unit="batch", leave=False)
     else:
-        told = clock()
+        message = clock()
         for number, item in enumerate(items, start=1):
             yield item
-            if clock() - told >= _TELL_SECONDS:
+            if clock() - message >= _TELL_SECONDS:
                 print(f"{title} {number}/{total}", file=stream, flush=True)
-                told = clock()
+                message = clock()
 
 
 def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:

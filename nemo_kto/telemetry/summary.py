@@ -37,8 +37,8 @@ class SplitRows:
         if self.tokens is not None:
             parts.append(f"{self.tokens:,} tokens")
         cut = {"prompts": self.cut_prompts, "responses": self.cut_responses}
-        if told := [f"{count:,} {what}" for what, count in cut.items() if count]:
-            parts.append(f"{' and '.join(told)} truncated")
+        if message := [f"{count:,} {what}" for what, count in cut.items() if count]:
+            parts.append(f"{' and '.join(message)} truncated")
         elif None not in cut.values():
             parts.append("none truncated")
         return ", ".join(parts)

@@ -123,7 +123,7 @@ def read_lines(handle: BinaryIO) -> Iterator[bytes]:
 def other_format(start: bytes) -> str | None:
     """Return name and remedy of a well-known format detected from the first bytes of a file; None if none matches."""
     text = start.lstrip().lower() if start[:1] in b"< \r\n\t" else start
-    return next((told for magic, told in _FORMATS if text.startswith(magic)), None)
+    return next((message for magic, message in _FORMATS if text.startswith(magic)), None)
 
 
 def read_json(file: Path, *, remedy: str = "download or write it again") -> dict[str, Any]:
@@ -136,8 +136,8 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
         raw = read_bytes(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
-    if (told := other_format(raw)) is not None:
-        raise UserError(f"{file} must be JSON, but it is {told}")
+    if (message := other_format(raw)) is not None:
+        raise UserError(f"{file} must be JSON, but it is {message}")
     try:
         content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
@@ -155,10 +155,10 @@ def refuse_code(file: Path, content: Mapping[str, object]) -> None:
     """
     if content.get("auto_map"):
         got = repr(content["auto_map"])
-        told = f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}"
+        message = f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}"
         raise UserError(
-            f"{told}: code that comes with a model is not run; choose another model, or remove auto_map if transformers has "
-            "the same classes itself"
+            f"{message}: code that comes with a model is not run; choose another model, or remove auto_map if transformers "
+            "has the same classes itself"
         )
 
 

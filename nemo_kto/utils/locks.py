@@ -153,15 +153,15 @@ def _say_wait(who: str, target: Path) -> None:
 
 def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
     """Wait for the lock; return a file descriptor that holds it until closed."""
-    watch, told = _Watch(owner_file(file)), False
+    watch, message = _Watch(owner_file(file)), False
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
         free = False
         try:
             free, held = _verdict(_lock(handle), watch, file)
             free = free and os.fstat(handle).st_nlink > 0  # otherwise its last holder has removed it
-            if held is not None and not (free or told) and watch.seconds >= _GRACE_SECONDS:
-                told = True
+            if held is not None and not (free or message) and watch.seconds >= _GRACE_SECONDS:
+                message = True
                 when_held(held)
         finally:
             if not free:

@@ -200,8 +200,8 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
         try:
             with open_file(file) as handle:
                 first = handle.readline(_MAX_ROW_BYTES)
-            if (told := other_format(first)) is not None:
-                text = f"must name JSON files, one object per line, but {file} is {told}"
+            if (message := other_format(first)) is not None:
+                text = f"must name JSON files, one object per line, but {file} is {message}"
                 yield ConfigError(_DATA, text, about_files=True)
                 continue
             row = json.loads(first)

@@ -202,8 +202,8 @@ def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
     for key, (nothing, text) in without.items():
         if (value := getattr(cfg.model, key.removeprefix("model."))) != nothing:
             where = cfg.pretrained_checkpoint.restore_from_path
-            told = f"must be {text} for a model without experts, got {value} with {where} ({family.name}); leave it out"
-            yield ConfigError(key, told, (_MODEL,))
+            message = f"must be {text} for a model without experts, got {value} with {where} ({family.name}); leave it out"
+            yield ConfigError(key, message, (_MODEL,))
 
 
 def divisor_below(number: int, limit: int) -> int:

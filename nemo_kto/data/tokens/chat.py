@@ -52,8 +52,8 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
     except UserError:
         raise
     except Exception as error:  # for invalid files transformers and tokenizers may raise any exception
-        told = f"{folder}: the tokenizer cannot be loaded: {printable(str(error))}"
-        raise UserError(f"{told}; {_AGAIN}") from error
+        message = f"{folder}: the tokenizer cannot be loaded: {printable(str(error))}"
+        raise UserError(f"{message}; {_AGAIN}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(
             f"{folder} must hold a tokenizer, got {type(tokenizer).__name__}; download the tokenizer's files again"
@@ -79,8 +79,8 @@ def _panics_named(folder: Path) -> Iterator[None]:
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        told = f"{folder / 'tokenizer.json'}: the tokenizers library gave up: {printable(str(error))}"
-        raise UserError(f"{told}; correct its regular expressions, or {_AGAIN}") from error
+        message = f"{folder / 'tokenizer.json'}: the tokenizers library gave up: {printable(str(error))}"
+        raise UserError(f"{message}; correct its regular expressions, or {_AGAIN}") from error
 
 
 class RecordEncoder:
@@ -195,8 +195,8 @@ class RecordEncoder:
         except MemoryError:
             raise
         except Exception as error:  # a template is a program and may raise any exception
-            told = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
-            raise RowError(f"{told}; correct chat_template.jinja, or write the row as plain strings") from error
+            message = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
+            raise RowError(f"{message}; correct chat_template.jinja, or write the row as plain strings") from error
         if not isinstance(rendered, str) or not rendered.strip():
             raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
         return rendered

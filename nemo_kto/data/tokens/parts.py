@@ -90,8 +90,8 @@ def file_parts(path: Path) -> Iterator[FilePart]:
     """
     number, start, line = 0, 0, 1
     with _open(path) as file:
-        if (told := other_format(file.read(_FORMAT_BYTES))) is not None:
-            raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {told}")
+        if (message := other_format(file.read(_FORMAT_BYTES))) is not None:
+            raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {message}")
         file.seek(0)
         size = os.fstat(file.fileno()).st_size
         part_bytes = _part_bytes(size)
@@ -192,8 +192,8 @@ def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: st
         for process in list((pool._processes or {}).values()):
             process.kill()
         if isinstance(error, BrokenProcessPool):
-            told = f"a process was killed while {processes} were {doing} (out of memory?)"
-            raise UserError(f"{told}; set {setting} below {processes}") from error
+            message = f"a process was killed while {processes} were {doing} (out of memory?)"
+            raise UserError(f"{message}; set {setting} below {processes}") from error
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -110,8 +110,8 @@ def _answer(render: Callable[[Item], RenderedText], row: Item, template: str) ->
     except RowError as error:
         return "error", str(error)
     if (length := sum(map(len, rendered))) > MAX_CHARACTERS:
-        told = f"{template} must render a row as at most {MAX_CHARACTERS:,} characters, got {length:,}"
-        return _LIMIT, f"{told}; {_REMEDY}"
+        message = f"{template} must render a row as at most {MAX_CHARACTERS:,} characters, got {length:,}"
+        return _LIMIT, f"{message}; {_REMEDY}"
     return "rendered", *rendered
 
 

@@ -322,8 +322,8 @@ def _owners(counted: Sequence[int], lengths: Sequence[int]) -> Tensor:
     Returns:
         [sum of lengths], sequence after sequence.
     """
-    of_each = zip(counted, lengths, strict=True)
-    return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(of_each)])
+    per_item = zip(counted, lengths, strict=True)
+    return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(per_item)])
 
 
 def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:

@@ -58,8 +58,8 @@ class _FewPasses(torch.autograd.Function):
             ctx.main_grad_H.addmv_(products_TH.t(), inverse_rms_T)
             weight_grad_H = added_to_main_grad(weight_H)
         # dx = (w dy - x mean(w dy x) / rms(x)^2) / rms(x)
-        pull_T = products_TH.mv(factor_H).mul_(inverse_rms_T.pow(3)).div_(x.size(-1))
-        x_grad = (grads[0] * factor_H).mul_(inverse_rms).addcmul_(x, pull_T.view_as(inverse_rms), value=-1)
+        grad_T = products_TH.mv(factor_H).mul_(inverse_rms_T.pow(3)).div_(x.size(-1))
+        x_grad = (grads[0] * factor_H).mul_(inverse_rms).addcmul_(x, grad_T.view_as(inverse_rms), value=-1)
         return x_grad, weight_grad_H, None, None
 
 

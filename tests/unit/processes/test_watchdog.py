@@ -35,7 +35,7 @@ class World:
         self._dogs: list[Watchdog] = []
         self._threads: list[threading.Thread] = []
 
-    def give_up(self, message: str, *, world: ranks.World, wait: bool) -> None:
+    def abort_rank(self, message: str, *, world: ranks.World, wait: bool) -> None:
         self.ended[world.rank] = message
 
     def start(self, *bodies: Callable[[Watchdog], None]) -> World:
@@ -67,7 +67,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
-    monkeypatch.setattr(ranks, "give_up", world.give_up)
+    monkeypatch.setattr(ranks, "abort_rank", world.abort_rank)
     yield world
     world.close()
 
@@ -110,7 +110,7 @@ def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> 
     found: list[str | None] = []
 
     def fail(dog: Watchdog) -> None:
-        dog.say_farewell("ValueError: enough")
+        dog.announce_exit("ValueError: enough")
         dog._stopped = True
 
     def lose(dog: Watchdog) -> None:
