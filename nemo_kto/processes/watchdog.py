@@ -312,7 +312,7 @@ class Watchdog:
                 ranks.resume_sibling(one.process, created=one.created)
 
     def _on_lost_store(self, reason: str) -> None:
-        """Handle a store without answers: no rank can be asked, but this rank goes on unless it waits or has failed."""
+        """Handle a store without answers: no rank can be queried, but this rank continues unless it waits or has failed."""
         if self._waits_too_long() or self._failing:
             place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
             text = (

@@ -188,7 +188,7 @@ def _packing(cfg: RunConfig) -> Errors:
 
 
 def _expert_layout(cfg: RunConfig, ranks: int) -> Errors:
-    """Check that each pipeline stage has ranks for a whole number of copies of the experts in a layer."""
+    """Check that the ranks of each pipeline stage hold complete copies of the experts in a layer."""
     model, key = cfg.model, "model.expert_model_parallel_size"
     stages, shards = model.pipeline_model_parallel_size, model.expert_tensor_parallel_size
     shards = model.tensor_model_parallel_size if shards is None else shards
