@@ -141,7 +141,7 @@ def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(recipe: Recip
 
 
 def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
-    """The shared file says rows; all_keys must give the comment of the algorithm's file."""
+    """The shared file says examples; all_keys must give the comment of the algorithm's file."""
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
     null = "null: as many as micro_batch_tokens allows"
     assert comments["model.micro_batch_size"] == f"pairs of one forward and backward pass; {null}"
