@@ -151,7 +151,7 @@ def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
         "log-probs"
     )
     assert {key.name: key.comment for key in keys.all_keys(KTO)}["model.micro_batch_size"] == (
-        f"rows of one forward and backward pass; {null}"
+        f"examples of one forward and backward pass; {null}"
     )
 
 
