@@ -38,19 +38,18 @@ def refused(*argv: str) -> list[str]:
     return str(error.value).splitlines()
 
 
+def balance(*figures: str) -> Message:
+    """The line about both classes, with their figures and the settings that would balance them."""
+    keys = ("desirable_loss_weight", "desirable", "undesirable_loss_weight", "undesirable")
+    return Message("balance", *keys, "1", "4/3", *figures)
+
+
 REPORT = [
     "rows.jsonl: 5 rows",
     Message("used", "1"),
     "",
     "examples        5: 4 desirable, 1 undesirable",
-    Message(
-        "balance",
-        "desirable_loss_weight",
-        "desirable",
-        "undesirable_loss_weight",
-        "undesirable",
-        "1",
-        "4/3",
+    balance(
         "4",
         "model.kto.desirable_loss_weight=1",
         "model.kto.undesirable_loss_weight=3",
@@ -82,14 +81,7 @@ def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixt
     write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
     assert shown(capsys, "rows.jsonl")[3:5] == [
         "examples        3: 1 desirable, 2 undesirable",
-        Message(
-            "balance",
-            "desirable_loss_weight",
-            "desirable",
-            "undesirable_loss_weight",
-            "undesirable",
-            "1",
-            "4/3",
+        balance(
             "3.5",
             "0.2857",
             "model.kto.desirable_loss_weight=3.5",
