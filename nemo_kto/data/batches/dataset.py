@@ -16,19 +16,14 @@ import torch.utils.data
 from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
+from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
 from nemo_kto.data.rows.reader import Fields, FileColumns
 from nemo_kto.data.rows.records import DataError, RowErrors
 from nemo_kto.data.rows.sources import (
     SPLITS,
     WHOLE,
-    Range,
     Source,
-    blend,
-    join_small,
-    leave_out_small,
     read_data_prefix,
-    refuse_small_sets,
-    split_ranges,
     split_shares,
     validation_names,
     validation_split,

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.dataset import KTODataset, Splits, build_splits
+from nemo_kto.data.rows.blend import blend, split_ranges
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import UNNAMED, blend, split_ranges
+from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
 from tests import forked

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts, Splits, build_splits
+from nemo_kto.data.rows.blend import Range, join_small, split_ranges
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import SPLITS, UNNAMED, Range, Source, join_small, split_ranges, split_shares
+from nemo_kto.data.rows.sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
 from tests.messages import Message

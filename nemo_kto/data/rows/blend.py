@@ -1,0 +1,158 @@
+"""Ranges of rows that form a split, and blends of several sources by weight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+from nemo_kto.data.rows.sources import AUTO, SPLITS, Source, read_splits_string
+from nemo_kto.errors import UserError
+
+Range = tuple[Source, int, int]  # rows [start, stop) of a source
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPEATS = 100
+
+
+def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[int], bool]) -> list[tuple[int, int]]:
+    """Split rows 0 .. num_rows-1 into contiguous ranges, one for each share.
+
+    The split uses ranges instead of random sampling, so that answers to the same prompt, which are usually adjacent in a
+    file, stay in the same split.
+
+    Args:
+        num_rows: number of rows.
+        shares: shares of the rows, which sum to 1.
+        joined: returns whether row i must be in the same split as row i-1 (the two sides of a pair).
+
+    Returns:
+        (start, stop) for each share; a range may be empty.
+    """
+    cuts = [0]
+    for k in range(1, len(shares)):
+        cut = max(round(num_rows * sum(shares[:k])), cuts[-1])
+        while 0 < cut < num_rows and joined(cut):
+            cut += 1
+        cuts.append(cut)
+    return list(pairwise([*cuts, num_rows]))
+
+
+def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_validation_rows: int) -> list[str]:
+    """Move the validation rows to the training split, in place, if there are too few of them.
+
+    Args:
+        ranges: ranges of each split; the ranges of a source are contiguous, in the order of ``SPLITS``.
+        splits_string: the setting that the ranges were made from; None if all rows are for training.
+        min_validation_rows: minimum number of validation rows.
+
+    Returns:
+        Warnings about moved rows, about a validation split without rows and about test rows, which are not used.
+    """
+    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
+    total, found, warnings = sum(rows.values()), rows["validation"], []
+    shares = None if splits_string is None else read_splits_string(splits_string)
+    if found < max(min_validation_rows, 1) and (splits_string == AUTO or (shares is not None and shares[1])):
+        if found:
+            ranges["train"] = [
+                (source, start, stop)
+                for (source, start, _), (_, _, stop) in zip(ranges["train"], ranges["validation"], strict=True)
+            ]
+            ranges["validation"] = []
+        what = f"{found} of {total} rows is too few and is used for training" if found else f"no row, of {total} rows in all"
+        remedy = f'model.data.splits_string="{"90,10" if total >= 20 else "50,50"}" for more'
+        warnings.append(f"validation: {what}; set {remedy}, or null for no validation")
+    if rows["test"]:
+        unread = f"{rows['test']} of {total} rows are set aside for it, and nothing reads them"
+        warnings.append(f"test: {unread}; leave the third number out of model.data.splits_string={splits_string}")
+    return warnings
+
+
+def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) -> list[str]:
+    """Drop an unnamed validation set, in place, if it has too few rows.
+
+    Returns:
+        Warnings about this and about test rows, which are not used.
+    """
+    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
+    warnings = []
+    if 0 < rows.get("validation", 0) < min_validation_rows:
+        ranges["validation"] = []
+        least = f"at least {min_validation_rows} are needed"
+        warnings.append(
+            f"validation: {rows['validation']} row is too few and is left out, {least}; see model.data.data_prefix"
+        )
+    if "test" in rows:
+        warnings.append(f"test: {rows['test']} rows, and nothing reads them; leave them out of model.data.data_prefix")
+    return warnings
+
+
+def refuse_small_sets(ranges: Mapping[str, Sequence[Range]], min_validation_rows: int) -> None:
+    """Check that no named validation set has too few rows; such a set is not dropped, as its metrics may be needed.
+
+    Raises:
+        UserError: some sets have too few rows; the message lists all of them.
+    """
+    rows = {split: _num_rows(parts) for split, parts in ranges.items() if split not in SPLITS}
+    if small := [f"{count} in {split}" for split, count in rows.items() if count < min_validation_rows]:
+        least = f"at least {min_validation_rows} rows in each validation set"
+        raise UserError(
+            f"model.data.data_prefix must give {least}, got {', '.join(small)}; add rows, or leave such sets out"
+        )
+
+
+def _num_rows(parts: Sequence[Range]) -> int:
+    return sum(stop - start for _, start, stop in parts)
+
+
+def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mix sources in exact proportion, in an order that keeps every segment close to this proportion.
+
+    An epoch of the blend is the shortest one in which each source has its share and every row of every source is used at
+    least once. The rows of a source are used in passes: no row is repeated before all other rows of its source were used.
+
+    Args:
+        sizes: number of rows of each source, at least 1.
+        weights: share of each source, above 0, in any unit.
+        seed: determines the order of the rows within each pass.
+
+    Returns:
+        (source [N], row within the source [N]), int64.
+
+    Raises:
+        UserError: an epoch would use the rows more than a hundred times on average.
+    """
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    length = max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
+    if length > _MAX_REPEATS * sum(sizes):
+        raise UserError(
+            f"a blend must not repeat its rows more than {_MAX_REPEATS} times: an epoch of {sizes} rows with the weights "
+            f"{[float(weight) for weight in weights]} would have {length} rows; raise the weight of the large files"
+        )
+    counts = _rounded_shares(int(length), shares)
+    logger.info("blend: an epoch of %d rows takes %s rows from sources of %s rows", length, counts, list(sizes))
+    rows = [_passes(size, count, (seed, k)) for k, (size, count) in enumerate(zip(sizes, counts, strict=True))]
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.argsort(places, kind="stable")
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source[order], np.concatenate(rows)[order]
+
+
+def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
+    """Return integers that sum to ``length``: the shares rounded down, or up for those with the largest remainders."""
+    counts = [int(length * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
+    for k in by_remainder[: length - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def _passes(size: int, count: int, seed: tuple[int, int]) -> np.ndarray:
+    """Return ``count`` rows out of ``size``: a sequence of whole permutations, the last one truncated."""
+    passes = -(-count // size)
+    return np.concatenate([np.random.default_rng((*seed, k)).permutation(size) for k in range(passes)])[:count]
