@@ -282,24 +282,24 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     once, because code on the host may read the host tensors next.
     """
     if not on_gpu():
-        for here, there in zip(on_device, on_host, strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
+        for device_tensor, host_tensor in zip(on_device, on_host, strict=True):
+            kept = device_tensor.clone()
+            device_tensor.copy_(host_tensor)
+            host_tensor.copy_(kept)
         return
     now, (up, down) = torch.cuda.current_stream(), _copy_streams(torch.cuda.current_device())
     up.wait_stream(now)
     in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-    for here, there in zip(on_device, on_host, strict=True):
+    for device_tensor, host_tensor in zip(on_device, on_host, strict=True):
         if len(in_flight) == 2:
             up.wait_event(in_flight[0][1])  # the copy's memory belongs to stream ``up``, which reuses it from now on
             in_flight.popleft()
         with torch.cuda.stream(up):
-            kept = here.clone()
-            here.copy_(there, non_blocking=True)
+            kept = device_tensor.clone()
+            device_tensor.copy_(host_tensor, non_blocking=True)
         down.wait_stream(up)  # the host values must be on the device before they are overwritten
         with torch.cuda.stream(down):
-            there.copy_(kept, non_blocking=True)
+            host_tensor.copy_(kept, non_blocking=True)
             in_flight.append((kept, down.record_event()))
     down.synchronize()  # ``down`` has waited for all copies of ``up``
 

@@ -59,75 +59,6 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 logger = logging.getLogger(__name__)
 
 
-def build_optimizer_and_schedule(
-    cfg: RunConfig, policy: Policy, *, max_steps: int
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build the optimizer and the learning-rate schedule of a run of ``max_steps`` steps."""
-    optim = cfg.model.optim
-    rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
-    optimizer = build_optimizer(
-        chunks=policy.chunks,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        clip_grad=cfg.loop.gradient_clip_val,
-        params_dtype=DTYPES[cfg.trainer.precision],
-        use_distributed_optimizer=optim.use_distributed_optimizer,
-        moments_dtype=MOMENTS[optim.moments_dtype],
-        offload_fraction=optim.offload_fraction,
-        **rates,
-    )
-    lengths, warnings = schedule_lengths(optim.sched, max_steps)
-    for warning in warnings if state.is_rank_zero() else ():
-        logger.warning(warning)
-    scheduler = build_scheduler(
-        optimizer=optimizer,
-        name=optim.sched.name,
-        max_steps=max_steps,
-        warmup_steps=lengths.warmup_steps,
-        constant_steps=lengths.constant_steps,
-        wsd_decay_steps=lengths.wsd_decay_steps,
-        wsd_decay_style=optim.sched.wsd_decay_style,
-        cycles=optim.sched.num_cycles,
-        **rates,
-    )
-    return optimizer, scheduler
-
-
-class ScheduleLengths(NamedTuple):
-    """Lengths of the parts of a schedule in optimizer steps; ``wsd_decay_steps`` is None if there is no such part."""
-
-    warmup_steps: int
-    constant_steps: int
-    wsd_decay_steps: int | None
-
-
-def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
-    """Fit the parts of a schedule into ``max_steps`` steps.
-
-    Returns:
-        The lengths of the parts, and a warning for each part that was shortened or left out.
-    """
-    prefix, warnings = "model.optim.sched", []
-    wanted, ratio = schedule.warmup_steps, schedule.warmup_ratio
-    warmup = min(wanted, max_steps - 1) if ratio is None else fraction_of(max_steps, ratio)
-    if warmup < wanted:
-        below = f"below the number of steps, {max_steps}, got {wanted}; shortened to {warmup}"
-        warnings.append(f"{prefix}.warmup_steps must be {below}")
-    room = max_steps - warmup
-    constant = schedule.constant_steps if schedule.constant_steps < room else 0
-    if constant < schedule.constant_steps:
-        below = f"below the number of steps after the warm-up, {room}, got {schedule.constant_steps}; left out"
-        warnings.append(f"{prefix}.constant_steps must be {below}")
-    decay = None if schedule.wsd_decay_steps is None else min(schedule.wsd_decay_steps, room - constant)
-    if decay is not None and decay != schedule.wsd_decay_steps:
-        most = f"at most {decay}, the steps between the warm-up and those at min_lr, got {schedule.wsd_decay_steps}"
-        warnings.append(f"{prefix}.wsd_decay_steps must be {most}; shortened to {decay}")
-    return ScheduleLengths(warmup, constant, decay), warnings
-
-
-logger = logging.getLogger(__name__)
-
-
 # (configuration, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
 CheckMemory = Callable[[RunConfig, int, int], None]
 
@@ -379,3 +310,69 @@ def build_logger(cfg: RunConfig, *, resumed_step: int | None) -> RunLogger:
 
     state.raise_together(state.attempt(make), "{}")
     return made[0]
+
+
+def build_optimizer_and_schedule(
+    cfg: RunConfig, policy: Policy, *, max_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build the optimizer and the learning-rate schedule of a run of ``max_steps`` steps."""
+    optim = cfg.model.optim
+    rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
+    optimizer = build_optimizer(
+        chunks=policy.chunks,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        clip_grad=cfg.loop.gradient_clip_val,
+        params_dtype=DTYPES[cfg.trainer.precision],
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        moments_dtype=MOMENTS[optim.moments_dtype],
+        offload_fraction=optim.offload_fraction,
+        **rates,
+    )
+    lengths, warnings = schedule_lengths(optim.sched, max_steps)
+    for warning in warnings if state.is_rank_zero() else ():
+        logger.warning(warning)
+    scheduler = build_scheduler(
+        optimizer=optimizer,
+        name=optim.sched.name,
+        max_steps=max_steps,
+        warmup_steps=lengths.warmup_steps,
+        constant_steps=lengths.constant_steps,
+        wsd_decay_steps=lengths.wsd_decay_steps,
+        wsd_decay_style=optim.sched.wsd_decay_style,
+        cycles=optim.sched.num_cycles,
+        **rates,
+    )
+    return optimizer, scheduler
+
+
+class ScheduleLengths(NamedTuple):
+    """Lengths of the parts of a schedule in optimizer steps; ``wsd_decay_steps`` is None if there is no such part."""
+
+    warmup_steps: int
+    constant_steps: int
+    wsd_decay_steps: int | None
+
+
+def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
+    """Fit the parts of a schedule into ``max_steps`` steps.
+
+    Returns:
+        The lengths of the parts, and a warning for each part that was shortened or left out.
+    """
+    prefix, warnings = "model.optim.sched", []
+    wanted, ratio = schedule.warmup_steps, schedule.warmup_ratio
+    warmup = min(wanted, max_steps - 1) if ratio is None else fraction_of(max_steps, ratio)
+    if warmup < wanted:
+        below = f"below the number of steps, {max_steps}, got {wanted}; shortened to {warmup}"
+        warnings.append(f"{prefix}.warmup_steps must be {below}")
+    room = max_steps - warmup
+    constant = schedule.constant_steps if schedule.constant_steps < room else 0
+    if constant < schedule.constant_steps:
+        below = f"below the number of steps after the warm-up, {room}, got {schedule.constant_steps}; left out"
+        warnings.append(f"{prefix}.constant_steps must be {below}")
+    decay = None if schedule.wsd_decay_steps is None else min(schedule.wsd_decay_steps, room - constant)
+    if decay is not None and decay != schedule.wsd_decay_steps:
+        most = f"at most {decay}, the steps between the warm-up and those at min_lr, got {schedule.wsd_decay_steps}"
+        warnings.append(f"{prefix}.wsd_decay_steps must be {most}; shortened to {decay}")
+    return ScheduleLengths(warmup, constant, decay), warnings
