@@ -52,7 +52,7 @@ def on_rank(rank: int, world_size: int, scratch: Path, queue: Any) -> None:
         "gloo", init_method=f"file://{scratch}/store{world_size}", rank=rank, world_size=world_size
     )
     from nemo_kto.distributed import state
-    from tests.distributed import lora_jobs
+    from tests.helpers import lora_jobs
 
     state.init_distributed(layout=state.Layout(), seed=3)
     chunks, _ = lora_jobs.build(scratch / "model", state.Layout(), None)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # of tests/tiny.py, which makes the tokenizer
+sys.path.insert(0, str(HERE.parent))  # of tests/helpers/tiny_models.py, which makes the tokenizer
 
 from benchmarks import gpu_models  # noqa: E402
 from benchmarks.gpu_models import SIZES, TOYS, Size  # noqa: E402

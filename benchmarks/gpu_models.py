@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import make_tokenizer
+from tests.helpers.tiny_models import make_tokenizer
 
 _LLAMA_ROPE = {
     "rope_type": "llama3",

@@ -33,8 +33,8 @@ def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, d
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.engine import MicroBatchLoss
     from nemo_kto.models.engine.sequences import SequenceBatch
-    from tests.distributed import lora_jobs
-    from tests.distributed.engines import engine
+    from tests.helpers import lora_jobs
+    from tests.helpers.engines import engine
 
     state.init_distributed(layout=state.Layout(), seed=3)
     chunks, architecture = lora_jobs.build(model, state.Layout(), None, dtype=getattr(torch, DTYPES[dtype]))

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from nemo_kto.device import device
-from tests import messages
-from tests.tiny import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
+from tests.helpers import messages
+from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Its tests need the interpreter of `make test-emulated`.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import messages
-from tests.messages import REPOSITORY, Message, assert_names, missing, plain, raises, updated
+from tests.helpers import messages
+from tests.helpers.messages import REPOSITORY, Message, assert_names, missing, plain, raises, updated
 
 WORDS_IN_COMMON = 5
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.commands import REPOSITORY, TRAINING, environment, start
-from tests.noted_rows import noted_rows
-from tests.tiny import make_checkpoint, make_rows, write_rows
+from tests.helpers.commands import REPOSITORY, TRAINING, environment, start
+from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 
 HOOK = Path(__file__).parent / "hook"
 COMMAND = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
@@ -57,7 +57,7 @@ class Job:
             f"model.data.data_prefix={{train: {self.rows}, validation: {self.validation}}}",
             f"model.data.cache_dir={folder / 'cache'}",
             f"exp_manager.explicit_log_dir={folder / 'run'}",
-            f"trainer.callbacks=[{{_target_: tests.noted_rows.NoteRows, folder: {folder / 'rows'}}}]",
+            f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.NoteRows, folder: {folder / 'rows'}}}]",
             f"trainer.devices={self.ranks}",
             "trainer.accelerator=cpu",
             "trainer.precision=32",

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
-from tests.noted_rows import noted_rows
+from tests.helpers.consumed_rows import noted_rows
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {

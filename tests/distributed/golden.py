@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from nemo_kto.losses import kto, preference
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
+from tests.helpers.training_jobs import train, trajectory
 
 FILE = Path(__file__).parents[1] / "data" / "golden.json"
 LOSSES = [*(("kto", loss) for loss in kto.LOSSES), *(("dpo", loss) for loss in preference.LOSSES)]

@@ -12,8 +12,6 @@ gc.disable()  # nothing of what an import leaves is garbage, and looking for it 
 import torch  # noqa: E402
 
 import nemo_kto.run.build  # noqa: E402, F401
-import tests.distributed.lora_jobs  # noqa: E402
-import tests.parity.hf_jobs  # noqa: E402, F401
 
 torch.set_num_threads(1)
 gc.freeze()  # megatron-core collects garbage at each save: a second of looking at modules otherwise

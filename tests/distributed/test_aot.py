@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_kto.losses.preference import rank_partners
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 SIZES = (3, 1)  # pairs of each rank
 VALID = [True, False, True, True]

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed.jobs import assert_same, train, trajectory
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_checkpoint import losses
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, train, trajectory
 
 BCO = ["model.kto.preference_loss=bco", "trainer.kto.limit_train_batches=3", "trainer.kto.save_interval=2"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import difference, long, train, trajectory
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import difference, long, train, trajectory
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one_rank": (1, []),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from nemo_kto.distributed import state
-from tests.distributed import fused_adam, lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.distributed.saved_runs import SavedRun
+from tests.distributed import fused_adam
+from tests.helpers import lora_jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 
 # name: type of the weights, whether the optimizer is distributed
 FORMS = {

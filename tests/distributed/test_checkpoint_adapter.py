@@ -17,10 +17,9 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
-from tests.parity import hf_models
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 ALL = LoRASettings(rank=3, alpha=6, target_modules=("all",))
 ONE_RANK = Layout()

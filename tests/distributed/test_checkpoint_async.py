@@ -20,9 +20,9 @@ import torch
 
 from nemo_kto.checkpoint import writing
 from nemo_kto.distributed import state
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers import lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 LAYOUT = state.Layout()
 SLOW_SECONDS = 0.2  # of a slow disk, for a file

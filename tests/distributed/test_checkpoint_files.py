@@ -14,9 +14,9 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 from tests.unit.artifacts.test_checkpoint_files import flip
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.parity import hf_models
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = {
     "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),

@@ -12,8 +12,8 @@ from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import build_optimizer
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
+from tests.helpers import lora_jobs
+from tests.helpers.rank_pool import RankPool
 
 
 class Settings(NamedTuple):

@@ -19,10 +19,10 @@ from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.distributed.saved_runs import SavedRun
-from tests.messages import assert_names
+from tests.helpers import lora_jobs
+from tests.helpers.messages import assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 
 STEP, SECONDS = "step_000002", 20
 COMMON, METADATA, BACKENDS, RNG = "state/common.pt", "state/.metadata", "state/metadata.json", "rng/00000.pt"

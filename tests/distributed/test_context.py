@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import engine
-from tests.distributed.ranks import RankPool
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
 
 HEADS, GROUPS, HEAD_DIM = 6, 2, 4
 

@@ -12,13 +12,12 @@ import torch
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_layouts import LORA
 from tests.distributed.test_lora import check_steps, peft_model, steps_of_peft
-from tests.messages import Naming
-from tests.parity import hf_models
-from tests.parity.hf_jobs import message_of
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.hf_jobs import message_of
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 NAME = "llama-all-biases-linear-rope"
 SETTINGS = LoRASettings(rank=2, alpha=2, dropout=0.25, target_modules=("q_proj", "o_proj", "mlp"), layers=(1, 3), dora=True)
@@ -84,7 +83,7 @@ def test_norms_are_taken_once_for_all_micro_batches(ranks: RankPool, model: tupl
 def norms_of_a_run(model: Path, rows: Path, folder: Path) -> int:
     """How often norms are taken in a step of KTO in micro-batches of one row."""
     from nemo_kto.models.lora import layers
-    from tests.distributed.jobs import train
+    from tests.helpers.training_jobs import train
 
     length = ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=1"]
     with mock.patch.object(layers, "row_norms", wraps=layers.row_norms) as taken:

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming, assert_names
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 STOPPING = "exp_manager.create_early_stopping_callback"
 SETTINGS = [

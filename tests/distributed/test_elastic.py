@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.distributed.jobs import assert_same, difference, train, trajectory
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_layouts import LORA
-from tests.noted_rows import noted_rows
+from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, difference, train, trajectory
 
 TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -75,7 +75,7 @@ def overrides(run: str, optimizer: str, layout: str, length: Length, folder: Pat
         f"trainer.{algorithm}.limit_train_batches={length.epoch}",
         f"trainer.{algorithm}.save_interval={length.stop}",
         "exp_manager.checkpoint_callback_params.save_top_k=-1",
-        f"trainer.callbacks=[{{_target_: tests.noted_rows.NoteRows, folder: {folder / 'rows'}}}]",
+        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.NoteRows, folder: {folder / 'rows'}}}]",
     ]
 
 

@@ -21,7 +21,7 @@ from nemo_kto.checkpoint import model_state
 from nemo_kto.distributed import state
 from nemo_kto.huggingface import mapping
 from nemo_kto.models.gpt import build_gpt
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 _OUTSIDE = {"embedding.word_embeddings": ["weight"], "decoder.final_layernorm": ["weight"]}
 _IN_LAYER = {

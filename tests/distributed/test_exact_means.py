@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import engine, kto_model, split_of
-from tests.distributed.ranks import RankPool
+from tests.helpers.engines import engine, kto_model, split_of
+from tests.helpers.rank_pool import RankPool
 
 W_PREFERENCE, W_SFT = 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 16, 4

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.engines import engine
-from tests.distributed.jobs import assert_same, length, train, trajectory
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_load_balance import make_sequences
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, length, train, trajectory
 
 TP2 = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
 EP2, WHOLE_EXPERTS = "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 
 from nemo_kto.errors import UserError
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
-from tests.tiny import make_checkpoint
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import assert_same, length, train, trajectory
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, length, train, trajectory
 
 TP2_PP2 = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
 # Which of the four layers have a window: not the same ones of the second stage as of the first.

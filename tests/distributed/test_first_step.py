@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint, write_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint, write_rows
+from tests.helpers.training_jobs import train, trajectory
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
 ADAPTER = (*LORA, "model.reference.mode=adapter")

@@ -21,8 +21,8 @@ from nemo_kto.models.engine import engine as engine_module
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.gpt import build_gpt
-from tests.distributed import engines
-from tests.distributed.ranks import RankPool
+from tests.helpers import engines
+from tests.helpers.rank_pool import RankPool
 
 
 def entered(folder: Path, fp8: str | None) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.restricted import load_plain
 from nemo_kto.distributed import state
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train, trajectory
 
 LORA_WITH_DROPOUT = [
     "model.tensor_model_parallel_size=2",

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train, trajectory
 
 SAVING = [
     "trainer.kto.save_interval=2",

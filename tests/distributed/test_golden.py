@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import golden
-from tests.distributed.jobs import assert_same
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same
 
 # With AVX-512, AVX2 and SSE alone figures differ by up to 1.6e-5.
 TOLERANCE = 1e-4

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import engine, kto_model, split_of
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers.engines import engine, kto_model, split_of
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.integration.commands import CLI, GOOD, TRAINING, environment, pretend, run
-from tests.messages import Naming, assert_names
+from tests.helpers import fork_server
+from tests.helpers.commands import CLI, GOOD, TRAINING, environment, pretend, run
+from tests.helpers.messages import Naming, assert_names
 
 NAME = socket.gethostname()
 # Seconds of the collectives, which then end with errors of their own; a rank that waits for three quarters of it asks why.
@@ -68,11 +68,11 @@ class Ranks:
     ):
         self.folder = folder
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **changes}
-        self.processes: dict[int, forked.Process] = {}
+        self.processes: dict[int, fork_server.Process] = {}
         for rank in present or range(size):
             env = environment() | given | {"RANK": str(rank), "NEMO_KTO_FORCE_CPU": "1", "OMP_NUM_THREADS": "1"}
             with (folder / f"said{rank}").open("w") as said:
-                self.processes[rank] = forked.Process(
+                self.processes[rank] = fork_server.Process(
                     ["-c", PROGRAM.replace("{job}", job)],
                     cwd=folder,
                     env=env,

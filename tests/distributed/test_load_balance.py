@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import engine
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_gradients import ROWS, make_batch
-from tests.tiny import make_checkpoint
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 COEFFICIENT = 0.3
 

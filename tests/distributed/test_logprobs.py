@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming, raises
+from tests.helpers.messages import Naming, raises
+from tests.helpers.rank_pool import RankPool
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 16, 101
 # Unpadded; padded within one rank; padded so far that with four ranks the last holds padding and nothing else.

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
-from tests.parity import hf_models
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 # Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter; and
 # with magnitudes, of all parts and of some.

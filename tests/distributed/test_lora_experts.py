@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed import lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers import lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 EXPERTS, HIDDEN, FFN, RANK = 4, 32, 24, 2
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from nemo_kto.distributed import state
 from nemo_kto.models.lora.layers import ADAPTED_CLASSES, Adapter, LoRAColumnParallelLinear, adapt_linear
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 SEQUENCE, BATCH, IN, OUT, RANK, PARTS = 8, 2, 12, 16, 3, 2
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from tests.distributed import lora_jobs
-from tests.distributed.engines import engine
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 ROWS, WIDTH = 4, 11
 

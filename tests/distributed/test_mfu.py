@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import jobs
-from tests.distributed.ranks import RankPool
+from tests.helpers import training_jobs
+from tests.helpers.rank_pool import RankPool
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
@@ -22,8 +22,8 @@ def test_the_work_of_a_step(
         short = [f"trainer.{name}.max_steps=1", f"trainer.{name}.limit_val_batches=0", *overrides]
         short.append(f"model.data.cache_dir={tmp_path / 'cache'}")
         arguments = (tiny_llama, rows, tmp_path / case, world_size, short, name)
-        ranks.run(world_size, jobs.train_with_known_peak, *arguments)
-        (step,) = jobs.flops(tmp_path / case, world_size)
+        ranks.run(world_size, training_jobs.train_with_known_peak, *arguments)
+        (step,) = training_jobs.flops(tmp_path / case, world_size)
         return step
 
     swap = flops("swap", 1)

@@ -11,9 +11,10 @@ import torch
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.distributed import state
 from nemo_kto.planner.memory import Training
-from tests.distributed import fused_adam, lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.distributed.saved_runs import SavedRun
+from tests.distributed import fused_adam
+from tests.helpers import lora_jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

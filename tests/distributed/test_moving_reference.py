@@ -10,7 +10,7 @@ import torch
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 ADAPTERS = LoRASettings(rank=3, alpha=6, target_modules=("all",))
 
@@ -27,7 +27,7 @@ def save_or_load(
     from nemo_kto.checkpoint.choose import newest_checkpoint
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.reference import SwappedWeights
-    from tests.distributed import lora_jobs
+    from tests.helpers import lora_jobs
 
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = lora_jobs.build(model, layout, settings, dtype=torch.bfloat16)

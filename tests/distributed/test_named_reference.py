@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
-from tests.parity import hf_models
-from tests.tiny import make_checkpoint
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train, trajectory
 
 SAVED = LoRASettings(rank=3, alpha=6, target_modules=("attention", "mlp_fc2"), dora=True)
 LORA = [

@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 # They return a value to the host, or a tensor whose size is a value.
 ASKING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim")

@@ -17,9 +17,10 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_kto.distributed import state
-from tests.distributed import fused_adam, lora_jobs
-from tests.distributed.ranks import RankPool
-from tests.distributed.saved_runs import SavedRun
+from tests.distributed import fused_adam
+from tests.helpers import lora_jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 
 ONE_COPY = state.Layout()
 # What is on the host before and after the checkpoint.

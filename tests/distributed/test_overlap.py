@@ -24,12 +24,12 @@ from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models.engine import optimizer as of_models
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import merge_adapters
-from tests.distributed import lora_jobs
-from tests.distributed.engines import engine, kto_model
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_gradients import make_batch
-from tests.tiny import make_checkpoint
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine, kto_model
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train, trajectory
 
 STEPS = 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import load_script
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 WAYS = ("1 rows", "8 rows", "up to 512 tokens", "packed, 512 tokens")
 

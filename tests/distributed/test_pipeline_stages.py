@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed.state import Layout
-from tests.distributed import lora_jobs
-from tests.distributed.engines import engine, split_of
-from tests.distributed.jobs import assert_same, length, train, trajectory
-from tests.distributed.ranks import RankPool
 from tests.distributed.test_layouts import RUNS
-from tests.tiny import make_checkpoint
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine, split_of
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import assert_same, length, train, trajectory
 
 STEPS = 10
 EVERY_END = {"counts_embedding": True, "counts_loss": True}

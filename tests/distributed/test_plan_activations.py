@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_kto.architecture.lora import LoRASettings
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 SEQUENCES, LENGTH, LAYER = 2, 64, 1  # not the first layer, whose input needs no gradient where only adapters are trained
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.config.schema import RunConfig
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint, make_rows, write_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
+from tests.helpers.training_jobs import train
 
 TOLERANCE = 0.15
 LENGTH = 256  # tokens of every row

@@ -11,8 +11,8 @@ import pytest
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 # What a rank holds: its stage, and name -> shape and whether it is trained.
 Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:

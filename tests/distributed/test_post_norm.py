@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
 
 
 def kept_in_evaluation(model: Path) -> list[bool]:

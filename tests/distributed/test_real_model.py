@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import difference, long, train, trajectory
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import difference, long, train, trajectory
 
 OVERRIDES = [
     long(),

@@ -19,9 +19,9 @@ from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora.adapters import add_adapters
-from tests.distributed.engines import engine
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
 
 ROWS, WIDTH = 2, 64
 LAYERS, FFN = 4, 128  # of the tiny llama

@@ -14,8 +14,8 @@ import torch
 
 from nemo_kto.utils import locks
 from nemo_kto.utils.locks import locked
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming, assert_names
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.rank_pool import RankPool
 
 
 def make_rows(first: int, count: int) -> Any:

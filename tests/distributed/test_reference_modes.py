@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import assert_same, train, trajectory
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
-from tests.tiny import make_checkpoint
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import assert_same, train, trajectory
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
 CACHED = "model.reference.mode=cached"

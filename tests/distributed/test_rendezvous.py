@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_hangs import Ranks, free_port
-from tests.messages import Naming, assert_names
+from tests.helpers.messages import Naming, assert_names
 
 MEET = """
     from nemo_kto.processes import rendezvous

@@ -15,10 +15,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming, assert_names
-from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
+from tests.helpers.training_jobs import train
 
 REMEDY = ("exp_manager.name", "exp_manager.explicit_log_dir")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import train, trajectory
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_pairs, make_rows, write_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
+from tests.helpers.training_jobs import train, trajectory
 
 # A loss with z0 would see another batch of KL examples: its gradient is in test_gradients.py.
 JOBS: dict[str, tuple[list[dict[str, Any]], list[str], float]] = {

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from nemo_kto.utils.locks import locked, owner_file, this_process
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 
 def refusal(model: Path, rows: Path, folder: Path) -> str:

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed import jobs
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers import training_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 SPOILT = 2  # steps from this one on, two by default
 
@@ -78,7 +78,7 @@ def spoilt_job(
         mock.patch.object(DPOTrainer, "_optimizer_step", watch),
     ):
         try:
-            jobs.train(model, rows, folder, world_size, overrides)
+            training_jobs.train(model, rows, folder, world_size, overrides)
         except UserError as error:
             return changed, str(error)
     return changed, ""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 SLOW, FAST = "bf16 is slow here", "bf16 is fast here"
 NO_WARMUP = "model.optim.sched.warmup_steps=0"

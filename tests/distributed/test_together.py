@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nemo_kto.errors import UserError
-from tests.distributed.ranks import RankPool
-from tests.messages import Naming
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
 
 
 def fail_on_rank(culprit: int) -> list[str | None]:

@@ -15,9 +15,9 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.planner.memory import Training
 from nemo_kto.planner.traffic import Step, step_traffic
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_checkpoint
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train
 
 WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]

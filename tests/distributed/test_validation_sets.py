@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
-from tests.messages import assert_names
-from tests.tiny import make_pairs, make_rows, write_rows
+from tests.helpers.messages import assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
+from tests.helpers.training_jobs import train
 
 MONITOR = "exp_manager.checkpoint_callback_params.monitor"
 STEPS = ["trainer.{}.max_steps=2", "trainer.{}.val_check_interval=1", "trainer.{}.limit_val_batches=1.0"]

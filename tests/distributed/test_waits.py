@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from nemo_kto.processes import ranks, rendezvous
-from tests.messages import Naming
+from tests.helpers.messages import Naming
 
 TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
 GONE = ("killed", "stopped")  # jobs in which rank 0 gives no sign of life any more

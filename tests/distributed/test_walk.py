@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.jobs import train
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_CALLS = 4

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.distributed import state
 from tests.gpu.jobs import EXPERTS, LORA, Workplace
-from tests.tiny import make_checkpoint, make_pairs, make_rows, write_rows
+from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 
 EXPECTED = {"kto": ("kto", ()), "lora": ("kto", (*LORA, "model.reference.mode=adapter")), "dpo": ("dpo", ())}
 EXPECTED["experts"] = ("kto", EXPERTS)

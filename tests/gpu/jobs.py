@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.device import device
-from tests.distributed.jobs import trajectory
-from tests.integration.commands import CLI, TRAINING, environment, run, run_anew
+from tests.helpers.commands import CLI, TRAINING, environment, run, run_anew
+from tests.helpers.training_jobs import trajectory
 
 GPUS = device.device_count()
 IS_EMULATED = "tests.emulated_cuda.start" in sys.modules

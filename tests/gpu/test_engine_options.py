@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.device import device
-from tests.distributed.jobs import trajectory
 from tests.gpu.jobs import DETERMINISTIC, LORA, STEPS, Workplace, assert_close, on
 from tests.gpu.test_jobs import BF16, HAS_ENGINE, IN_BF16, assert_same_files
+from tests.helpers.training_jobs import trajectory
 
 pytestmark = pytest.mark.skipif(not HAS_ENGINE, reason="needs a GPU that is used, and Transformer Engine")
 FP8 = pytest.mark.skipif(HAS_ENGINE and device.compute_capability() < (8, 9), reason="needs a GPU with fp8")

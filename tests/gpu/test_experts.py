@@ -26,7 +26,7 @@ from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models import gpt
 from nemo_kto.models.lora.adapters import add_adapters
-from tests.parity import hf_models
+from tests.helpers import hf_models
 
 pytestmark = pytest.mark.skipif(
     not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"

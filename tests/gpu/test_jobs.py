@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.jobs import trajectory
 from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
-from tests.integration.commands import CLI, environment
+from tests.helpers.commands import CLI, environment
+from tests.helpers.training_jobs import trajectory
 
 DEVICE = "gpu" if GPUS else "cpu"
 FP32 = 1e-4 if IS_EMULATED else 1e-3  # over four steps

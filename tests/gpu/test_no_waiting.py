@@ -17,9 +17,9 @@ from nemo_kto.models.engine import engine as engine_module
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.telemetry.timers import PhaseTimers
-from tests.distributed import lora_jobs
-from tests.distributed.engines import engine
 from tests.gpu.jobs import LORA, STEPS, Workplace, on
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 ROWS, WIDTH = 6, 11

@@ -9,8 +9,8 @@ import pytest
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.planner.hardware import CONTEXT
-from tests.distributed.jobs import train
-from tests.tiny import make_checkpoint, make_rows, write_rows
+from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
+from tests.helpers.training_jobs import train
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 

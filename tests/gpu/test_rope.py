@@ -12,7 +12,7 @@ from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.huggingface import load_weights
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
 
 pytestmark = pytest.mark.skipif(
     not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"

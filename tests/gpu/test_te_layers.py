@@ -24,8 +24,8 @@ from nemo_kto.huggingface.adapter import load_adapter
 from nemo_kto.models import gpt
 from nemo_kto.models.lora import adapters
 from nemo_kto.models.lora.adapters import disable_adapters, merge_adapters
-from tests.distributed import lora_jobs
 from tests.distributed.test_lora import peft_model
+from tests.helpers import lora_jobs
 
 pytestmark = pytest.mark.skipif(
     not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"

@@ -14,7 +14,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.models.layers.block_attention import BLOCK, block_attention
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
 
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU that is used")
 # Two or three times the error of bf16 on a CPU, and less than without any one of a model's caps, norms and factors there.

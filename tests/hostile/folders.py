@@ -19,7 +19,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.huggingface import check_weights
 from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
 from nemo_kto.run.rows import model_tokenizer
-from tests.tiny import write_safetensors
+from tests.helpers.tiny_models import write_safetensors
 from tests.unit.conftest import composed, said_of
 
 Break = Callable[[Path], object]

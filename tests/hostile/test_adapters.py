@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.messages import Message
 from tests.hostile.folders import (
     GONE,
     Break,
@@ -22,7 +23,6 @@ from tests.hostile.folders import (
     removed,
     shapes,
 )  # fmt: skip
-from tests.messages import Message
 
 LORA = "model.peft.peft_scheme=lora"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

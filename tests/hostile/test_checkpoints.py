@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import Message
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import make_rows, write_rows
 
 RUN, STEP = "run", "run/checkpoints/step_000001"
 

@@ -14,8 +14,8 @@ import pytest
 
 from nemo_kto.cli import job, main
 from nemo_kto.processes import launcher
-from tests.messages import Message
-from tests.tiny import write_stub_adapter, write_stub_model
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 

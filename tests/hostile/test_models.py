@@ -16,6 +16,7 @@ import pytest
 from nemo_kto.artifacts.safetensors_files import find_weights
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.errors import UserError
+from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
     GONE,
     Break,
@@ -37,7 +38,6 @@ from tests.hostile.folders import (
     shard,
     write,
 )
-from tests.messages import Message, assert_names, raises
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"

@@ -25,8 +25,8 @@ from nemo_kto.data.tokens.parts import file_parts
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import MAX_LINE_BYTES
+from tests.helpers.messages import Message, assert_names
 from tests.hostile.folders import launcher_says
-from tests.messages import Message, assert_names
 from tests.unit.data.toys import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder

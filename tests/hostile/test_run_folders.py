@@ -14,7 +14,7 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.loggers import JsonLines, _known_identity
 from nemo_kto.utils.files import MAX_LINE_BYTES
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 from tests.unit.conftest import composed
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {

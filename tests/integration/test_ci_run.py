@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.integration.commands import REPOSITORY
+from tests.helpers.commands import REPOSITORY
 
 MAKEFILE = """
 test:

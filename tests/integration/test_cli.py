@@ -16,8 +16,8 @@ import yaml
 import nemo_kto
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import keys
-from tests.integration.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
-from tests.messages import Naming, assert_names
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
+from tests.helpers.messages import Naming, assert_names
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")

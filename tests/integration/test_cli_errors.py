@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from tests.integration.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
-from tests.messages import Naming, assert_names
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
+from tests.helpers.messages import Naming, assert_names
 
 # ALGORITHM stands for the name of each.
 WRONG = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import CLI, GOOD, pretend, start
-from tests.messages import assert_names
+from tests.helpers.commands import CLI, GOOD, pretend, start
+from tests.helpers.messages import assert_names
 
 
 def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import CLI, environment, run_anew
+from tests.helpers.commands import CLI, environment, run_anew
 
 # Python runs sitecustomize at its start, in the ranks too. Torch says that there is a GPU until it is told otherwise, and
 # notes who uses it; this torch, built without CUDA, then raises as well.

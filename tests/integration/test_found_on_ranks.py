@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_kto.utils.locks import locked
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 

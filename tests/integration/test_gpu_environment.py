@@ -18,8 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.conftest import REPOSITORY, load_script
+from tests.helpers.messages import assert_names
 from tests.integration.test_wheel import pins
-from tests.messages import assert_names
 
 gpu_report = load_script("benchmarks/gpu_report.py")
 gpu_wheels = load_script("benchmarks/gpu_wheels.py")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY, load_script
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 
 gpu_report = load_script("benchmarks/gpu_report.py")
 NO_GPU = (

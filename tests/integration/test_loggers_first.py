@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 
 def test_an_mlflow_address_is_checked_before_the_rows_are_read(tiny_llama: Path, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, pretend, run
-from tests.messages import assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, pretend, run
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 FILES = str(REPOSITORY / "tests/data/nemo_aligner")
 SOURCE = ["--config-dir", FILES, "--config-name", "gpt_kto"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.device import device
-from tests.integration.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
-from tests.messages import Naming, assert_names
-from tests.tiny import make_pairs, make_rows, write_rows
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import CLI, GOOD, pretend, run
-from tests.messages import Naming
+from tests.helpers.commands import CLI, GOOD, pretend, run
+from tests.helpers.messages import Naming
 
 FILES = {
     "kto": """

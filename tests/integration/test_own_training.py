@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.integration.test_own_loss import FILES
-from tests.messages import assert_names
-from tests.tiny import make_pairs, make_rows, write_rows
 
 # Notes what it is told, and adds a figure to what is logged.
 CALLBACK = """

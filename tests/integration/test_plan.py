@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import forked
-from tests.integration.commands import environment
-from tests.messages import Naming
+from tests.helpers import fork_server
+from tests.helpers.commands import environment
+from tests.helpers.messages import Naming
 
 PLAN = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 # In an interpreter of its own: what the fork server has loaded depends on the tests before.
@@ -32,7 +32,7 @@ def test_megatron_core_is_not_loaded(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
-        done = forked.run(["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.cli.plan",))
+        done = fork_server.run(["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.cli.plan",))
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     model = f"pretrained_checkpoint.restore_from_path={tiny_llama}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests import forked
-from tests.integration.commands import environment, run_anew
-from tests.messages import Naming, assert_names
-from tests.tiny import write_rows
+from tests.helpers import fork_server
+from tests.helpers.commands import environment, run_anew
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.tiny_models import write_rows
 
 PREVIEW = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 LOADED = "; print('megatron.core' in sys.modules, file=sys.stderr)"
@@ -19,7 +19,7 @@ def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None
 
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
         preload = ("nemo_kto.cli.preview", "nemo_kto.data.inspect.preview")
-        done = forked.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
+        done = fork_server.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     named = ["data", "preview", "rows.jsonl", "--model", str(tiny_llama), "model.data.seq_length=64"]

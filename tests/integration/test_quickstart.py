@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nemo_kto.config import compose
-from tests import forked
 from tests.conftest import REPOSITORY, load_script
-from tests.messages import Naming, assert_names, raises
+from tests.helpers import fork_server
+from tests.helpers.messages import Naming, assert_names, raises
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
 
@@ -193,7 +193,7 @@ def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -
 
 def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "plan.py"), "dpo", "--precision", "fp32", "--out", str(tmp_path / "plan.json")]
-    environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY), "QUICKSTART_STEPS": "3"}
+    environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "QUICKSTART_STEPS": "3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["precision"], plan["steps"], plan["train"], plan["held_out"]) == ("32", 3, 48, 12)
@@ -240,7 +240,7 @@ def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
     """Run the script as `make quickstart` does; its figures and what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = forked.search_path(REPOSITORY)
+    environment["PYTHONPATH"] = fork_server.search_path(REPOSITORY)
     command = [sys.executable, str(FOLDER / "run.py"), algorithm]
     shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]

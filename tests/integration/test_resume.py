@@ -20,10 +20,10 @@ import psutil
 import pytest
 import torch
 
-from tests import forked
-from tests.integration.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
-from tests.messages import Naming, assert_names
-from tests.tiny import make_rows
+from tests.helpers import fork_server
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.tiny_models import make_rows
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
 
@@ -219,7 +219,7 @@ def snapshot(folder: Path) -> dict[Path, int]:
 def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = command(tiny_llama, rows, folder, job)
-    process: subprocess.Popen[bytes] | forked.Process
+    process: subprocess.Popen[bytes] | fork_server.Process
     with (tmp_path / "output").open("w") as output:
         if job.anew:
             process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
@@ -239,7 +239,7 @@ def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path
 
 
 def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes] | forked.Process, seconds: float = 120
+    condition: Callable[[], bool], process: subprocess.Popen[bytes] | fork_server.Process, seconds: float = 120
 ) -> None:
     """Poll, and fail early where the process has ended."""
     end = time.monotonic() + seconds

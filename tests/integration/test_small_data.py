@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import Naming, assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 
 def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path) -> None:

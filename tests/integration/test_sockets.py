@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.commands import CLI, GOOD, TRAINING, pretend, start
+from tests.helpers.commands import CLI, GOOD, TRAINING, pretend, start
 
 # As a training job meets; then the ranks wait until they have been looked at.
 MEET_AND_WAIT = """

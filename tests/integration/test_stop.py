@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import Naming, assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 # Python runs sitecustomize at its start, in the ranks too.
 _SEND = """

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.distributed.test_hangs import free_port
-from tests.integration.commands import TRAINING, environment
-from tests.tiny import make_rows, write_rows
+from tests.helpers import fork_server
+from tests.helpers.commands import TRAINING, environment
+from tests.helpers.tiny_models import make_rows, write_rows
 
 # The command with a short timeout, which the configuration counts in minutes; rank 1 is slow.
 PROGRAM = """
@@ -72,7 +72,7 @@ def test_a_slow_rank_and_a_rank_that_stays_in_a_callback(tiny_llama: Path, tmp_p
         with (tmp_path / f"said{rank}").open("w") as said:
             output = said.fileno()
             processes.append(
-                forked.Process(
+                fork_server.Process(
                     ["-c", PROGRAM, *words], cwd=tmp_path, env=env, stdout=output, stderr=output, preload=TRAINING
                 )
             )

@@ -10,8 +10,8 @@ import pytest
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
-from tests.integration.commands import environment, run
-from tests.messages import Naming
+from tests.helpers.commands import environment, run
+from tests.helpers.messages import Naming
 
 # As transformer_engine/common/__init__.py of 2.20 raises it where only the package without CUDA and torch is installed.
 EMPTY = """

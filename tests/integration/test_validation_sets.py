@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.integration.commands import CLI, TRAINING, environment, run
-from tests.messages import assert_names
-from tests.tiny import make_rows, write_rows
+from tests.helpers.commands import CLI, TRAINING, environment, run
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 STOPPING = "exp_manager.early_stopping_callback_params"
 SETS = "model.data.data_prefix={train: train.jsonl, validation: {helpful: helpful.jsonl, harmless: [harmless.jsonl]}}"

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, RowError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from tests.messages import Naming
-from tests.tiny import make_tokenizer
+from tests.helpers.messages import Naming
+from tests.helpers.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.parity
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_models import SIZES, TOYS, make_rows, row_lengths
 from benchmarks.gpu_tables import Contender, Figures, Found, goals, inconsistent, report
-from tests.messages import Naming
+from tests.helpers.messages import Naming
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SWAP, CACHED, ADAPTER = (f"nemo_kto, {mode}" for mode in ("swap", "cached", "adapter"))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
 
 LAYOUTS = {
     "tp1": Layout(),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.distributed.state import Layout
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
 from tests.parity.test_huggingface import weights
 
 LAYOUTS = {

@@ -23,8 +23,8 @@ from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adap
 from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
-from tests.messages import Naming, raises
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
+from tests.helpers.messages import Naming, raises
 
 LAYOUTS = {
     "tp1": Layout(),

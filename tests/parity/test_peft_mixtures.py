@@ -27,8 +27,8 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter
 from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
-from tests.messages import Naming
-from tests.parity import hf_jobs, hf_models
+from tests.helpers import hf_jobs, hf_models
+from tests.helpers.messages import Naming
 
 SETTINGS = {
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),

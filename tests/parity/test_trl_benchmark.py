@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.messages import Naming
+from tests.helpers import fork_server
+from tests.helpers.messages import Naming
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.parity
@@ -32,7 +32,7 @@ def test_the_table(tiny_checkpoint: Callable[..., Path]) -> None:
         "--threads",
         "1",
     ]
-    environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
     printed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert printed.returncode == 0, printed.stderr
     rows = [line.strip("| ").split(" | ") for line in printed.stdout.splitlines() if line.startswith("| ")]
@@ -62,7 +62,7 @@ def test_the_table(tiny_checkpoint: Callable[..., Path]) -> None:
 
 def test_another_version_of_trl_needs_its_python() -> None:
     command = [sys.executable, "benchmarks/kto_vs_trl.py", "MODEL", "--only", "other TRL, no gradient checkpointing"]
-    environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
     printed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=100)
     assert printed.returncode == 2
     assert printed.stderr.splitlines()[-1] == Naming("kto_vs_trl.py", "error", "TRL", "--other-trl", "PYTHON")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_pairs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs
 
 pytestmark = pytest.mark.parity
 

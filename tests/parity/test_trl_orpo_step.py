@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs
 from tests.parity.test_trl_dpo_step import BETA, MAX_GRAD_NORM, PAIRS, STEPS, our_steps
-from tests.tiny import make_pairs
 
 pytestmark = pytest.mark.parity
 

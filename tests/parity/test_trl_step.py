@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.engines import InOrder, engine, kto_model
-from tests.distributed.ranks import RankPool
-from tests.tiny import make_rows
+from tests.helpers.engines import InOrder, engine, kto_model
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_rows
 
 pytestmark = pytest.mark.parity
 

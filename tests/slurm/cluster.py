@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import psutil
 
-from tests.integration.commands import REPOSITORY, environment
+from tests.helpers.commands import REPOSITORY, environment
 
 SBATCH = REPOSITORY / "examples/slurm/train.sbatch"
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter")

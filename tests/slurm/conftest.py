@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.slurm.cluster import SBATCH, Cluster, Submitted, missing
-from tests.tiny import make_checkpoint, make_rows, write_rows
 
 STEPS = 20
 SECONDS = 300  # of one job, on a machine that has other things to do

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 from tests.slurm.cluster import SBATCH
 
 

@@ -16,8 +16,8 @@ from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.processes.ranks import World
-from tests.messages import Message
-from tests.tiny import write_stub_adapter, write_stub_model
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
 Text = TypeVar("Text", str, Message)
 

@@ -115,6 +115,6 @@ def _start() -> None:
     _wrap(schedules, "", "backward_step", lambda *_, **__: _reach("backward"))
 
 
-# The processes of a run are forked from one that has imported what they need (tests/forked.py); another Python has not.
+# Processes of a run are forked from one that has imported their modules (tests/helpers/fork_server.py); others have not.
 if _FOLDER and "nemo_kto.telemetry.timers" in sys.modules:
     _start()

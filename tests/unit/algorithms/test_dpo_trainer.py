@@ -10,7 +10,7 @@ import torch
 
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import interval_steps, limit_batches
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 from tests.unit.algorithms.parts import LEARNING_RATE, Run
 
 

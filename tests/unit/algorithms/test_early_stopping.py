@@ -13,7 +13,7 @@ import torch
 
 from nemo_kto.algorithms.early_stopping import EarlyStopping
 from nemo_kto.errors import UserError
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.algorithms.parts import Run
 
 

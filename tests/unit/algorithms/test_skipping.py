@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_dpo_trainer import closed_form
 from tests.unit.algorithms.test_stops import resumed

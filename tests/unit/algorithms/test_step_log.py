@@ -15,7 +15,7 @@ from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, Throug
 from nemo_kto.algorithms.step_log import StepLog
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.algorithms.parts import LEARNING_RATE, Run
 
 LINES = {3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}  # step of a line -> steps it is of

@@ -13,7 +13,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.config_file import layers_with_experts
 from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

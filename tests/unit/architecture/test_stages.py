@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
 from nemo_kto.models.transformer_settings import _pipeline_settings
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 SPLITS = [
     (4, PipelineSplit()),

@@ -17,7 +17,7 @@ from nemo_kto.artifacts import checkpoint_files
 from nemo_kto.artifacts.checkpoint_files import check_checkpoint, find_checkpoints, hash_file, info_text
 from nemo_kto.checkpoint.choose import newest_checkpoint, verify
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 FILES = {
     "state/__0_0.distcp": bytes(range(256)) * 40,

@@ -13,7 +13,7 @@ import pytest
 from nemo_kto.artifacts import content
 from nemo_kto.artifacts.content import read_companions
 from nemo_kto.errors import UserError
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 NEEDED = {
     "config.json": b"{}",

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.utils import hashes
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.artifacts.sources import ModelSource, find_source, named_base
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 
 def folder(path: Path, **files: object) -> Path:

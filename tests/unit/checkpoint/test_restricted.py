@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nemo_kto.checkpoint.restricted import read_metadata
 from nemo_kto.errors import UserError
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 class _Pickler(pickle.Pickler):

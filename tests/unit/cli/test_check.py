@@ -9,8 +9,8 @@ import pytest
 from nemo_kto.cli import check
 from nemo_kto.data.tokens import parts
 from nemo_kto.errors import UserError
-from tests.messages import Message
-from tests.tiny import make_rows, write_rows
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import make_rows, write_rows
 
 HELLO = [{"role": "user", "content": "hello"}]
 ROWS = [

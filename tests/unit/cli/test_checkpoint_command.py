@@ -14,7 +14,7 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.cli.entry import look_at_checkpoints
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.artifacts.test_checkpoint_files import earlier, flip, make_checkpoint
 
 

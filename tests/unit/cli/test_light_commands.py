@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import forked
 from tests.conftest import REPOSITORY
+from tests.helpers import fork_server
 
 # One interpreter for all, since its start costs more than most of them. The last one is the one that composes.
 COMMANDS = [
@@ -43,7 +43,7 @@ MAX_MODULES = 800  # 388 before anything is composed and 620 after it; with torc
 def test_commands_without_a_model_import_no_torch(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{number}", "response": "r", "preference": "chosen"} for number in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}
+    environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}
     run = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
     done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)

@@ -10,8 +10,8 @@ import pytest
 from nemo_kto.cli import preview
 from nemo_kto.data.inspect.preview import Marks
 from nemo_kto.errors import UserError
-from tests.messages import Message, assert_names, raises
-from tests.tiny import make_tokenizer, write_rows
+from tests.helpers.messages import Message, assert_names, raises
+from tests.helpers.tiny_models import make_tokenizer, write_rows
 
 USER, GOOD = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 

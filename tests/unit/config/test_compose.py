@@ -14,7 +14,7 @@ from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.errors import UserError
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Load, composed, mistakes, of, source_of
 
 

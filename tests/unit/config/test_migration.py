@@ -13,7 +13,7 @@ from nemo_kto.config import compose, migration
 from nemo_kto.config.migration_tables import ALIASES, ALIGNER
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.utils.field_errors import names
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Said, composed, mistakes
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from nemo_kto.config.saved_config import redact_file, redacted, save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError
 from nemo_kto.run.build import build_logger
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Load
 
 KEY = "exp_manager.mlflow_logger_kwargs.tracking_uri"

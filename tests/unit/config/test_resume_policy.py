@@ -11,7 +11,7 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config.keys import all_keys
 from nemo_kto.config.resume_policy import MAY_CHANGE, MUST_STAY, Rule, as_markdown, rule_of
 from nemo_kto.run.facts import differences, facts_of_earlier
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 KEYS = [(name, key.name) for name, recipe in RECIPES.items() for key in all_keys(recipe)]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"

@@ -14,7 +14,7 @@ from nemo_kto.cli import job
 from nemo_kto.config.rules import training
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Said, of
 
 # Overrides, number of ranks, what is said.

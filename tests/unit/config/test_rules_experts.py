@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import Message, raises
-from tests.tiny import write_stub_model
+from tests.helpers.messages import Message, raises
+from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import Said
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}

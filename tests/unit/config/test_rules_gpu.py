@@ -12,8 +12,8 @@ from nemo_kto.cli import plan
 from nemo_kto.config.rules.gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows, transformer_engine_version
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
-from tests.tiny import make_checkpoint
+from tests.helpers.messages import Message, raises
+from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.conftest import Load, Said
 from tests.unit.device.test_kernels import RICH, gpu
 

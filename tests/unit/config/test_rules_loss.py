@@ -8,7 +8,7 @@ from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Load, Said
 
 SORTING = LOSSES["aot"]

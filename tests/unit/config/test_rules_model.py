@@ -18,8 +18,8 @@ from nemo_kto.config.schema import ScheduleConfig
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses
 from nemo_kto.models.engine.optimizer import SCHEDULES
-from tests.messages import Message
-from tests.tiny import write_stub_model
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import Said, Text, of
 
 TUNING = "model.peft.lora_tuning"

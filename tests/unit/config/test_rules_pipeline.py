@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import Said
 
 STAGES, CHUNKS = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"

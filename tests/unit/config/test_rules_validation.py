@@ -12,7 +12,7 @@ from nemo_kto.config.keys import all_keys
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.metrics import balance_metrics
 from nemo_kto.losses.preference import preference_metrics
-from tests.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.unit.config.test_rules import MONITOR, OFFERED, STOPPING
 from tests.unit.conftest import Said
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_kto.config.saved_config import save_config
-from tests.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import Load
 
 NESTED_ALIASES = b"algorithm: kto\na0: &a0 [x, x]\n" + b"".join(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.data.test_dataset import named, prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 

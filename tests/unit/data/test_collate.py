@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_kto.data.batches.collate import kl_partners, kto_custom_collate
 from nemo_kto.data.batches.dataset import KTOExample
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 EOS = 0
 

@@ -24,8 +24,8 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
-from tests import forked
-from tests.messages import Message, raises
+from tests.helpers import fork_server
+from tests.helpers.messages import Message, raises
 from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
@@ -257,11 +257,11 @@ def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     """Lines printed by ``code`` in a fresh interpreter; it finds the tests' own modules."""
     root = Path(__file__).resolve().parents[3]
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment = {**os.environ, **quiet, "PYTHONPATH": forked.search_path(root)}
+    environment = {**os.environ, **quiet, "PYTHONPATH": fork_server.search_path(root)}
     command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     if fork:
         preload = ("nemo_kto.data.batches.dataset", "tests.unit.data.toys")
-        done = forked.run(command, cwd=Path.cwd(), env=environment, preload=preload)
+        done = fork_server.run(command, cwd=Path.cwd(), env=environment, preload=preload)
     else:
         done = subprocess.run([sys.executable, *command], env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

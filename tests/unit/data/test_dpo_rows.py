@@ -24,7 +24,7 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.rows.records import DataError, RowError, RowErrors, pair_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 from tests.unit.data.toys import chatml_tokenizer, write_rows
 
 EOS = 0

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()

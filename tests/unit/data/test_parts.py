@@ -23,8 +23,8 @@ from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
-from tests import forked
-from tests.messages import Message, raises
+from tests.helpers import fork_server
+from tests.helpers.messages import Message, raises
 from tests.unit.data import part_work
 from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
 
@@ -236,7 +236,7 @@ def test_processes_end_with_a_program_of_any_kind_and_do_not_run_it(ending: sign
     (tmp_path / "program.py").write_text(UNGUARDED)
     output = tmp_path / "output"
     with output.open("wb") as file:
-        environment = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY)}
+        environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
         program = subprocess.Popen(
             [sys.executable, tmp_path / "program.py"],
             env=environment,

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, RowErrors
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 PARIS, LYON = "The capital of France is Paris.", "The capital of France is Lyon."

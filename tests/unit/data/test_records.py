@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.rows.records import DataError, KTORecord, RowError, RowErrors, records_of_row
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}

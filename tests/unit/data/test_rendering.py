@@ -14,7 +14,7 @@ from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.rendering import RenderedText, render_rows
 from nemo_kto.data.tokens.truncation import Truncation
-from tests.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.unit.data.toys import CHATML, chatml_tokenizer
 
 TIME = ("0.2", "CPU", "template", "strings")

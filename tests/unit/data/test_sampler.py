@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:

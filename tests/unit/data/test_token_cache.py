@@ -13,7 +13,7 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens import parts
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.utils import hashes
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 from tests.unit.data.test_dataset import prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 

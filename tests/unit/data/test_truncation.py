@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.tokens.truncation import Truncation
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 
 @pytest.mark.parametrize(

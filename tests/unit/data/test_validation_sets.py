@@ -9,7 +9,7 @@ import pytest
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import UNNAMED, validation_names
 from nemo_kto.errors import UserError
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 from tests.unit.data.test_dataset import named, prompts, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 

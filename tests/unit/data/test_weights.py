@@ -14,7 +14,7 @@ from nemo_kto.data.inspect.balance import MAX_BALANCE, balance_warning
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, records_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.toys import numbered_rows, write_rows
 from tests.unit.run.test_build_rows import config

@@ -15,7 +15,7 @@ import torch
 from nemo_kto.checkpoint.writing import PlannedSave
 from nemo_kto.device import device
 from nemo_kto.models.engine.reference import SwappedWeights
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 SHAPES = [(5, 3), (), (0, 4), (1000, 7), (65,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ import torch
 
 from nemo_kto.device import device, precision
 from nemo_kto.device.precision import Bf16Support
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 @pytest.mark.parametrize(

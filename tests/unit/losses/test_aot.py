@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES, aot_losses, rank_partners
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 BETA, SMOOTHING, PAIRS = 0.3, 0.2, 7
 

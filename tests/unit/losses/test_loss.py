@@ -13,7 +13,7 @@ from annotated_types import Gt
 from nemo_kto.errors import UserError
 from nemo_kto.losses.kto import LOSSES
 from nemo_kto.losses.loss import Loss, find_loss
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 def tempered(

@@ -21,7 +21,7 @@ from nemo_kto.device.cpu import install_cpu_backend
 from nemo_kto.models.layers.attention import TorchAttention
 from nemo_kto.models.layers.packed_sequences import PackedSequences
 from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.models.layers.block_attention import BLOCK, block_attention
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 LENGTH, HEADS, GROUPS, SIZE, SCALE, CAP = BLOCK + 37, 4, 2, 8, 0.9, 2.5
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -13,7 +13,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import AttentionWindow, Flops, ModelFlops, Passes
-from tests.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 LENGTH = 16
 

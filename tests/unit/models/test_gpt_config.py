@@ -14,7 +14,7 @@ from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.models.transformer_settings import recomputed, transformer_config
-from tests.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.device.test_kernels import RICH, gpu
 
 

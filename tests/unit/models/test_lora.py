@@ -23,7 +23,7 @@ from nemo_kto.architecture.rope import Rope
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 # Three key-value heads that two ranks share as four; head size 2.
 ARCHITECTURE = Architecture(

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.layers.norm import TorchNorm
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 
 def config(**settings: Any) -> TransformerConfig:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_kto.models.layers.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 
 def seen_by(lengths: tuple[int, ...], places_t: torch.Tensor, window: int | None) -> torch.Tensor:

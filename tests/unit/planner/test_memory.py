@@ -23,7 +23,7 @@ from nemo_kto.planner.hardware import GPUS, known_gpu
 from nemo_kto.planner.memory import RankMemory, Training, rank_memory, stages_memory
 from nemo_kto.planner.speed import step_speed
 from nemo_kto.planner.traffic import Step, step_traffic
-from tests.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
 

@@ -16,7 +16,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
 from nemo_kto.planner.hardware import Hardware
-from tests.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import Load
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import torch.distributed
 
 from nemo_kto.processes import hangs
 from nemo_kto.processes.hangs import BUSY, PATIENT, WAITING, Answer
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 WAITS = Answer(
     host="a",

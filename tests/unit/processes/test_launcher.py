@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from nemo_kto.processes import launcher
-from tests import forked
-from tests.integration.commands import environment
-from tests.messages import Message, assert_names
+from tests.helpers import fork_server
+from tests.helpers.commands import environment
+from tests.helpers.messages import Message, assert_names
 
 
 class Failure:
@@ -89,7 +89,7 @@ launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
 {after}
 """
     env = environment() | {"TMPDIR": str(folder / "tmp")}
-    return forked.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
+    return fork_server.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
 
 
 def test_processes_that_were_not_started_by_a_rank_are_spared(tmp_path: Path) -> None:

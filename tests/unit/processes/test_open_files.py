@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes.open_files import MIN_FILES, explained, raise_limit
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 from tests.unit.conftest import Said
 
 

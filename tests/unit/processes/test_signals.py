@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_kto.processes import signals
-from tests.messages import Message, raises
+from tests.helpers.messages import Message, raises
 
 LISTENED = ("SIGTERM", "SIGUSR1", "SIGINT")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.processes.slurm import requeue
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 @pytest.fixture

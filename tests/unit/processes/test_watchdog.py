@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nemo_kto.processes import hangs, ranks, watchdog
 from nemo_kto.processes.watchdog import BoundedStore, StoreLost, Watchdog
-from tests.messages import raises
+from tests.helpers.messages import raises
 
 TIMEOUT = timedelta(seconds=3)
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_kto.config.schema import ScheduleConfig
 from nemo_kto.run.build import ScheduleLengths, schedule_lengths
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 NONE: dict[str, Any] = {
     "name": "CosineAnnealing", "warmup_steps": 0, "warmup_ratio": None, "constant_steps": 0, "min_lr": 0.0,

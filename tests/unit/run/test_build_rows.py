@@ -17,8 +17,8 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.run import build, reference
 from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings, too_few_rows
-from tests.messages import Message
-from tests.tiny import make_tokenizer
+from tests.helpers.messages import Message
+from tests.helpers.tiny_models import make_tokenizer
 
 
 def config(*overrides: str, name: str = "kto") -> RunConfig:

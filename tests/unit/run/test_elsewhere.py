@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.cli.job import Job
-from tests.messages import Message
+from tests.helpers.messages import Message
 from tests.unit.conftest import composed, source_of
 
 

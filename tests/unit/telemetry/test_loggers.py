@@ -15,7 +15,7 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers, import_package
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 
 BLOCK, WHOLE, LAST = 32768, 1, 4  # of the format of wandb's files
 

@@ -17,7 +17,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 def steps(file: Path) -> list[int]:

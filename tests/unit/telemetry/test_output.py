@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.messages import assert_names
+from tests.helpers import fork_server
+from tests.helpers.messages import assert_names
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FULL = "standard output", "No space left on device"
@@ -31,7 +31,7 @@ def run(code: str, *arguments: str, stdout: int, closed: tuple[int, ...] = ()) -
     """Status and stderr of an interpreter with this output."""
     words = [sys.executable, "-c", f"import sys\nfrom nemo_kto.telemetry import output\n{code}", *arguments]
     close = lambda: [os.close(number) for number in closed]  # noqa: E731
-    env = {**os.environ, "PYTHONPATH": forked.search_path(REPOSITORY)}
+    env = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
     done = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, preexec_fn=close, env=env, text=True, check=False)
     os.close(stdout)
     return done.returncode, done.stderr

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from nemo_kto.telemetry.spikes import LossSpikes
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 def told(losses: list[float]) -> list[int]:

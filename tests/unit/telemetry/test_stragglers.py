@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_kto.telemetry.stragglers import RankTimes, StragglerFinder, slowest
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 def rank(*, data: float = 0.1, forward: float = 0.4, stage: int = 0, step: float = 2.0) -> RankTimes:

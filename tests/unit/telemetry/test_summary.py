@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines, short
 from nemo_kto.telemetry.timers import duration_text
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 START = RunStart(
     command="nemo-kto kto",

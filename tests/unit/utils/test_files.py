@@ -26,7 +26,7 @@ from nemo_kto.utils.files import (
     remove_folder,
     start_folder,
 )
-from tests.messages import assert_names
+from tests.helpers.messages import assert_names
 
 
 def names(folder: Path) -> list[str]:

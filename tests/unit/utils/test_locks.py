@@ -18,7 +18,7 @@ import pytest
 from nemo_kto.utils import files, locks
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import locked, one_writer, owner_file, this_process
-from tests.messages import Message
+from tests.helpers.messages import Message
 
 
 @pytest.fixture(autouse=True)

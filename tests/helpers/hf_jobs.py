@@ -23,7 +23,7 @@ from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
-from tests.parity import hf_models
+from tests.helpers import hf_models
 
 
 def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.integration import commands
+from tests.helpers import commands, fork_server
 
 SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), __name__, sys.stdin.read())"
 PROGRAMS = {
@@ -52,12 +51,12 @@ def test_it_does_what_an_interpreter_does(tmp_path: Path, env: dict[str, str], p
         text=True,
         check=False,
     )
-    done = forked.run(command, cwd=tmp_path, env=env)
+    done = fork_server.run(command, cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (real.returncode, real.stdout, real.stderr)
 
 
 def test_an_error_is_shown(tmp_path: Path, env: dict[str, str]) -> None:
-    done = forked.run(["-c", "raise RuntimeError('enough')"], cwd=tmp_path, env=env)
+    done = fork_server.run(["-c", "raise RuntimeError('enough')"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Traceback (most recent call last):\n")
     assert done.stderr.endswith("\nRuntimeError: enough\n")
@@ -66,7 +65,7 @@ def test_an_error_is_shown(tmp_path: Path, env: dict[str, str]) -> None:
 def test_one_that_takes_too_long_is_ended(tmp_path: Path, env: dict[str, str]) -> None:
     program = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(subprocess.TimeoutExpired):
-        forked.run(["-c", program], cwd=tmp_path, env=env, timeout=1)
+        fork_server.run(["-c", program], cwd=tmp_path, env=env, timeout=1)
     time.sleep(0.2)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
@@ -76,7 +75,7 @@ def test_a_signal_reaches_it(tmp_path: Path, env: dict[str, str]) -> None:
     with (tmp_path / "said").open("w") as said:
         program = "import time; open('there', 'w'); time.sleep(60)"
         number = said.fileno()
-        process = forked.Process(["-c", program], cwd=tmp_path, env=env, stdout=number, stderr=number)
+        process = fork_server.Process(["-c", program], cwd=tmp_path, env=env, stdout=number, stderr=number)
     end = time.monotonic() + 30
     while not (tmp_path / "there").exists() and time.monotonic() < end:
         time.sleep(0.01)
@@ -89,7 +88,7 @@ def test_packages_may_be_installed_in_a_folder_of_pythonpath(tmp_path: Path) -> 
     """As by pip install --target: the server imports them beforehand, and so do processes that begin with nothing."""
     (tmp_path / "carried.py").write_text("value = 41 + 1")
     program = (
-        "from pathlib import Path; from tests.integration.commands import environment, run, run_anew; import sys\n"
+        "from pathlib import Path; from tests.helpers.commands import environment, run, run_anew; import sys\n"
         f"shared = {{'cwd': Path({str(tmp_path)!r}).parent, 'env': environment()}}\n"
         "command = [sys.executable, '-c', 'import carried; print(carried.value)']\n"
         "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_anew(command, **shared))])"

@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.distributed import CheckpointManager
-from tests.distributed import lora_jobs
+from tests.helpers import lora_jobs
 
 
 class SavedRun:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOT = REPOSITORY / "tests" / "data" / "messages.yaml"
 _TEMPORARY = re.escape(os.path.realpath(tempfile.gettempdir()))
 # Parts of a message that differ between machines and runs, and what stands in the snapshot for them.

@@ -306,7 +306,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _main() -> None:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     given = {os.path.abspath(folder) for folder in search_path().split(os.pathsep)}
     _INSTALLED[:] = [folder for folder in sys.path[1:] if folder not in given]
     request, files = _serve(sys.argv[1], sys.stdin.buffer)

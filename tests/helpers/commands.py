@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from tests import forked
-from tests.tiny import write_stub_model
+from tests.helpers import fork_server
+from tests.helpers.tiny_models import write_stub_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
@@ -66,7 +66,7 @@ def environment(*before: Path) -> dict[str, str]:
         "HYDRA_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "PYTHONPATH": forked.search_path(*before, REPOSITORY)}
+    return {**kept, "PYTHONPATH": fork_server.search_path(*before, REPOSITORY)}
 
 
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
@@ -101,11 +101,13 @@ def start(
     errors: int,
     fork_ranks: bool = True,
     preload: tuple[str, ...] = (),
-) -> forked.Process:
+) -> fork_server.Process:
     """Start one of these commands; its output goes to the files of these numbers."""
     assert command[0] == sys.executable
     preload = (*_IMPORTED, *preload)
-    return forked.Process(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, stdout=output, stderr=errors)
+    return fork_server.Process(
+        command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, stdout=output, stderr=errors
+    )
 
 
 def run(
@@ -124,7 +126,7 @@ def run(
     if command[0] != sys.executable:
         return run_anew(command, cwd=cwd, env=env, timeout=timeout)
     preload = (*_IMPORTED, *preload)
-    return forked.run(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, timeout=timeout)
+    return fork_server.run(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, timeout=timeout)
 
 
 def run_anew(

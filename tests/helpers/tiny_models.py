@@ -1,6 +1,6 @@
 """Tiny Hugging Face checkpoints with a real tokenizer, and rows for them.
 
-    python tests/tiny.py FOLDER     writes FOLDER/model (a llama of random weights), FOLDER/kto.jsonl and FOLDER/dpo.jsonl
+    python tests/helpers/tiny_models.py FOLDER     writes FOLDER/model (a llama of random weights), kto.jsonl and dpo.jsonl
 
 It needs no more than what nemo_kto itself needs.
 """

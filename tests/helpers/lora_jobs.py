@@ -24,8 +24,8 @@ from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks
 from nemo_kto.models.lora.adapters import add_adapters, constant_weights, disable_adapters, merge_adapters
-from tests.distributed.engines import split_of
-from tests.parity.hf_jobs import message_of
+from tests.helpers.engines import split_of
+from tests.helpers.hf_jobs import message_of
 
 ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 0.01, 0.1, (0.9, 0.99), 1e-4, 0.05
