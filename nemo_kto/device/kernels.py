@@ -81,7 +81,7 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
         return varlen_attn
 
     def with_repeated_heads(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: object, enable_gqa: bool, **options: object
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: Any, enable_gqa: bool, **options: Any
     ) -> Any:
         if enable_gqa:  # tensors are [tokens, heads, size]
             repeats = query.size(1) // key.size(1)
