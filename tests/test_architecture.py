@@ -39,7 +39,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The table of docs/design.md. A folder within a package may have a row of its own.
+# docs/design.md has the figure. A folder within a package may have a row of its own.
 PACKAGES = {
     "utils": Package(outside=names("pydantic pydantic_core annotated_types")),
     "losses": Package(
@@ -181,7 +181,7 @@ def scan_imports(root: Path) -> list[str]:
             ]
             continue
         if path.parts[0] not in PACKAGES:
-            found.append(f"{path}: there is no package {path.parts[0]}; add it to the table here and in docs/design.md")
+            found.append(f"{path}: there is no package {path.parts[0]}; add it here and to docs/design.md")
             continue
         row = next(row for row in sorted(PACKAGES, reverse=True) if path.is_relative_to(row))
         for line, module in imports(ast.parse(file.read_text())):
