@@ -203,6 +203,8 @@ def scan_device(root: Path) -> list[str]:
             if is_in(module, names("torch.cuda")):
                 found.append(f"{path}:{line}: imports {module}; ask nemo_kto.device.device")
         for node in ast.walk(tree):
+            if not isinstance(node, ast.expr):
+                continue
             called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
             if called or (isinstance(node, ast.Attribute) and dotted(node) == "torch.cuda"):
                 found.append(f"{path}:{node.lineno}: names cuda; ask nemo_kto.device.device")
