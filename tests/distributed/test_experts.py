@@ -192,7 +192,7 @@ def test_an_export_is_that_of_the_checkpoint(
     import torch
 
     from nemo_kto.run.policy import export_checkpoint
-    from tests.parity.test_huggingface import weights
+    from tests.helpers.hf_models import weights
 
     given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
     source = tiny_checkpoint("qwen3_moe")
@@ -211,7 +211,7 @@ def test_exported_adapters_are_those_of_the_checkpoint(
     import torch
 
     from nemo_kto.run.policy import export_checkpoint
-    from tests.parity.test_huggingface import weights
+    from tests.helpers.hf_models import weights
 
     given = [*LORA, f"{TARGETS}=[mlp]", EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
     run = tmp_path / "run"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.hf_models import weights
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.helpers.training_jobs import assert_same, flops, length, train_with_known_peak, trajectory
-from tests.parity.test_huggingface import weights
 
 ONE_RANK: tuple[int, list[str]] = (1, [])
 

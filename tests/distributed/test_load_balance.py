@@ -104,7 +104,7 @@ def oracle(
     """Answers to a prompt; the formula over transformers' router logits; its gradients, by the names in a file."""
     from transformers import AutoModelForCausalLM
 
-    from tests.parity.test_huggingface import weights
+    from tests.helpers.hf_models import weights
 
     answers: int = request.param
     sequences = make_sequences(answers)
@@ -159,7 +159,7 @@ def test_the_gradient_is_that_of_the_formula(
     tmp_path: Path,
 ) -> None:
     from nemo_kto.losses.metrics import balance_metrics
-    from tests.parity.test_huggingface import weights
+    from tests.helpers.hf_models import weights
 
     answers, expected, gradients = oracle
     world_size, *rest = CASES[case]

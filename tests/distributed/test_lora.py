@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
+from tests.helpers.hf_models import peft_model
 from tests.helpers.messages import Naming
 from tests.helpers.rank_pool import RankPool
 
@@ -47,32 +48,6 @@ CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
 }
 
 Tensors = dict[str, torch.Tensor]
-
-
-def peft_model(folder: Path, settings: LoRASettings) -> Any:
-    """The model at ``folder`` under peft, with random A and B, and magnitudes that have moved by up to a half."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=int(settings.alpha),
-        use_rslora=settings.rslora,
-        use_dora=settings.dora,
-        lora_dropout=settings.dropout,
-        target_modules=list(settings.modules),
-        layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
-    draw = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in (each for each in model.parameters() if each.requires_grad):
-            if parameter.dim() == 1:
-                parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
-            else:
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
-    return model
 
 
 def adapter_tensors(model: Any, what: Any) -> Tensors:
@@ -143,7 +118,7 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
     """What each rank returned and what they wrote of a model, against what peft says of it."""
     gradients, trained, norms = expected
     ours = load_file(written / "gradients" / "adapter_model.safetensors")
-    weights = {key: values for file in model.glob("*.safetensors") for key, values in load_file(file).items()}
+    weights = hf_models.weights(model)
     for tensor in (tensor for tensor in ours if tensor.endswith("lora_magnitude_vector")):
         # written in the place of what magnitudes are more than the norms of their rows
         weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed.state import Layout
 from tests.distributed.test_layouts import RUNS
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine, split_of
+from tests.helpers.hf_models import weights
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import assert_same, length, train, trajectory
@@ -99,10 +99,6 @@ def round_trip(model: Path, adapter: Path, layout: Layout, split: PipelineSplit,
     export(chunks, architecture, source=model, out=out / "model", max_shard_bytes=100_000)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", ["pp2_vp3", "pp2_uneven", *(pytest.param(name, marks=pytest.mark.full) for name in list(SPLITS)[2:])]
@@ -117,7 +113,7 @@ def test_weights_come_in_and_go_out_bit_for_bit(name: str, family: str, ranks: R
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(str(tmp_path / "adapter"))
     ranks.run(world_size, round_trip, model, tmp_path / "adapter", layout, split_of(layout, **ends), tmp_path / "out")
     for part in ("model", "adapter"):
-        before, after = tensors(tmp_path / part), tensors(tmp_path / "out" / part)
+        before, after = weights(tmp_path / part), weights(tmp_path / "out" / part)
         assert before.keys() == after.keys()
         assert all(torch.equal(after[tensor], before[tensor]) for tensor in before)
 

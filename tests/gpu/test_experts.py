@@ -7,7 +7,7 @@ may be sent to others than those of transformers, so that a few tokens may diffe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
-from nemo_kto.distributed import state
 from nemo_kto.huggingface.adapter import load_adapter
 from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.huggingface.mapping import rank_weights
@@ -28,16 +27,10 @@ from nemo_kto.models import gpt
 from nemo_kto.models.lora.adapters import add_adapters
 from tests.helpers import hf_models
 
-pytestmark = pytest.mark.skipif(
-    not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    state.init_distributed(layout=state.Layout(), seed=3)
-    yield
-    state.destroy()
+pytestmark = [
+    pytest.mark.skipif(not uses_transformer_engine(torch.bfloat16), reason="needs a GPU and Transformer Engine"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 
 def built(folder: Path) -> tuple[Any, Any]:

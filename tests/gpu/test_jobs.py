@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
+from tests.helpers.hf_models import weights
 from tests.helpers.training_jobs import trajectory
 
 DEVICE = "gpu" if GPUS else "cpu"
@@ -172,10 +172,6 @@ def test_what_a_resumed_run_has_of_the_first_with_the_default_kernels(precision:
     whole = place.run(f"bits-{precision}-whole", *settings)
     for other in (place.folder / again, whole):
         assert_close(stopped, other, tolerance=BF16 if precision == "bf16" else FP32, in_bf16=precision == "bf16")
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 def assert_same_files(ours: Path, theirs: Path) -> None:

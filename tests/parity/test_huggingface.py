@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -29,10 +29,7 @@ WORLD = {"tp2-dp2": 4}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name in hf_models.CONFIGS:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in hf_models.CONFIGS}
+    return hf_models.write_models(hf_models.CONFIGS, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +49,6 @@ def outcome(
     layout = LAYOUTS[request.param]
     results = ranks.run(WORLD.get(request.param, layout.model_ranks), hf_jobs.check_models, layout, folders, out)
     return results, out
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from nemo_kto.artifacts.safetensors_files import INDEX, ShardWriter
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
+from tests.helpers.hf_models import weights
 from tests.helpers.messages import Naming, assert_names, raises
-from tests.parity.test_huggingface import weights
 
 TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
 

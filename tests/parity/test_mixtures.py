@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "one": (1, Layout()),
@@ -33,10 +33,7 @@ CASES = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("mixtures")
-    for name in hf_models.MIXTURES:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in hf_models.MIXTURES}
+    return hf_models.write_models(hf_models.MIXTURES, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.mark.parametrize("case", CASES)

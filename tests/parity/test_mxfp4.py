@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "one": (1, Layout()),

@@ -17,10 +17,10 @@ import torch
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.losses.sequence import IGNORED, response_positions, sequence_sums
 
-pytest.importorskip("trl", reason="TRL 1.5.1 is the oracle")
-dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL 1.5.1 is the oracle")
-cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL 1.5.1 is the oracle")
-orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="TRL 1.5.1 is the oracle")
+pytest.importorskip("trl", reason="TRL 1.5.1 is the reference implementation")
+dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL 1.5.1 is the reference implementation")
+cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL 1.5.1 is the reference implementation")
+orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="TRL 1.5.1 is the reference implementation")
 pytestmark = pytest.mark.parity
 
 ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value)
@@ -101,7 +101,7 @@ def test_the_odds_ratio(beta: float, spread: float) -> None:
     chosen, rejected = answers(spread=spread)
     trainer = SimpleNamespace(beta=beta, accelerator=ACCELERATOR)
     ratio_terms, *_ = orpo_trainer.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
-    # its SFT term is another one: see test_trl_orpo_step.py
+    # its SFT term is another one: see test_trl_pair_steps.py
     assert_same(LOSSES["orpo"].function(chosen, rejected, beta=beta, orpo_sft_weight=0.0), -ratio_terms, chosen, rejected)
     assert_same(LOSSES["orpo"].function(chosen, rejected, beta=beta), -chosen - ratio_terms, chosen, rejected)
 

@@ -1,11 +1,10 @@
 """numerics.md, point 4: whole optimizer steps of TRL 1.5.1's trainers of KTO and BCO, from the same checkpoints and pairs.
 
-The reference is another model than the policy, so that loss and KL say something from the first step on.
+The reference is another model than the policy, so that loss and KL are not trivial at the first step.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import pytest
 
 from tests.helpers.engines import InOrder, engine, kto_model
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import make_rows
+from tests.helpers.tiny_models import make_rows, write_rows
+from tests.helpers.trl_jobs import BETA, STEPS, assert_same_steps, trl_steps
 
 pytestmark = pytest.mark.parity
 
-STEPS, BATCH, BETA, WEIGHTS = 3, 5, 0.1, (1.3, 0.8)  # an odd batch: TRL once paired the row in the middle with itself
+BATCH, WEIGHTS = 5, (1.3, 0.8)  # an odd batch: TRL once paired the row in the middle with itself
 LEARNING_RATE, MAX_GRAD_NORM = 1e-3, 0.02  # below the gradients' norm: clipping is compared too
 COMPARED = {
     "loss": "loss",
@@ -35,47 +35,6 @@ ANCHORS = {"kto": {"kl": "kl"}, "apo_zero_unpaired": {}, "bco": {"delta": "delta
 def weights_of(loss: str) -> tuple[float, float]:
     """Of desirable and of undesirable answers; TRL's BCO has none."""
     return (1.0, 1.0) if loss == "bco" else WEIGHTS
-
-
-def trl_steps(policy: Path, reference: Path, rows: list[dict[str, Any]], loss: str, out: Path) -> list[dict[str, float]]:
-    """What TRL logs at each step."""
-    family = "bco" if loss == "bco" else "kto"
-    experimental = pytest.importorskip(f"trl.experimental.{family}", reason="TRL 1.5.1 is the oracle")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    config: dict[str, Any] = {}
-    if family == "kto":
-        config = {"loss_type": loss, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]}
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.bos_token = None  # which TRL's BCO puts before each prompt
-    trainer_class, config_class = (getattr(experimental, f"{family.upper()}{kind}") for kind in ("Trainer", "Config"))
-    trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(policy, dtype="float32"),
-        ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype="float32"),
-        args=config_class(
-            **config,
-            output_dir=str(out),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            beta=BETA,
-            per_device_train_batch_size=BATCH,
-            max_steps=STEPS,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=MAX_GRAD_NORM,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(rows),
-    )
-    trainer.train()
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) -> Any:
@@ -177,7 +136,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
 
     class Collect(Callback):
         def on_train_step_end(self, trainer: Any, event: Event) -> None:
-            steps.append({name.removeprefix("train/"): value for name, value in event.report.items()})
+            steps.append(dict(event.report))
 
     trainer.callbacks = [Collect()]  # no logger and no checkpoints
     trainer.fit()
@@ -201,16 +160,26 @@ def test_whole_steps(
         {"prompt": f"{number}: {row['prompt']}", "completion": f" {row['response']}", "label": number % 3 > 0}
         for number, row in enumerate(make_rows(STEPS * BATCH))
     ]
-    rows_file = tmp_path / "rows.jsonl"
-    rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    theirs = trl_steps(policy, reference, rows, loss, tmp_path / "trl")
+    settings: dict[str, Any] = {}
+    if loss != "bco":
+        settings = {"loss_type": loss, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]}
+    theirs = trl_steps(
+        "trl.experimental.bco" if loss == "bco" else "trl.experimental.kto",
+        "BCO" if loss == "bco" else "KTO",
+        policy=policy,
+        reference=reference,
+        rows=rows,
+        batch=BATCH,
+        lr=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        out=tmp_path / "trl",
+        **settings,
+    )
+    rows_file = write_rows(tmp_path / "rows.jsonl", rows)
     ours = ranks.run(tensor_parallel, our_steps, policy, reference, rows_file, loss, tensor_parallel)
 
-    assert len(theirs) == STEPS
     assert min(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
-    for rank in ours:
-        for our_step, their_step in zip(rank, theirs, strict=True):
-            for their_name, our_name in {**COMPARED, **ANCHORS[loss]}.items():
-                assert our_step[our_name] == pytest.approx(their_step[their_name], rel=1e-4, abs=1e-7), their_name
+    for steps in ours:
+        assert_same_steps(steps, theirs, COMPARED | ANCHORS[loss], abs_tolerance=1e-7)
     if loss == "kto":
-        assert max(step["kl"] for step in theirs) > 0, "a KL that is clamped everywhere says nothing"
+        assert max(step["kl"] for step in theirs) > 0, "z0 must not be clamped everywhere"
