@@ -17,7 +17,7 @@ from nemo_kto.distributed import state
 from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.models.layers.block_attention import BLOCK, block_attention
 from tests.helpers import hf_jobs, hf_models
-from tests.unit.distributed.test_logprobs_precision import (  # noqa: F401  # also run on a GPU, whose matrix products return fp32
+from tests.unit.distributed.test_logprobs_precision import (  # noqa: F401  # on a GPU matrix products return fp32
     test_gradients_are_rounded_once,
     test_the_log_ratio_of_slightly_moved_weights,
     test_token_log_probs_are_not_rounded_to_bf16,
@@ -63,7 +63,7 @@ def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path:
 @pytest.mark.skipif(not uses_transformer_engine(torch.bfloat16), reason="needs Transformer Engine")
 @pytest.mark.parametrize("name", ["llama-yarn-rope", "phi3-part-of-each-head"])
 def test_logits_with_transformer_engine_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Yarn and partial rotation: without the attention factor or with whole heads rotated, the error is several times 0.1."""
+    """Without the attention factor of yarn, or with whole heads rotated, the error is several times 0.1."""
     assert relative_error_of_logits(name, tmp_path) < 0.1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hangs import free_port
+from tests.distributed.processes.test_hangs import free_port
 from tests.helpers import fork_server
 from tests.helpers.commands import TRAINING, environment
 from tests.helpers.tiny_models import make_rows, write_rows

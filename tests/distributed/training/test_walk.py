@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MOST_CALLS = 4
 
 

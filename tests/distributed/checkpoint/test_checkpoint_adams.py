@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_kto.distributed import state
-from tests.distributed import fused_adam
+from tests.distributed.optimizer import fused_adam
 from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun

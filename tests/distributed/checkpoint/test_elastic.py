@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.distributed.test_layouts import LORA
+from tests.distributed.training.test_layouts import LORA
 from tests.helpers.consumed_rows import noted_rows
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, difference, train, trajectory

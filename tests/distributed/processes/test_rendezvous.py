@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hangs import Ranks, free_port
+from tests.distributed.processes.test_hangs import Ranks, free_port
 from tests.helpers.messages import Naming, assert_names
 
 MEET = """

@@ -15,7 +15,7 @@ import torch
 
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed.state import Layout
-from tests.distributed.test_layouts import RUNS
+from tests.distributed.training.test_layouts import RUNS
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine, split_of
 from tests.helpers.hf_models import weights

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_load_balance import make_sequences
+from tests.distributed.models.test_load_balance import make_sequences
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, length, train, trajectory

@@ -11,7 +11,7 @@ import torch
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.distributed import state
 from nemo_kto.planner.memory import Training
-from tests.distributed import fused_adam
+from tests.distributed.optimizer import fused_adam
 from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun

@@ -24,7 +24,7 @@ from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models.engine import optimizer as of_models
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import merge_adapters
-from tests.distributed.test_gradients import make_batch
+from tests.distributed.models.test_gradients import make_batch
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine, kto_model
 from tests.helpers.rank_pool import RankPool

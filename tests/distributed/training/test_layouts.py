@@ -370,9 +370,9 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(name: str, layout: str, steps
 
 def test_the_page_names_what_is_tested() -> None:
     """Each line of its table is a run, with the layouts at which it is compared."""
-    from tests.distributed import test_experts
+    from tests.distributed.models import test_experts
 
-    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     tested: dict[str, list[str]] = {}
     for name, layout in [*EVERY_CASE, *((f"experts: {case.values[0]}", case.values[1]) for case in test_experts.CASES)]:
         tested.setdefault(name, []).append(f"`{layout}`")

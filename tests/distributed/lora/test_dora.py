@@ -12,8 +12,8 @@ import torch
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
-from tests.distributed.test_layouts import LORA
-from tests.distributed.test_lora import check_steps, steps_of_peft
+from tests.distributed.lora.test_lora import check_steps, steps_of_peft
+from tests.distributed.training.test_layouts import LORA
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.hf_jobs import message_of
 from tests.helpers.hf_models import peft_model

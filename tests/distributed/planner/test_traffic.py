@@ -185,7 +185,7 @@ def test_ranks_send_what_the_formula_says(
     expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
-    counter = f"trainer.callbacks=[{{_target_: tests.distributed.traffic.CountStep, folder: {tmp_path}}}]"
+    counter = f"trainer.callbacks=[{{_target_: tests.distributed.planner.traffic.CountStep, folder: {tmp_path}}}]"
     length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0"]
     ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
     data = count // (tensor * pipeline * context)

@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_kto.distributed import state
-from tests.distributed import fused_adam
+from tests.distributed.optimizer import fused_adam
 from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun

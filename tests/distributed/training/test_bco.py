@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed.test_checkpoint import losses
+from tests.distributed.checkpoint.test_checkpoint import losses
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, train, trajectory
 

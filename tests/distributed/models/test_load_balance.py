@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_gradients import ROWS, make_batch
+from tests.distributed.models.test_gradients import ROWS, make_batch
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
