@@ -15,7 +15,6 @@ from nemo_kto.config.migration_tables import ALIGNER
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SPAN = re.compile(r"`([^`\n]+)`")
 # A key after + is an option that the configuration lacks.
 KEY = re.compile(
     r"(?<![\w./+])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])"
@@ -101,18 +100,6 @@ def test_the_command_lines_of_the_readme_compose() -> None:
         assert not mistakes
         assert cfg is not None
         assert cfg.model.data.data_prefix == "rows.jsonl"
-
-
-def test_files_named_in_the_design_exist() -> None:
-    packages = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
-    assert {name for name, _ in packages} == {path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")}
-    missing = [
-        f"{package}/{name}"
-        for package, content in packages
-        for name in SPAN.findall(content)
-        if name.endswith((".py", "/")) and not (REPOSITORY / "nemo_kto" / package / name).exists()
-    ]
-    assert not missing
 
 
 # Words of our own for which the field has one, see docs/glossary.md: resumed, again, zero, the same, an integer, variants,

@@ -66,7 +66,8 @@ class FusedAdam(torch.optim.Optimizer):
             adamw(
                 with_gradient,
                 [weight.grad for weight in with_gradient],
-                *(wide[name] for name in MOMENTS),
+                wide[MOMENTS[0]],
+                wide[MOMENTS[1]],
                 [],
                 [torch.tensor(float(group["step"] - 1)) for _ in with_gradient],
                 foreach=False,

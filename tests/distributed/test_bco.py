@@ -37,11 +37,11 @@ def test_delta_is_the_mean_of_all_rewards_and_a_killed_run_goes_on_with_it(
         assert step["train/delta"] == pytest.approx(sum(means[:number]) / number, rel=1e-5, abs=1e-9)
     assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(steps[-1]["train/delta"]) > 1e-3, "the policy must move, or equality proves nothing"
-    for step in (2, 4):
-        assert steps[step - 1]["val/delta"] == steps[step - 1]["train/delta"], "a validation leaves it as it is"
-        saved = saved_rewards(whole, step)
-        assert saved["count"] == 16 * step
-        assert saved["total"] / saved["count"] == steps[step - 1]["train/delta"]
+    for number in (2, 4):
+        assert steps[number - 1]["val/delta"] == steps[number - 1]["train/delta"], "a validation leaves it as it is"
+        saved = saved_rewards(whole, number)
+        assert saved["count"] == 16 * number
+        assert saved["total"] / saved["count"] == steps[number - 1]["train/delta"]
 
     for name, world_size, layout in (("same", 2, []), ("other", 2, ["model.tensor_model_parallel_size=2"])):
         resumed = tmp_path / name

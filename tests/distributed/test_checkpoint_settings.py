@@ -44,7 +44,7 @@ def built(model: Path, folder: Path, settings: Settings, dtype: torch.dtype, dis
     """The model and a manager of its checkpoints."""
     layout = state.Layout()
     chunks, _ = lora_jobs.build(model, layout, None, distributed=distributed, dtype=dtype)
-    rates = {"lr": settings.lr, "min_lr": settings.min_lr, "weight_decay": settings.weight_decay}
+    rates: dict[str, Any] = {"lr": settings.lr, "min_lr": settings.min_lr, "weight_decay": settings.weight_decay}
     optimizer = build_optimizer(
         chunks=chunks,
         betas=settings.betas,

@@ -80,6 +80,10 @@ def first_shard(change: Callable[[Path], object]) -> Damage:
     return lambda checkpoint: change(sorted((checkpoint / "state").glob("*.distcp"))[0])
 
 
+def saves_a_list(file: str) -> Damage:
+    return lambda checkpoint: torch.save([1], checkpoint / file)
+
+
 def zeros(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
@@ -90,7 +94,7 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     **{f"{file} is garbage": (content(file, b"\x81\x02garbage"), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
     **{f"{file} is cut": (cut(file), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
     **{f"{file} is a pipe": (pipe(file), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
-    **{f"{file} is a list": (lambda path, file=file: torch.save([1], path / file), ()) for file in (COMMON, RNG)},
+    **{f"{file} is a list": (saves_a_list(file), ()) for file in (COMMON, RNG)},
     "backends nest": (content(BACKENDS, b"[" * 99_999), (BACKENDS,)),
     "backends are numbers": (content(BACKENDS, b'{"sharded_backend": 1}'), (BACKENDS,)),
     "a schedule with NaN": (saved(COMMON, "scheduler", "max_lr", value=NAN), ("state", "max_lr", "nan")),

@@ -129,8 +129,8 @@ def test_goes_on_at_another_layout(
     assert ours[:stop] == expected[:stop], "what was logged before the stop stays"
     assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
     # A margin is a difference of rewards, which are here too: it is rounded as they are, and smaller (1.2e-5 was seen).
-    first, theirs = ({name: each[stop][name] for name in each[stop] if "margin" not in name} for each in (ours, expected))
-    assert difference(first, theirs) < 1e-5
+    resumed, theirs = ({name: each[stop][name] for name in each[stop] if "margin" not in name} for each in (ours, expected))
+    assert difference(resumed, theirs) < 1e-5
     assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=2e-5)
 
     rows, all_rows = noted_rows(tmp_path / "rows"), noted_rows(uninterrupted / "rows")

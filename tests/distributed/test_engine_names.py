@@ -71,7 +71,7 @@ class Chunk(nn.Module):
         self.decoder = Decoder()
         self.decoder.layers = nn.ModuleList([Engine() for _ in range(num_layers)])
         for number, layer in enumerate(self.decoder.layers):
-            layer.layer_number = number + 1
+            setattr(layer, "layer_number", number + 1)  # noqa: B010
         for name, shape in shapes.items():
             *path, last = name.split(".")
             module: nn.Module = self

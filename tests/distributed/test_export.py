@@ -21,11 +21,11 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as handle:
             found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118

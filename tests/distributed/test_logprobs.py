@@ -46,7 +46,7 @@ def on_a_rank(
     hidden, weight, target, arriving = problem(dtype, rows=rows, vocab=vocab)
     hidden.requires_grad_()
     mine = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
-    options = {
+    options: dict[str, Any] = {
         "vocab_size": vocab,
         "group": group,
         "chunk_size": chunk_size,
@@ -204,7 +204,9 @@ def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
     vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5).backward(arriving)
     assert inputs[frozen].grad is None
     true_grad = expected(torch.float32, rows=104, vocab=VOCAB)[1 if moving == "hidden" else 2]
-    torch.testing.assert_close(inputs[moving].grad.double(), true_grad, rtol=1e-5, atol=1e-5)
+    grad = inputs[moving].grad
+    assert grad is not None
+    torch.testing.assert_close(grad.double(), true_grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("token", [-100, -1, VOCAB])

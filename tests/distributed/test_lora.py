@@ -56,7 +56,7 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
 
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=int(settings.alpha),
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         lora_dropout=settings.dropout,

@@ -164,7 +164,7 @@ def train_mixture(
             )
             norms.append(float(optimizer.step()[1]))
         trained = {name: p for name, p in global_names(model, first_expert) if p.requires_grad}
-        own_group = {name for name, parameter in trained.items() if not parameter.allreduce}
+        own_group = {name for name, parameter in trained.items() if not getattr(parameter, "allreduce")}  # noqa: B009
         start = {name: drawn(name, parameter).numpy() for name, parameter in trained.items()}
         return norms, {name: parameter.detach().numpy() for name, parameter in trained.items()}, own_group, start
     finally:

@@ -83,7 +83,7 @@ def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
                 drawn = torch.randn(parameter.shape, generator=draw) * 0.1
                 parameter.copy_(drawn if parameter.dim() > 1 else parameter * (1 + drawn))
-        model.save_pretrained(root / f"on_{name}")
+        model.save_pretrained(str(root / f"on_{name}"))
     ranks.run(1, lora_jobs.train_and_save, Layout(), root / "base", SAVED, root / "run", 1)
     return {
         **{name: root / name for name in ("base", "other", "on_base", "on_other")},
@@ -97,15 +97,15 @@ def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     [
         pytest.param(reference, policy, mode, layout, id=f"{reference}-{policy}-{mode}-{name}", marks=marks)
         for reference, policy, mode, name, layout, marks in [
-            ("on_other", "full", "cached", "tp2", TP2, ()),
-            ("checkpoint", "lora", "swap", "pp2", PP2, ()),
-            ("on_other", "full", "swap", "pp2_vp2", PP2_VP2, ()),
-            ("on_base", "trained_adapters", "swap", "one_rank", [], ()),
-            ("checkpoint", "full", "swap", "tp2", TP2, pytest.mark.full),
-            ("checkpoint", "trained_adapters", "cached", "tp2", TP2, pytest.mark.full),
-            ("on_other", "lora", "swap", "tp2", TP2, pytest.mark.full),
-            ("on_other", "lora", "cached", "pp2", PP2, pytest.mark.full),
-            ("on_base", "full", "swap", "pp2", PP2, pytest.mark.full),
+            ("on_other", "full", "cached", "tp2", TP2, []),
+            ("checkpoint", "lora", "swap", "pp2", PP2, []),
+            ("on_other", "full", "swap", "pp2_vp2", PP2_VP2, []),
+            ("on_base", "trained_adapters", "swap", "one_rank", [], []),
+            ("checkpoint", "full", "swap", "tp2", TP2, [pytest.mark.full]),
+            ("checkpoint", "trained_adapters", "cached", "tp2", TP2, [pytest.mark.full]),
+            ("on_other", "lora", "swap", "tp2", TP2, [pytest.mark.full]),
+            ("on_other", "lora", "cached", "pp2", PP2, [pytest.mark.full]),
+            ("on_base", "full", "swap", "pp2", PP2, [pytest.mark.full]),
         ]
     ],
 )

@@ -28,7 +28,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 def figures(model: Path, folder: Path) -> list[Any]:
     """On a rank: one round of each way."""
-    packing = load_script("benchmarks/packing.py")
+    packing: Any = load_script("benchmarks/packing.py")
     packing.SEQ_LENGTH = 128
     trainer, batch = packing.build(model, rows_of(12), hardware="cpu", folder=str(folder))
     found = []
@@ -52,7 +52,7 @@ def test_all_ways_compute_the_same(ranks: RankPool, tiny_llama: Path, tmp_path: 
 
 
 def test_ranks_get_equal_work_and_little_padding(tiny_llama: Path) -> None:
-    packing = load_script("benchmarks/packing.py")
+    packing: Any = load_script("benchmarks/packing.py")
     header, _, *lines = packing.work_table(rows_of(512), tiny_llama).splitlines()
     assert header.startswith("| ranks | work of the busiest over the mean | shared out by number |")
     figures_of = [[float(cell.strip().rstrip("%")) for cell in line.strip("|").split("|")] for line in lines]

@@ -114,7 +114,7 @@ def test_weights_come_in_and_go_out_bit_for_bit(name: str, family: str, ranks: R
     world_size, layers, layout, ends = SPLITS[name]
     model = make_checkpoint(tmp_path / "model", family, num_hidden_layers=layers)
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(str(tmp_path / "adapter"))
     ranks.run(world_size, round_trip, model, tmp_path / "adapter", layout, split_of(layout, **ends), tmp_path / "out")
     for part in ("model", "adapter"):
         before, after = tensors(tmp_path / part), tensors(tmp_path / "out" / part)

@@ -97,16 +97,21 @@ DORA = replace(ALL, dora=True)
 @pytest.fixture(scope="module")
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 640}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640}
     models = {
         family: make_checkpoint(folder / family, family, **sizes)
         for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
     }
     models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
     models["gpt_oss"] = make_checkpoint(folder / "gpt_oss", "gpt_oss", **sizes, num_local_experts=8, num_experts_per_tok=3)
-    experts = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320, "mlp_only_layers": []}
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "moe_intermediate_size": 160,
+        "shared_expert_intermediate_size": 320,
+        "mlp_only_layers": [],
+    }
     models["qwen2_moe"] = make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts)
-    llama4 = {
+    llama4: dict[str, Any] = {
         "intermediate_size_mlp": 512,
         "moe_layers": [0, 1, 2, 3],
         "no_rope_layers": [1, 1, 1, 1],

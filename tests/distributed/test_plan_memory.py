@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.helpers.training_jobs import train
 TOLERANCE = 0.15
 LENGTH = 256  # tokens of every row
 # Weights and what belongs to them are most of what a rank holds; what the libraries allocate for themselves is little.
-SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 16384}
+SIZES: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 16384}
 EXPERTS = "model.expert_model_parallel_size=2"
 FULL = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.reference.mode=adapter"]
@@ -63,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan_memory")
     make_checkpoint(folder / "model", "llama", **SIZES)
     make_checkpoint(folder / "small", "llama")
-    experts = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
+    experts: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
     make_checkpoint(folder / "mixture", "qwen2_moe", **SIZES, **experts)
     make_checkpoint(folder / "small_mixture", "qwen2_moe")
     write_rows(folder / "rows.jsonl", [{**row, "response": "a" * 2 * LENGTH} for row in make_rows(8)])

@@ -59,7 +59,7 @@ def planned(
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads or on all of them."""
     folder = tmp_path_factory.mktemp("planned")
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     return {
         "gemma2": make_checkpoint(folder / "gemma2", "gemma2", **heads),
         "gemma3_text": make_checkpoint(folder / "gemma3_text", "gemma3_text", **heads),

@@ -75,7 +75,8 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
-    model, found = make_model(folder / "model"), {}
+    model = make_model(folder / "model")
+    found: dict[str, Any] = {}
     first = CacheUser(folder, model, precision="32").fill(make_rows(5, 4), make_rows(7, 3), make_rows(5, 4))
     found["evaluated"] = first.evaluated
     again = CacheUser(folder, model, precision="32")
@@ -165,7 +166,8 @@ def two_jobs(folder: Path) -> dict[str, Any]:
     state.init_distributed(layout=state.Layout(), seed=0)
     model = make_model(folder / "model")
     late = CacheUser(folder, model).reference.cache
-    other, found = CacheUser(folder, model), {"waited": False}
+    other = CacheUser(folder, model)
+    found: dict[str, Any] = {"waited": False}
     with late.one_job("a"):
         lock = next(late.folder.parent.glob(".*.lock"))
     (ready, tell), (released, release) = os.pipe(), os.pipe()

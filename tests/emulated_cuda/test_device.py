@@ -15,7 +15,7 @@ from nemo_kto.device import device
 from nemo_kto.models.engine.reference import SwappedWeights
 from tests.emulated_cuda import copies, waits
 
-CLOSE = {torch.float32: {}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+CLOSE: dict[torch.dtype, dict[str, Any]] = {torch.float32: {}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +85,10 @@ def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
         q, k, v = parts = [part.to(place).requires_grad_() for part in made]
         if kind == "lower right":  # its kernel takes as many heads of keys as of queries
             k, v = (part.repeat_interleave(2, 1) for part in (k, v))
-            chosen = causal_lower_right(5, 7) if place == "cuda" else mask
+            chosen: Any = causal_lower_right(5, 7) if place == "cuda" else mask
         else:
             chosen = mask.to(place) if kind == "mask" else None
-        options = {"attn_mask": chosen, "is_causal": kind == "causal", "enable_gqa": kind != "lower right"}
+        options: dict[str, Any] = {"attn_mask": chosen, "is_causal": kind == "causal", "enable_gqa": kind != "lower right"}
         out = F.scaled_dot_product_attention(q, k, v, **options)
         found.append([out, *torch.autograd.grad(out, parts, grad.to(place))])
     for expected, other in zip(*found, strict=True):
@@ -98,9 +98,12 @@ def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
 def test_packed_attention_is_that_of_each_sequence() -> None:
     made = [torch.randn(10, heads, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
     starts = torch.tensor([0, 3, 10], dtype=torch.int32, device="cuda")
-    found = varlen_attn(*made, starts, starts, 7, 7, window_size=(-1, 0), enable_gqa=True)
+    q, k, v = made
+    found: Any = varlen_attn(q, k, v, starts, starts, 7, 7, window_size=(-1, 0), enable_gqa=True)
     parts = [[part[a:b].float().cpu().transpose(0, 1)[None] for part in made] for a, b in ((0, 3), (3, 10))]
-    expected = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for each in parts]
+    expected = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for q, k, v in parts
+    ]
     grad = torch.randn(10, 4, 8)
     torch.testing.assert_close(found.float().cpu(), torch.cat(expected), **CLOSE[torch.bfloat16])
     ours = torch.autograd.grad(found, made, grad.bfloat16().cuda())

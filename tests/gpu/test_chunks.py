@@ -24,7 +24,8 @@ def test_a_chunk_sees_what_is_before_it(dtype: torch.dtype, tolerance: float, gr
     results = []
     for seen, inputs in ((causal_lower_right(queries, keys), whole), (mask, [each.float() for each in whole])):
         leaves = [each.detach().requires_grad_() for each in inputs]
-        found = F.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=grouped)
+        q, k, v = leaves
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
         results.append([found, *torch.autograd.grad(found, leaves, grad.to(found.dtype))])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours.float(), expected, rtol=tolerance, atol=tolerance)

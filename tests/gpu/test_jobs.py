@@ -47,8 +47,11 @@ class Case:
 ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16"
 PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=256")
 # A checkpoint after every step, written while the next ones are computed.
-SAVING = ("trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.async_save=true")
-SAVING += ("exp_manager.checkpoint_callback_params.save_top_k=1",)
+SAVING = (
+    "trainer.kto.save_interval=1",
+    "exp_manager.checkpoint_callback_params.async_save=true",
+    "exp_manager.checkpoint_callback_params.save_top_k=1",
+)
 QUICK = [
     Case(name="bf16", overrides=(IN_BF16,)),
     Case(name="packed", overrides=PACKED),

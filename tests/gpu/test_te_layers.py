@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 SETTINGS = LoRASettings(rank=4, alpha=8, target_modules=("all",))
 DORA = replace(SETTINGS, dora=True)
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # logits and gradients of about 1
+CLOSE: dict[str, Any] = {"rtol": 2e-3, "atol": 2e-3}  # logits and gradients of about 1
 
 
 @pytest.fixture(autouse=True)

@@ -41,10 +41,10 @@ class Wait(NamedTuple):
     kind: str
     site: str
     in_micro_batch: bool
-    count: int
+    times: int
 
     def __str__(self) -> str:
-        return f"{self.count} {self.kind} @ {self.site}"
+        return f"{self.times} {self.kind} @ {self.site}"
 
     @property
     def place(self) -> str:
@@ -65,7 +65,7 @@ def test_the_host_waits_seldom(name: str, place: Workplace) -> None:
     for step in steps[1:-1]:
         in_micro_batch: Counter[str] = Counter()
         for wait in step:
-            in_micro_batch[wait.place] += wait.count * wait.in_micro_batch
+            in_micro_batch[wait.place] += wait.times * wait.in_micro_batch
         assert +in_micro_batch == +Counter({found: each * passes for found, each in DISPATCHER.items()})
         others = [wait for wait in step if not wait.in_micro_batch]
-        assert sum(wait.count for wait in others) <= MAX_WAITS_OF_A_STEP, "\n".join(map(str, others))
+        assert sum(wait.times for wait in others) <= MAX_WAITS_OF_A_STEP, "\n".join(map(str, others))

@@ -40,10 +40,8 @@ def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT
     return model, architecture
 
 
-def logits(
-    model: HiddenStateGPT, architecture: Architecture, tokens: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Logits over the unpadded vocabulary, on the ranks of the last stage."""
+def logits(model: HiddenStateGPT, architecture: Architecture, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    """Logits over the unpadded vocabulary on the ranks of the last stage, else None."""
 
     def forward(_: Any, chunk: HiddenStateGPT) -> tuple[torch.Tensor, Any]:
         positions = torch.arange(tokens.size(1)).expand_as(tokens)
@@ -109,7 +107,7 @@ def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict
             chunk.zero_grad_buffer()
         _backward(wrapped, model, architecture)
         for weight in rank_weights(wrapped, architecture):
-            weight.parameter.data.copy_(weight.parameter.main_grad)
+            weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
         largest[name] = max([0.0, *(padding.abs().max().item() for padding in _paddings(wrapped, architecture))])
         export(wrapped, architecture, source=folder, out=out / name, max_shard_bytes=10**9)
     return largest
@@ -181,7 +179,8 @@ def export_only(layout: Layout, folder: Path, out: Path, source: Path | None = N
 
 def export_to_broken_disk(layout: Layout, folder: Path, out: Path) -> str:
     """The same on a disk that takes one file of weights and no more."""
-    save, saved = safetensors.torch.save_file, []
+    save = safetensors.torch.save_file
+    saved: list[object] = []
 
     def save_one(*arguments: Any, **settings: Any) -> None:
         if saved:
@@ -228,10 +227,10 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
             return Slice(self.inner.get_slice(name))
 
     try:
-        stream.safe_open = Opened
+        setattr(stream, "safe_open", Opened)  # noqa: B010
         load_weights([model], architecture, folder)
     finally:
-        stream.safe_open = original
+        setattr(stream, "safe_open", original)  # noqa: B010
     return sum(sizes), max(sizes), sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -308,7 +308,8 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     Returns:
         The weights of the model with W + scale * B A in the place of those that are adapted.
     """
-    draw, tensors = torch.Generator().manual_seed(3), {}
+    draw = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
     merged = {name: values for file in base.glob("*.safetensors") for name, values in load_file(file).items()}
     for weight, values in merged.items():
         module = OTHER_NAMES.get(weight.split(".")[-2], weight.split(".")[-2])

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -306,13 +307,15 @@ def test_a_file_that_shrinks_while_it_is_read_ends(tmp_path: Path, monkeypatch: 
     path.write_bytes((row() + b"\n") * 20_000)
     size, found = path.stat().st_size, file_parts(path)
     first = next(found)
+    assert first.stop is not None
     os.truncate(path, first.stop)
     *_, last = found  # of what was in the buffer
+    assert last.stop is not None
     assert last.stop < size
     assert len(list(first.lines(path))) == len(path.read_bytes().splitlines())
 
 
-VALUES = (None, True, 0, -1, 1e308, "", " ", "chosen", "\0", [], [[]], {}, {"role": "user"}, ["x"], 10**30)
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 1e308, "", " ", "chosen", "\0", [], [[]], {}, {"role": "user"}, ["x"], 10**30)
 GOOD: dict[str, tuple[Row, ...]] = {
     KTO_EXAMPLES.name: (
         {"prompt": "a prompt", "response": "an answer", "preference": "chosen"},

@@ -62,9 +62,11 @@ def test_the_environment_of_an_environment_without_an_index(tmp_path: Path) -> N
     done = make_environment(str(outer / "bin" / "python"), tmp_path / "new", wheels)
     assert done.returncode == 0, done.stderr
     program = "import carried, megatron.core, nemo_kto, torch; print(carried.value, torch.__file__, nemo_kto.__file__)"
-    expected = f"42 {importlib.util.find_spec('torch').origin} {REPOSITORY / 'nemo_kto' / '__init__.py'}\n"
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    expected = f"42 {torch.origin} {REPOSITORY / 'nemo_kto' / '__init__.py'}\n"
     for name in ("new", "new-trl"):
-        command = [tmp_path / name / "bin" / "python", "-W", "ignore", "-c", program]
+        command = [str(tmp_path / name / "bin" / "python"), "-W", "ignore", "-c", program]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert shown.stdout == expected, shown.stderr
     assert sorted(each.name for each in site.iterdir()) == ["carried.py", "this.pth"], "it is left as it was"

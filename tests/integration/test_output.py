@@ -96,7 +96,7 @@ def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
     return folder, [*stopped, *resumed]
 
 
-def start_table(model: Path, steps: str) -> list[str]:
+def start_table(model: Path, steps: str) -> list[object]:
     return [
         "nemo-kto kto",
         f"  model       {model} (llama), 181,184 parameters, all trained",

@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Blocks and scales of a matrix lie in two files; biases, norms and the rest are in bf16."""
     folder: Path = tmp_path_factory.mktemp(NAME)
     hf_models.write_model(NAME, folder, dtype=torch.bfloat16, max_shard_size="1GB")
-    draw, files = torch.Generator().manual_seed(7), ({}, {})
+    draw = torch.Generator().manual_seed(7)
+    files: tuple[dict[str, torch.Tensor], ...] = ({}, {})
     for name, values in load_file(folder / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             files[0][name] = values

@@ -114,7 +114,7 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     for name, settings in SETTINGS.items():
         config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=int(settings.alpha),
             use_rslora=settings.rslora,
             use_dora=settings.dora,
             lora_dropout=settings.dropout,
@@ -130,7 +130,7 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
                     parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
                 else:
                     parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
-        model.save_pretrained(root / name, save_embedding_layers=False)
+        model.save_pretrained(str(root / name), save_embedding_layers=False)
     return {name: root / name for name in SETTINGS}
 
 
@@ -349,7 +349,7 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
 def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders: Any, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["mistral"], dtype=torch.float32), config)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     assert str(error.value).splitlines()[1:-1] == [
@@ -361,5 +361,5 @@ def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders
             "save_embedding_layers=False",
         )
     ]
-    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
     assert read_adapter_settings(tmp_path).modules == ("q_proj", "embed_tokens")

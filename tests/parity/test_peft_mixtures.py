@@ -191,7 +191,7 @@ def test_magnitudes_of_a_shared_expert_are_those_of_peft(ranks: Any, folders: An
         for parameter in (each for each in model.parameters() if each.requires_grad):
             random = torch.rand(parameter.shape, generator=draw)
             parameter.copy_(parameter * (0.5 + random) if parameter.dim() == 1 else (random - 0.5) * 0.4)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     expected = transformers_logits(model)
     assert np.abs(expected - hf_models.transformers_logits(folders["llama4"]).numpy()).max() > 1
     for found in ranks.run(2, dora_logits, Layout(tensor=2, sequence_parallel=True), folders["llama4"], tmp_path):
@@ -201,7 +201,7 @@ def test_magnitudes_of_a_shared_expert_are_those_of_peft(ranks: Any, folders: An
 def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
     """Which peft makes where transformers keeps them so: gate and up projection share an A that they do not share here."""
     model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
-    get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(tmp_path)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     told = str(error.value).splitlines()

@@ -140,7 +140,7 @@ def test_no_tensor_holds_the_scores_of_all_queries() -> None:
         ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),
     ],
 )
-def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: str) -> None:
+def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: Message) -> None:
     *parts, _ = heads()
     with raises(ValueError, *message.parts):
         attend(*parts, **{"mask": None, **changes})  # type: ignore[arg-type]
