@@ -66,7 +66,7 @@ PACKAGES = {
         only_in=(
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py check.py collate.py dataset.py fingerprint.py sampler.py")),
-            ("transformers", names("chat.py dataset.py")),
+            ("transformers", names("chat.py dataset.py template_trial.py")),
             ("datasets", names("cache.py dataset.py fingerprint.py part_files.py")),
             ("pyarrow", names("part_files.py")),
         ),
