@@ -66,7 +66,7 @@ PACKAGES = {
         only_in=(
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py check.py collate.py dataset.py fingerprint.py sampler.py")),
-            ("transformers", names("chat.py dataset.py")),
+            ("transformers", names("chat.py dataset.py template_trial.py")),
             ("datasets", names("cache.py dataset.py fingerprint.py part_files.py")),
             ("pyarrow", names("part_files.py")),
         ),
@@ -110,7 +110,7 @@ PACKAGES = {
 ALL_MAY_IMPORT = names("__version__ errors")
 _TOP_LEVEL = frozenset(f"nemo_kto.{name}" for name in ALL_MAY_IMPORT)
 # The files that may name torch.cuda: one uses it, the other puts answers for the CPU in its place.
-DEVICE_FILES = names("device/device.py device/cpu.py")
+DEVICE_FILES = names("device/device.py device/patches.py")
 
 
 def is_in(module: str, packages: frozenset[str]) -> bool:
@@ -336,7 +336,7 @@ OFFENCES = {
 }  # fmt: skip
 CLEAN = {
     "losses/a.py": "import math\n\nimport torch\nfrom torch import Tensor\n\nfrom nemo_kto.losses.b import c\n",
-    "device/cpu.py": "import torch\n\ntorch.cuda.synchronize()\n",
+    "device/patches.py": "import torch\n\ntorch.cuda.synchronize()\n",
     "device/device.py": "from torch import cuda\n",
     "data/tokens/chat.py": "import transformers\nif TYPE_CHECKING:\n    import nemo_kto.models.gpt\n",
     "data/b.py": "def short():\n" + '    """\n    Long.\n    """\n' + "    x = 1\n" * 59,

@@ -25,7 +25,7 @@ FOLDER = Path()  # of the results, in the process of a rank
 
 def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
     """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
-    from nemo_kto.device.cpu import install_cpu_backend
+    from nemo_kto.device.patches import install_cpu_backend
     from nemo_kto.processes import waits
 
     install_cpu_backend()

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.device import kernels
-from nemo_kto.device.cpu import install_cpu_backend
+from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.models.layers.attention import TorchAttention
 from nemo_kto.models.layers.packed_sequences import PackedSequences
 from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
