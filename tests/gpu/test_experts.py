@@ -41,7 +41,7 @@ def built(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_logits_are_those_of_transformers(
+def test_logits_equal_transformers(
     family: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(
     assert wrong_bs.float().mean() < 0.05
 
 
-def test_both_kinds_have_the_same_weights_and_checkpoints(
+def test_both_kinds_of_layers_have_the_same_weights_and_checkpoints(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, names, keys = tiny_checkpoint("qwen3_moe"), [], []
@@ -79,7 +79,7 @@ def test_both_kinds_have_the_same_weights_and_checkpoints(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_adapted_experts_are_those_of_the_merged_model(
+def test_adapted_experts_equal_the_merged_model(
     family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself, in megatron-core's own layers, among Transformer Engine's."""

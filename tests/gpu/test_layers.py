@@ -69,7 +69,7 @@ def test_logits_with_transformer_engine_are_those_of_transformers(name: str, tmp
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("more", [{"cap": 2.0}, {"window": 50}], ids=["cap", "sinks and window"])
-def test_block_attention_is_that_of_the_cpu(more: dict[str, Any], dtype: torch.dtype, close: float) -> None:
+def test_block_attention_equals_the_cpu(more: dict[str, Any], dtype: torch.dtype, close: float) -> None:
     """Values and gradients, over more than one block of queries; fp32 products may be those of TF32."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, heads, BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]

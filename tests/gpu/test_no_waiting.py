@@ -156,7 +156,7 @@ def test_each_wait_of_a_step_is_known(name: str, place: Workplace) -> None:
 
 
 @needs_gpu
-def test_an_upload_is_what_was_given() -> None:
+def test_uploaded_tensors_are_unchanged() -> None:
     parts = [
         torch.arange(7),
         torch.arange(6).view(2, 3),
@@ -175,7 +175,7 @@ def test_an_upload_is_what_was_given() -> None:
 
 
 @needs_gpu
-def test_phases_have_the_seconds_of_the_device() -> None:
+def test_phases_are_timed_by_the_device() -> None:
     values = torch.randn(500, 500, device=device.current_device())
     torch.cuda.synchronize()
     timers, began = PhaseTimers(clock=device.moment), time.perf_counter()

@@ -48,7 +48,7 @@ def names_of_adapted(chunks: list[Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, DORA], ids=["lora", "dora"])
-def test_adapters_are_those_of_peft(
+def test_adapters_equal_peft(
     settings: LoRASettings, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
@@ -98,7 +98,7 @@ def trained(
 
 @pytest.mark.parametrize("settings", [None, SETTINGS, DORA], ids=["weights", "adapters", "dora"])
 @pytest.mark.parametrize("engine_first", [True, False], ids=["engine_to_local", "local_to_engine"])
-def test_checkpoints_pass_between_both_kinds(
+def test_checkpoints_are_exchanged_between_both_kinds_of_layers(
     engine_first: bool,
     settings: LoRASettings | None,
     tiny_checkpoint: Callable[..., Path],

@@ -52,7 +52,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_logits_are_those_of_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
+def test_logits_equal_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
     found = [result[name] for result in outcome[0] if result[name] is not None]
     assert found
     for logits in found:
@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(outcome: Any, expected: dict[str, torc
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_weights_come_back_bit_for_bit(outcome: Any, folders: dict[str, Path], name: str) -> None:
+def test_weights_round_trip_bitwise(outcome: Any, folders: dict[str, Path], name: str) -> None:
     before, after = weights(folders[name]), weights(outcome[1] / name)
     assert before.keys() == after.keys()
     for weight, tensor in before.items():
@@ -100,7 +100,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_gradients_are_those_of_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
+def test_gradients_equal_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
     expected, found = hf_models.transformers_gradients(folders[name]), weights(gradients[1] / name)
     assert expected.keys() == found.keys()
     for weight, gradient in expected.items():

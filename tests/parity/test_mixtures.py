@@ -62,7 +62,7 @@ def test_exports_load_in_transformers(ranks: Any, folders: dict[str, Path], tmp_
         assert torch.equal(model.eval()(hf_models.tokens()).logits, hf_models.transformers_logits(folder)), name
 
 
-def test_llama4_chooses_by_logits_where_sigmoids_are_alike(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     """Of a router so sure that in fp32 the sigmoid is 1 for several experts."""
     shutil.copytree(folder := folders["llama4-norms-everywhere"], sure := tmp_path / "sure")
     routers = {name: 40 * values for name, values in weights(folder).items() if name.endswith("router.weight")}
@@ -88,7 +88,7 @@ def gradients(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_transformers(
+def test_gradients_equal_transformers(
     case: str, ranks: Any, folders: dict[str, Path], gradients: dict[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     world_size, layout = LAYOUTS[case]

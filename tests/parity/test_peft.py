@@ -81,7 +81,7 @@ def peft_logits(folder: Path, adapter: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     results, out = outcome
     expected = peft_logits(folders[name], adapters[name]).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
@@ -101,7 +101,7 @@ def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, nam
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_adapter_files_round_trip(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     """What peft wrote, we write, bit for bit; and both say the same of themselves."""
     again = outcome[1] / name / "again"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
@@ -119,7 +119,7 @@ def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_first_values_are_the_same_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
+def test_initial_values_are_equal_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero; a magnitude is a norm."""
     first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
     weights = hf_models.weights(folders[name])
@@ -164,7 +164,7 @@ def test_rank_stabilised_scaling(adapters: Any, tmp_path: Path) -> None:
     assert (settings.alpha, settings.rslora, settings.scale) == (8.0, True, 8 / 4**0.5)
 
 
-def test_magnitudes_and_their_switch_go_together(adapters: Any, tmp_path: Path) -> None:
+def test_magnitudes_require_use_dora(adapters: Any, tmp_path: Path) -> None:
     for name, dora in (("qwen2", True), ("qwen3", False)):
         folder = edited(adapters[name], tmp_path / name, use_dora=not dora)
         with pytest.raises(UserError) as error:
@@ -187,7 +187,7 @@ def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
     assert (settings.modules, settings.layers) == (("q_proj",), (1,))
 
 
-def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> None:
+def test_all_unsupported_settings_are_in_one_error(adapters: Any, tmp_path: Path) -> None:
     tensors = load_file(adapters["llama-odd-heads"] / "adapter_model.safetensors")
     tensors = {name: values for name, values in tensors.items() if ".layers.0.self_attn.q_proj" not in name}
     tensors["base_model.model.lm_head.weight"] = torch.zeros(2)
@@ -263,7 +263,7 @@ def export_only(folder: Path, out: Path) -> str:
     return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
 
 
-def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp_path: Path) -> None:
+def test_an_export_replaces_only_its_own_adapters(ranks: Any, folders: Any, adapters: Any, tmp_path: Path) -> None:
     assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
     assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
     for other in (adapters["qwen3"], folders["qwen3"]):
@@ -274,7 +274,7 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
 
 
-def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders: Any, tmp_path: Path) -> None:
+def test_embedding_weights_written_by_peft_are_refused(folders: Any, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["mistral"], dtype=torch.float32), config)
     model.save_pretrained(str(tmp_path))

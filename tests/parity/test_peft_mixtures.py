@@ -83,7 +83,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     results, out = outcome
     expected = hf_models.transformers_logits(adapters[name].with_name(f"{name}-merged")).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
@@ -107,7 +107,7 @@ def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, nam
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_files_come_back(outcome: Any, adapters: Any, name: str) -> None:
+def test_adapter_files_round_trip(outcome: Any, adapters: Any, name: str) -> None:
     again, settings = outcome[1] / name / "again", SETTINGS[name]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
     assert before.keys() == after.keys()
@@ -118,7 +118,7 @@ def test_files_come_back(outcome: Any, adapters: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> None:
+def test_initial_values_are_equal_at_every_layout(outcome: Any, name: str) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the expert's weight; B is zero."""
     first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
     assert not any(values.any() for tensor, values in first.items() if ".lora_B." in tensor)
@@ -146,7 +146,7 @@ def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
     return hf_jobs.logits_of_tokens(model, architecture)
 
 
-def test_magnitudes_of_a_shared_expert_are_those_of_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
+def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
     """Of Llama 4, whose other experts have no adapters; what peft has written."""
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)

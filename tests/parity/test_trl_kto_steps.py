@@ -152,7 +152,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
         *(pytest.param(*case, marks=pytest.mark.full) for case in (("kto", 1), ("apo_zero_unpaired", 2), ("bco", 2))),
     ],
 )
-def test_whole_steps(
+def test_optimizer_steps(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
 ) -> None:
     policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)

@@ -129,7 +129,7 @@ def compare_dpo(
         *(pytest.param(*case, marks=pytest.mark.full) for case in (("sigmoid", 1), ("hinge", 1), ("hinge", 2), ("ipo", 2))),
     ],
 )
-def test_whole_steps(
+def test_optimizer_steps(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
 ) -> None:
     policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
@@ -138,7 +138,7 @@ def test_whole_steps(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_whole_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_path: Path) -> None:
+def test_optimizer_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_path: Path) -> None:
     """SmolLM2-135M against a reference that is itself, moved a little."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

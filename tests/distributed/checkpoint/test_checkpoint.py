@@ -84,7 +84,7 @@ def end_early(whole: Path, folder: Path, length: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "length"), cases(LAYOUTS, {"one_rank"}))
-def test_goes_on_to_the_last_bit(
+def test_resumes_bitwise(
     layout: str,
     length: str,
     whole_run: Callable[[str, str], Path],
@@ -113,7 +113,7 @@ OTHERS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize(("layout", "length"), cases(OTHERS, {"tp2"}))
-def test_goes_on_at_another_layout(
+def test_resumes_at_another_layout(
     layout: str,
     length: str,
     whole_run: Callable[[str, str], Path],
@@ -134,7 +134,7 @@ def test_goes_on_at_another_layout(
     assert max(difference(mine, theirs) for mine, theirs in zip(ours, steps, strict=True)) < 1e-4
 
 
-def test_what_is_kept(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_retained_checkpoints(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     overrides = [
         "trainer.kto.save_interval=1",
         "trainer.kto.val_check_interval=1",
@@ -158,7 +158,7 @@ def test_what_is_kept(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_pat
     ]
 
 
-def test_a_checkpoint_is_a_start_of_its_own(
+def test_a_checkpoint_can_be_the_pretrained_model(
     whole_run: Callable[[str, str], Path], ranks: RankPool, kto_rows: Path, tmp_path: Path
 ) -> None:
     whole = whole_run("one_rank", "epochs_of_3")

@@ -72,7 +72,7 @@ def resumed(model: Path, folder: Path, form: str) -> dict[str, tuple[float, list
 @pytest.mark.parametrize(
     "form", ["fp32", "bf16_with_main_weights", "bf16_distributed", pytest.param("fp32_distributed", marks=pytest.mark.full)]
 )
-def test_the_steps_go_on_as_if_nothing_had_happened(form: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+def test_steps_continue_as_without_interruption(form: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     for of_rank in ranks.run(2 if "distributed" in form else 1, resumed, tiny_llama, tmp_path, form):
         assert of_rank.keys() == CHANGES.keys()
         for change, (difference, counts) in of_rank.items():

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
     "case",
     [pytest.param(case, marks=[pytest.mark.full] * (case not in ("one_rank", "pp2_last_layer"))) for case in CASES],
 )
-def test_goes_on_to_the_last_bit(case: str, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_resumes_bitwise(case: str, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     world_size, layout, distributed, settings = CASES[case]
     folder = model_of(folder, settings)
     whole = ranks.run(world_size, lora_jobs.train_and_save, layout, folder, settings, tmp_path / "whole", 4, distributed)
@@ -102,7 +102,7 @@ OTHERS = {
     indirect=["stopped"],
     scope="module",
 )
-def test_goes_on_at_another_layout(other: str, stopped: Any, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_resumes_at_another_layout(other: str, stopped: Any, ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     settings, run, norms, expected = stopped
     folder = model_of(folder, settings)
     shutil.copytree(run, tmp_path / "run")
@@ -121,7 +121,7 @@ def test_goes_on_at_another_layout(other: str, stopped: Any, ranks: RankPool, fo
         torch.testing.assert_close(again[name], values, rtol=1e-6 if "magnitude" in name else 0, atol=0)
 
 
-def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_only_adapters_and_their_optimizer(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     sizes = {}
     for name, settings in {"adapters": LAST_LAYER, "model": None}.items():
         ranks.run(1, lora_jobs.train_and_save, Layout(), folder, settings, tmp_path / name, 1)
@@ -180,7 +180,7 @@ def checkpoints(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPath
     return {name: root / name / "step_000001" for name in ("adapters", "model")}
 
 
-def test_weights_alone(checkpoints: dict[str, Path], ranks: RankPool, folder: Path) -> None:
+def test_weights_only(checkpoints: dict[str, Path], ranks: RankPool, folder: Path) -> None:
     tp2 = Layout(tensor=2)
     for error, change in ranks.run(2, load_into, checkpoints["adapters"], folder, ALL, tp2):
         assert error == ""

@@ -148,7 +148,7 @@ def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tu
 
 
 @pytest.mark.parametrize("short_of_room", [False, True])
-def test_a_save_waits_for_a_removal_only_where_it_needs_the_room(
+def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(
     short_of_room: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -194,7 +194,7 @@ def failures(model: Path, folder: Path) -> list[Any]:
     return found
 
 
-def test_a_failure_is_one_error_on_every_rank_and_leaves_what_was_there(
+def test_a_failure_is_one_error_on_every_rank_and_keeps_earlier_checkpoints(
     ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     first, second = ranks.run(2, failures, tiny_llama, tmp_path)
@@ -223,7 +223,7 @@ def on_a_small_disk(model: Path, folder: Path) -> list[str]:
     return errors
 
 
-def test_a_disk_that_is_full(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_full_disk(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)

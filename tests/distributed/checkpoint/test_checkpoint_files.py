@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_is_never_chosen(damage: str, run_folder: Path, tmp
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
 
 
-def test_goes_on_from_the_one_before_and_replaces_the_damaged_one(
+def test_resumes_from_the_previous_checkpoint_and_replaces_the_damaged_one(
     run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
@@ -83,7 +83,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
-def test_a_model_folder_that_changes_during_a_run_costs_no_checkpoint(
+def test_a_model_folder_that_changes_during_a_run_loses_no_checkpoint(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     """Files that may only be read, a fifo, and the folder gone after the first save."""
@@ -143,7 +143,7 @@ def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_stops_every_rank_and_costs_no_earlier_checkpoint(
+def test_a_full_disk_stops_every_rank_and_loses_no_earlier_checkpoint(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     told = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)

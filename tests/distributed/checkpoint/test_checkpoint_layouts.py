@@ -30,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "distributed", [True, pytest.param(False, marks=pytest.mark.full)], ids=["distributed_optimizer", "replicated_optimizer"]
 )
-def test_from_layout_to_layout(distributed: bool, model: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_resuming_at_a_new_layout_after_every_checkpoint(
+    distributed: bool, model: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", len(LAYOUTS), distributed)
     for step, (world_size, layout) in enumerate(LAYOUTS.values(), start=1):
         for norms in ranks.run(

@@ -115,7 +115,7 @@ def found(ranks: RankPool, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_next_step_is_that_of_the_new_settings(form: str, found: list[dict[str, Any]]) -> None:
+def test_the_next_step_uses_the_new_settings(form: str, found: list[dict[str, Any]]) -> None:
     steps = [of_rank[form] for of_rank in found]
     assert sum(step["tensors"] for step in steps) == (27 if "distributed" in form else 54), "each has its share, or all"
     for step in steps:

@@ -172,7 +172,7 @@ def found(ranks: RankPool, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_file_is_named(case: str, found: dict[str, tuple[str, str]]) -> None:
+def test_the_error_names_the_file(case: str, found: dict[str, tuple[str, str]]) -> None:
     kind, text = found[case]
     if kind == NO_FILE:
         pytest.skip(f"this megatron-core does not write it: {text}")

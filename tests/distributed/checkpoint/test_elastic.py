@@ -110,7 +110,7 @@ def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
 
 
 @pytest.mark.parametrize(("name", "optimizer", "before", "after", "length"), CASES)
-def test_goes_on_at_another_layout(
+def test_resumes_at_another_layout(
     name: str,
     optimizer: str,
     before: str,

@@ -111,7 +111,7 @@ def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_is_asked_for_layers_of_both_kinds(
+def test_both_kinds_of_layers_have_the_same_names(
     family: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     (found,) = ranks.run(1, engine_and_ours, tiny_checkpoint(family), family)

@@ -125,7 +125,7 @@ def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool,
     return found
 
 
-def test_a_failure_at_any_stage_leaves_what_was_there(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_at_any_stage_keeps_the_earlier_export(ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (found,) = ranks.run(1, failures, tmp_path / "model", tmp_path / "out")
     told = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
@@ -184,7 +184,7 @@ def odd_files(model: Path, out: Path) -> tuple[str, str, list[str]]:
         logging.getLogger("nemo_kto").removeHandler(handler)
 
 
-def test_files_of_the_model_folder_that_are_none(ranks: RankPool, tmp_path: Path) -> None:
+def test_special_files_in_the_model_folder(ranks: RankPool, tmp_path: Path) -> None:
     model, out = make_checkpoint(tmp_path / "model", "llama", **SMALL), tmp_path / "out"
     ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
     assert outside == (
@@ -250,7 +250,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("stage", KILLS)
-def test_a_kill_leaves_a_whole_folder_or_none_and_the_next_export_clears_up(stage: str, tmp_path: Path) -> None:
+def test_a_kill_leaves_a_complete_folder_or_none_and_the_next_export_cleans_up(stage: str, tmp_path: Path) -> None:
     target = tmp_path / "out"
     for others in (".writing-out", "out.partial", ".out.export-mine"):
         (tmp_path / others).mkdir()
@@ -274,7 +274,9 @@ def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> 
 
 
 @pytest.mark.parametrize("key", ["path", "adapter_path"])
-def test_a_run_whose_export_is_in_the_way_does_not_begin(key: str, ranks: RankPool, kto_rows: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_conflicting_export_folder_does_not_start(
+    key: str, ranks: RankPool, kto_rows: Path, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
@@ -285,7 +287,7 @@ def test_a_run_whose_export_is_in_the_way_does_not_begin(key: str, ranks: RankPo
     assert not (tmp_path / "run").exists()
 
 
-def test_where_a_link_leads_is_written(tmp_path: Path) -> None:
+def test_an_export_follows_a_link(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "large disk" / "out")
     for text in ("first", "second"):
@@ -295,7 +297,7 @@ def test_where_a_link_leads_is_written(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "large disk").iterdir()] == ["out"]
 
 
-def test_targets_are_looked_at_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_kto.artifacts.safetensors_files import is_our_model
     from nemo_kto.huggingface.folders import check_target
 

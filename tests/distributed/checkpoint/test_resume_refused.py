@@ -128,7 +128,7 @@ FILES: dict[str, tuple[Callable[[Folders], object], Callable[[Folders], list[lis
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_changed_files_are_noticed(what: str, first: Folders, copied: Folders, ranks: RankPool) -> None:
+def test_changed_files_are_detected(what: str, first: Folders, copied: Folders, ranks: RankPool) -> None:
     change, told = FILES[what]
     change(copied)
     before = snapshot(copied.run)
@@ -157,7 +157,7 @@ KEYS: dict[str, str] = {
 }
 
 
-def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPool) -> None:
+def test_all_changed_keys_are_named_in_one_error(first: Folders, ranks: RankPool) -> None:
     before = snapshot(first.run)
     ((_, error, _),) = ranks.run(1, started, first, list(KEYS))
     _, *lines, remedy = error.splitlines()
@@ -169,7 +169,7 @@ def test_every_key_that_must_stay_is_named_at_once(first: Folders, ranks: RankPo
     assert snapshot(first.run) == before
 
 
-def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -> None:
+def test_a_new_run_rejects_the_folder_of_another_run(first: Folders, ranks: RankPool) -> None:
     ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
     assert error == (
         Naming(
@@ -203,7 +203,7 @@ def test_a_new_run_takes_no_folder_of_another(first: Folders, ranks: RankPool) -
         ),
     ],
 )
-def test_a_finished_run_says_so_and_touches_nothing(
+def test_a_finished_run_reports_it_and_changes_nothing(
     overrides: list[str], told: list[str], copied: Folders, ranks: RankPool
 ) -> None:
     before = snapshot(copied.run)
@@ -213,7 +213,7 @@ def test_a_finished_run_says_so_and_touches_nothing(
     assert snapshot(copied.run) == before
 
 
-def test_an_export_that_is_missing_is_made_and_nothing_else(copied: Folders, ranks: RankPool) -> None:
+def test_only_a_missing_export_is_written(copied: Folders, ranks: RankPool) -> None:
     checkpoints, logged = snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()
     ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
     assert error == ""
@@ -225,7 +225,7 @@ def test_an_export_that_is_missing_is_made_and_nothing_else(copied: Folders, ran
     assert snapshot(copied.run) == before
 
 
-def test_an_export_of_an_earlier_step_is_made_again(copied: Folders, ranks: RankPool) -> None:
+def test_an_export_of_an_earlier_step_is_replaced(copied: Folders, ranks: RankPool) -> None:
     """As of a run that was made longer, and killed when it had taken its last step."""
     ranks.run(1, started, copied, ["export.enabled=true"])
     weights = next((copied.run / "hf").glob("*.safetensors")).read_bytes()
@@ -236,7 +236,7 @@ def test_an_export_of_an_earlier_step_is_made_again(copied: Folders, ranks: Rank
     assert next((copied.run / "hf").glob("*.safetensors")).read_bytes() != weights
 
 
-def test_what_may_change_changes_and_a_moved_folder_is_the_same(copied: Folders, ranks: RankPool) -> None:
+def test_changeable_keys_and_moved_folders(copied: Folders, ranks: RankPool) -> None:
     overrides = [
         *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=9", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
         *("model.micro_batch_size=2", "model.optim.weight_decay=0", "model.optim.sched.name=LinearAnnealing"),
@@ -293,7 +293,7 @@ def change_an_adapter(folder: Path) -> None:
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: RankPool) -> None:
+def test_adapters_must_not_change_in_any_notation(adapted: Folders, ranks: RankPool) -> None:
     before, tuning = adapted._replace(run=adapted.run.parent / "before"), "model.peft.lora_tuning"
     changed = [f"{tuning}.adapter_dim=8", f"{tuning}.target_modules=[q_proj,o_proj]", f"{tuning}.layer_selection=[1,2]"]
     changed += [f"{tuning}.rslora=true", f"{tuning}.dora=true"]
@@ -312,7 +312,7 @@ def test_adapters_must_stay_however_they_are_written(adapted: Folders, ranks: Ra
     assert_names(printed, "nemo-kto", "2")
 
 
-def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
+def test_initial_adapters_are_compared_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
     given = adapted.run.parent / "adapter"
     other = Path(shutil.copytree(given, tmp_path / "other"))
     ((printed, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
@@ -322,7 +322,7 @@ def test_adapters_to_start_from_are_known_by_content(adapted: Folders, ranks: Ra
     assert error.splitlines()[1:-1] == [Naming("model.peft.restore_from_path", "adapters", "others", f"{other}", f"{given}")]
 
 
-def test_adapters_of_the_reference_are_known_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
+def test_reference_adapters_are_compared_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
     given, run = adapted.run.parent / "adapter", adapted._replace(run=tmp_path / "run")
     other = Path(shutil.copytree(given, tmp_path / "other"))
     key = "model.reference.restore_from_path"
@@ -334,7 +334,7 @@ def test_adapters_of_the_reference_are_known_by_content(adapted: Folders, ranks:
     assert error.splitlines()[1:-1] == [Naming(f"{key}", "others", f"{other}", f"{given}")]
 
 
-def test_an_option_that_is_given_its_default_is_the_same(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
+def test_an_option_set_to_its_default_is_unchanged(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
     pairs = first._replace(rows=write_rows(tmp_path / "pairs.jsonl", make_pairs(8)), run=tmp_path / "run")
     loss = "model.dpo.preference_loss=rpo_sq"
     ((_, error, _),) = ranks.run(1, started, pairs, [loss], "dpo")

@@ -31,7 +31,7 @@ def half_done(folder: Path) -> dict[str, str]:
     return files
 
 
-def test_a_second_job_is_told_who_uses_the_folder(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_second_job_is_refused_with_the_owner_of_the_folder(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     files = half_done(folder)
 
@@ -80,7 +80,7 @@ def blocks(folder: Path) -> list[list[str]]:
     return found
 
 
-def test_a_folder_in_which_nothing_was_written_is_removed_again(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_empty_run_folder_is_removed(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(2, blocks, tmp_path / "results" / "run")
     held = [".lock", ".lock.owner"]
     assert results == [[held, ["nothing"], [*held, "metrics.jsonl"], ["run"]]] * 2
@@ -95,7 +95,7 @@ def cleared(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_killed_jobs_have_left_of_their_files_is_removed(ranks: RankPool, tmp_path: Path) -> None:
+def test_partial_files_of_killed_jobs_are_removed(ranks: RankPool, tmp_path: Path) -> None:
     for name in (f".config.yaml-{'a0' * 16}", ".config.yaml-mine", "metrics.jsonl", f".{'b' * 32}"):
         (tmp_path / name).touch()
     assert ranks.run(1, cleared, tmp_path) == [

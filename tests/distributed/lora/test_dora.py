@@ -49,7 +49,9 @@ def steps(layout: Layout, folder: Path, adapter: Path, out: Path) -> list[float]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_dropout_meets_what_peft_lets_it_meet(name: str, ranks: RankPool, model: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dropout_applies_to_the_same_values_as_in_peft(
+    name: str, ranks: RankPool, model: tuple[Path, Path], tmp_path: Path
+) -> None:
     layout, (folder, adapter) = LAYOUTS[name], model
     results = ranks.run(layout.tensor, steps, layout, folder, adapter, tmp_path)
     with mock.patch("torch.nn.functional.dropout", drop_negative):
@@ -76,7 +78,7 @@ def norms_taken(folder: Path) -> list[int]:
     return found
 
 
-def test_norms_are_taken_once_for_all_micro_batches(ranks: RankPool, model: tuple[Path, Path]) -> None:
+def test_norms_are_computed_once_for_all_micro_batches(ranks: RankPool, model: tuple[Path, Path]) -> None:
     layers = 2 * 4
     assert ranks.run(1, norms_taken, model[0]) == [[layers, 2 * layers, 3 * layers, 4 * layers]]
 
@@ -92,7 +94,7 @@ def norms_of_a_run(model: Path, rows: Path, folder: Path) -> int:
     return taken.call_count
 
 
-def test_a_run_takes_norms_once_a_pass(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_a_run_computes_norms_once_per_pass(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     """Of KL examples and of samples; the reference has no magnitudes."""
     layers = 4 * 4
     assert ranks.run(1, norms_of_a_run, tiny_llama, kto_rows, tmp_path) == [2 * layers]

@@ -142,7 +142,7 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_gradient_and_the_steps(outcome: Any, expected: Any, models: Any, name: str) -> None:
+def test_gradients_and_steps_equal_peft(outcome: Any, expected: Any, models: Any, name: str) -> None:
     results, out = outcome
     check_steps([result[name] for result in results], out / name, models[name][0], expected[name])
 
@@ -155,7 +155,7 @@ SHARED: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("layout", SHARED)
-def test_what_all_ranks_hold_stays_the_same_under_dropout(layout: str, ranks: RankPool, models: Any) -> None:
+def test_replicated_parameters_stay_equal_under_dropout(layout: str, ranks: RankPool, models: Any) -> None:
     folder, _, _ = models["llama-odd-heads"]
     first, second = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, DROPOUT)
     assert first[0] == second[0]
@@ -168,7 +168,7 @@ def test_what_all_ranks_hold_stays_the_same_under_dropout(layout: str, ranks: Ra
     assert abs(without[0][0][0] - first[0][0]) > 1e-3, "dropout must matter"
 
 
-def test_masks_are_shared_where_activations_are(ranks: RankPool, models: Any) -> None:
+def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankPool, models: Any) -> None:
     folder, _, _ = models["qwen2"]
     scale = DROPOUT.scale
     for layout, same in {
@@ -208,7 +208,7 @@ def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models:
             assert dtypes == {"torch.bfloat16"}
 
 
-def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
+def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
     (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
     assert messages == [
         "",

@@ -187,7 +187,7 @@ def one_rank(ranks: RankPool) -> tuple[list[float], dict[str, Any], set[str], di
         pytest.param(2, 2, True, id="tp2-ep2-distributed", marks=pytest.mark.full),
     ],
 )
-def test_experts_shared_out_over_ranks(
+def test_experts_divided_over_ranks(
     tensor_parallel: int, expert_parallel: int, distributed: bool, ranks: RankPool, one_rank: Any
 ) -> None:
     norms, expected, _, _ = one_rank
@@ -247,9 +247,7 @@ def merge_into_grouped(folder: Path) -> list[bool]:
     return [same, changed == {name for name in before if ".experts." in name}]
 
 
-def test_adapters_are_merged_into_experts_that_multiply_together(
-    ranks: RankPool, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_adapters_are_merged_into_grouped_experts(ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
     assert ranks.run(1, merge_into_grouped, tiny_checkpoint("mixtral")) == [[True, True]]
 
 
@@ -273,5 +271,5 @@ def adapt_shared_out_expert() -> str:
     return ""
 
 
-def test_experts_in_pieces_are_refused(ranks: RankPool) -> None:
+def test_sharded_experts_are_refused(ranks: RankPool) -> None:
     assert ranks.run(1, adapt_shared_out_expert) == [Naming("adapters", "expert_tensor_parallel_size", "1", "2", "matrices")]

@@ -133,7 +133,7 @@ def layers_with_norms(layout: state.Layout) -> list[dict[str, Any]]:
     [state.Layout(), state.Layout(tensor=2), state.Layout(tensor=2, sequence_parallel=True)],
     ids=["one_rank", "tp2", "tp2_sequence_parallel"],
 )
-def test_the_norm_may_be_inside(layout: state.Layout, ranks: RankPool) -> None:
+def test_a_fused_norm_gives_the_same_result(layout: state.Layout, ranks: RankPool) -> None:
     for of_rank in ranks.run(layout.tensor, layers_with_norms, layout):
         for found in of_rank:
             assert found["classes"] == ["AdaptedNormedLinear", LoRAColumnParallelLinear.__name__]

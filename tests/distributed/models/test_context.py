@@ -80,7 +80,7 @@ def differences(
         (2, (4, 12, 8), True, (4, 0), True),
     ],
 )
-def test_outputs_and_gradients_are_those_of_the_whole_row(
+def test_outputs_and_gradients_equal_one_rank(
     ranks: RankPool, size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None, chunked: bool
 ) -> None:
     for of_rank in ranks.run(size, differences, size, lengths, packed, window, chunked):
@@ -100,7 +100,7 @@ def shares(size: int, length: int) -> tuple[list[int], list[int]]:
     return row_places((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
 
 
-def test_shares_are_those_of_megatron_core(ranks: RankPool) -> None:
+def test_shards_equal_megatron_core(ranks: RankPool) -> None:
     for ours, theirs in ranks.run(4, shares, 4, 24):
         assert ours == theirs
 
@@ -140,7 +140,7 @@ def sequence_logps(model: Path, context: int, lengths: tuple[int, ...], average:
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_sequences_shorter_than_the_chunks_of_all_ranks(ranks: RankPool, tiny_llama: Path, average: bool) -> None:
+def test_sequences_shorter_than_the_chunks(ranks: RankPool, tiny_llama: Path, average: bool) -> None:
     lengths = (2, 3, 7, 5)
     (expected,) = ranks.run(1, sequence_logps, tiny_llama, 1, lengths, average)
     for found in ranks.run(4, sequence_logps, tiny_llama, 4, lengths, average):

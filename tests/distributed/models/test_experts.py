@@ -176,7 +176,7 @@ def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tup
     return logps.tolist(), int(runs.work_sums(sequences, passes=Passes(forward=1))["padded_tokens"]), carried
 
 
-def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
+def test_a_rank_without_sequences_participates(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
     folder = tiny_checkpoint("mixtral")
     ((expected, _, _),) = ranks.run(1, unevenly_shared, folder, [8], 1)
     (first, *of_first), (second, *of_second) = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
@@ -185,7 +185,7 @@ def test_a_rank_without_sequences_takes_part(tiny_checkpoint: Callable[..., Path
     assert of_first[0] == of_first[1] > of_second[0] == of_second[1] == 4, "four without sequences, of one token each"
 
 
-def test_an_export_is_that_of_the_checkpoint(
+def test_an_export_equals_the_checkpoint(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
 ) -> None:
     """Written by two ranks that share out the experts, and by one that has them all."""
@@ -204,7 +204,7 @@ def test_an_export_is_that_of_the_checkpoint(
     assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"
 
 
-def test_exported_adapters_are_those_of_the_checkpoint(
+def test_exported_adapters_equal_the_checkpoint(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
 ) -> None:
     """Adapters on experts that two ranks share out, and the model that they are merged into; both again on one rank."""

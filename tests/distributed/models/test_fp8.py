@@ -68,13 +68,13 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     return {"layers": layers, "inside": sorted(inside), "again": linear.is_first_microbatch}
 
 
-def test_layers_are_in_fp8_and_nothing_else(ranks: RankPool, tiny_llama: Path) -> None:
+def test_only_layers_are_in_fp8(ranks: RankPool, tiny_llama: Path) -> None:
     (found,) = ranks.run(1, entered, tiny_llama, "hybrid")
     assert found["layers"] == [0, 1, 2, 3] * 2, "each layer of each micro-batch"
     assert found["inside"] == ["embedding: 0", "head: 0", "linear: 1"]
     assert found["again"], "swapped and updated weights are quantised again, before the first micro-batch of each pass"
 
 
-def test_bf16_enters_nothing(ranks: RankPool, tiny_llama: Path) -> None:
+def test_no_fp8_context_with_bf16(ranks: RankPool, tiny_llama: Path) -> None:
     (found,) = ranks.run(1, entered, tiny_llama, None)
     assert (found["layers"], found["again"]) == ([], False)

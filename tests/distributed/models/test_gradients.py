@@ -190,7 +190,7 @@ QUICK = {
     indirect=["oracle"],
     scope="module",
 )
-def test_every_gradient(
+def test_every_gradient_equals_autograd(
     case: str, oracle: tuple[Path, Path, dict[str, float], Any], ranks: RankPool, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file

@@ -151,7 +151,7 @@ QUICK = ("one_rank", "tp2_ep2", "tp2_pp2", "packed_cp2")
     "case",
     [pytest.param(case, marks=[pytest.mark.full] * (case not in QUICK)) for case in CASES],
 )
-def test_the_gradient_is_that_of_the_formula(
+def test_the_gradient_equals_autograd_of_the_formula(
     case: str,
     policy: Path,
     oracle: tuple[int, dict[str, float], dict[str, torch.Tensor]],

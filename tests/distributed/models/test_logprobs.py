@@ -124,7 +124,7 @@ def test_values_and_gradients(answers: Any, dtype: torch.dtype, vocabulary: str,
     assert (weight_grad[vocab:] == 0).all()
 
 
-def test_a_hidden_gradient_that_is_summed_elsewhere(ranks: RankPool) -> None:
+def test_a_hidden_gradient_that_the_caller_reduces(ranks: RankPool) -> None:
     results = ranks.run(2, on_a_rank, torch.float64, 104, VOCAB, 7, False)
     parts = [torch.tensor(result[1], dtype=torch.float64) for result in results]
     assert not torch.allclose(parts[0], parts[1])
@@ -153,7 +153,7 @@ def without_tokens() -> list[list[float]]:
     return [logps.tolist(), [weight.grad.abs().sum().item(), *weight.grad.shape]]
 
 
-def test_no_token_at_all(ranks: RankPool) -> None:
+def test_no_tokens(ranks: RankPool) -> None:
     assert ranks.run(2, without_tokens) == [[[], [0.0, 52, HIDDEN]]] * 2
 
 
@@ -170,7 +170,7 @@ def test_a_soft_cap(ranks: RankPool, softcap: float) -> None:
         torch.testing.assert_close(found, true, rtol=1e-10, atol=1e-12)
 
 
-def test_a_soft_cap_is_positive() -> None:
+def test_a_soft_cap_must_be_positive() -> None:
     hidden, weight, target, _ = problem(torch.float32)
     with raises(ValueError, Naming("0.0", "positive")):
         vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=0.0)
@@ -218,7 +218,7 @@ def test_a_target_outside_the_vocabulary_is_refused(token: int) -> None:
         check_targets(target, vocab_size=VOCAB)
 
 
-def test_a_chunk_has_a_token() -> None:
+def test_the_chunk_size_must_be_positive() -> None:
     hidden, weight, target, _ = problem(torch.float32)
     with raises(ValueError, Naming("chunk_size", "1", "0")):
         vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=0)
@@ -283,7 +283,7 @@ def test_peak_memory(dtype: torch.dtype, chunk_size: int) -> None:
     assert chunk + gradients + small_change < LONG * WIDE * 4 / 2, "the bound says nothing"
 
 
-def test_without_gradient_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     hidden, weight, target = long_problem(torch.float32)
     with torch.no_grad():
         logps = vocab_parallel_logprobs(hidden, weight, target, vocab_size=WIDE, group=None, chunk_size=16)

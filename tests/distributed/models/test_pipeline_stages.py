@@ -75,7 +75,7 @@ def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple
     ],
     ids=str,
 )
-def test_passes_come_in_the_order_that_plans_count(
+def test_passes_run_in_the_order_that_plans_assume(
     layout: Layout, rows: int, empty: int, ranks: RankPool, tmp_path: Path
 ) -> None:
     """What plans know of the schedule (stages.py) is what megatron-core does; the last micro-batches are empty."""
@@ -103,7 +103,7 @@ def round_trip(model: Path, adapter: Path, layout: Layout, split: PipelineSplit,
 @pytest.mark.parametrize(
     "name", ["pp2_vp3", "pp2_uneven", *(pytest.param(name, marks=pytest.mark.full) for name in list(SPLITS)[2:])]
 )
-def test_weights_come_in_and_go_out_bit_for_bit(name: str, family: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_are_imported_and_exported_bitwise(name: str, family: str, ranks: RankPool, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -26,7 +26,5 @@ def kept_in_evaluation(model: Path) -> list[bool]:
     return kept
 
 
-def test_nothing_is_kept_for_a_backward_pass_that_does_not_come(
-    ranks: RankPool, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_nothing_is_saved_without_a_backward_pass(ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
     assert ranks.run(1, kept_in_evaluation, tiny_checkpoint("olmo2")) == [[False] * 4]

@@ -77,7 +77,7 @@ def passes(folder: Path) -> dict[str, tuple[bool, int]]:
     return found
 
 
-def test_recomputing_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp_path: Path) -> None:
+def test_recomputation_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp_path: Path) -> None:
     ((found),) = ranks.run(1, passes, make_checkpoint(tmp_path / "model", "llama"))
     assert {name for name, (same, _) in found.items() if not same} == set()
     kept = {name: size for name, (_, size) in found.items()}
@@ -111,6 +111,6 @@ def adapters_learn(folder: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_adapters_on_recomputed_mlps_learn(family: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_adapters_on_recomputed_mlps_are_trained(family: str, ranks: RankPool, tmp_path: Path) -> None:
     """Nothing before the first of them is trained, and what is recomputed has gradients only if its input asks for one."""
     assert ranks.run(1, adapters_learn, make_checkpoint(tmp_path / "model", family)) == [[True] * 3]

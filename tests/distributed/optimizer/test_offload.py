@@ -131,15 +131,13 @@ def assert_same_steps(of_rank: dict[str, Any], after: float) -> None:
 @pytest.mark.parametrize(
     "change", ["kept", "to_host", *(pytest.param(name, marks=pytest.mark.full) for name in ("all", "from_host", "more"))]
 )
-def test_the_steps_are_those_of_an_optimizer_on_the_gpu(
-    change: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_steps_equal_those_without_offload(change: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     for of_rank in ranks.run(2, trained, tiny_llama, tmp_path, change):
         assert_same_steps(of_rank, CHANGES[change][1])
 
 
 @pytest.mark.parametrize("change", ["kept", pytest.param("to_host", marks=pytest.mark.full)])
-def test_of_experts_a_part_is_on_the_host_too(
+def test_experts_are_partly_offloaded_too(
     change: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """They have an optimizer of their own, over the ranks that hold the same ones."""

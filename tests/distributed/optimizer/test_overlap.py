@@ -181,7 +181,7 @@ def test_overlap_changes_no_step(name: str, ranks: RankPool, tmp_path: Path) -> 
         assert found["gathers"] == (gathers if case.distributed else [])
 
 
-def test_a_run_is_saved_resumed_and_exported_as_without_overlap(
+def test_saving_resuming_and_exporting_with_overlap(
     tiny_llama: Path, kto_rows: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """With a cached reference nothing but the save itself makes the weights whole before they are written."""

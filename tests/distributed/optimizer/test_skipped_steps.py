@@ -126,7 +126,7 @@ def test_all_ranks_skip_a_step_together(
     assert [step["train/loss"] is None for step in steps] == [False, known, known, False, False]
 
 
-def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_stays(
+def test_too_many_skipped_steps_end_the_run_and_keep_the_last_checkpoint(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     arguments = (tiny_llama, kto_rows, tmp_path, 2, ["trainer.kto.save_interval=1"], "gradient", 1, 9)

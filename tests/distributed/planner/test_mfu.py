@@ -13,7 +13,7 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_the_work_of_a_step(
+def test_flops_of_a_step(
     name: str, ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path
 ) -> None:
     rows = {"kto": kto_rows, "dpo": dpo_rows}[name]

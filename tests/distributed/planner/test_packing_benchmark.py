@@ -39,7 +39,7 @@ def figures(model: Path, folder: Path) -> list[Any]:
     return found
 
 
-def test_all_ways_compute_the_same(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+def test_all_packings_compute_the_same(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     ((one, eight, filled, packed),) = ranks.run(1, figures, tiny_llama, tmp_path)
     assert one[0] == packed[0] == 0.0
     assert 0 < filled[0] < 1
@@ -51,7 +51,7 @@ def test_all_ways_compute_the_same(ranks: RankPool, tiny_llama: Path, tmp_path: 
         assert rounds == 1
 
 
-def test_ranks_get_equal_work_and_little_padding(tiny_llama: Path) -> None:
+def test_ranks_have_equal_work_and_little_padding(tiny_llama: Path) -> None:
     packing: Any = load_script("benchmarks/packing.py")
     header, _, *lines = packing.work_table(rows_of(512), tiny_llama).splitlines()
     assert header.startswith("| ranks | work of the busiest over the mean | shared out by number |")

@@ -178,7 +178,7 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("qwen3", {"tensor": 2, "sequence_parallel": True}, "float32", ALL, marks=pytest.mark.full),
     ],
 )
-def test_a_layer_saves_what_the_formula_says(
+def test_saved_activations_equal_the_formula(
     ranks: RankPool,
     wide_models: dict[str, Path],
     family: str,

@@ -93,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_a_run_takes_what_was_planned(place: Path, tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+def test_a_run_uses_the_planned_memory(place: Path, tmp_path: Path, world_size: int, overrides: list[str]) -> None:
     common = [
         f"model.data.seq_length={LENGTH}",
         "model.global_batch_size=4",

@@ -98,7 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
     ],
 )
-def test_a_rank_holds_what_was_planned(
+def test_parameters_of_a_rank_equal_the_plan(
     ranks: RankPool, models: dict[str, Path], family: str, tensor: int, split: PipelineSplit, adapters: LoRASettings | None
 ) -> None:
     found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters, 1)
@@ -119,7 +119,7 @@ def test_a_rank_holds_what_was_planned(
         pytest.param("qwen3_moe", 1, 1, 4, None, marks=pytest.mark.full),
     ],
 )
-def test_a_rank_holds_some_of_the_experts(
+def test_parameters_of_experts_equal_the_plan(
     ranks: RankPool,
     models: dict[str, Path],
     family: str,

@@ -26,7 +26,7 @@ def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> st
     return "ran"
 
 
-def test_ranks_share_the_memory_of_their_machine(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     number = 2 * 259 * 64 + 4 * (36_864 + 2 * 64) + 64  # both tables, four layers with two norms, and the last norm
     # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out, and 4 of the policy
     # on the host while the reference is evaluated for a later epoch

@@ -175,7 +175,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
-def test_ranks_send_what_the_formula_says(
+def test_communication_equals_the_formula(
     name: str, ranks: RankPool, models: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]

@@ -38,7 +38,7 @@ def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, 
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
-def test_a_run_without_them_is_the_same_run(
+def test_a_run_without_gloo_groups_is_the_same(
     sharded: str, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     keys = [f"model.optim.use_distributed_optimizer={sharded}"]
@@ -52,7 +52,7 @@ def test_a_run_without_them_is_the_same_run(
     assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")
 
 
-def test_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_gloo_groups_are_created(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.uses_gloo_groups()
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     assert not state.uses_gloo_groups()

@@ -102,7 +102,7 @@ class Ranks:
         return [(self.processes[rank].wait(60), self.said(rank)) for rank in which]
 
 
-def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path: Path) -> None:
+def test_a_rank_in_an_endless_loop_is_named_with_phase_and_stack(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, sleep_for_ever)") as ranks:
         ranks.await_file("step1-0")
         found = ranks.ended(0, 1, 2)  # the one that sleeps, too
@@ -117,7 +117,7 @@ def test_a_rank_that_is_busy_for_ever_is_named_with_its_phase_and_stack(tmp_path
     assert all(said.removeprefix("nemo-kto: ") in text for _, text in found)
 
 
-def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
         ranks.await_file("step9-0")
         os.kill(ranks.processes[2].pid, signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> None:
+def test_a_stopped_rank_with_the_store_is_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
         ranks.await_file("step9-0")
         os.kill(ranks.processes[0].pid, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_a_stopped_rank_that_holds_the_store_is_named_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_killed_rank_is_named_by_those_that_lost_the_connection(victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_by_ranks_that_lost_the_connection(victim: int, tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
         ranks.await_file("step9-0")
         os.kill(ranks.processes[victim].pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_killed_rank_is_named_by_those_that_lost_the_connection(victim: int, t
             )
 
 
-def test_a_rank_that_fails_says_why_to_those_that_lose_it(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_rank_reaches_the_others(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, lambda: open('rows'))", size=2) as ranks:
         (status, said), (_, cause) = ranks.ended(0, 1)
     assert status == 1
@@ -177,7 +177,7 @@ with watchdog.phase("optimizer"):
 
 
 @pytest.mark.full
-def test_our_launcher_says_it_and_does_not_wait_for_the_stopped_rank(tmp_path: Path) -> None:
+def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: Path) -> None:
     env = pretend(tmp_path, STOP_ONE)
     began = time.monotonic()
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
@@ -208,7 +208,7 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_is_slow_and_comes_is_no_hang(tmp_path: Path) -> None:
+def test_a_slow_rank_is_not_a_hang(tmp_path: Path) -> None:
     """The others wait for longer than the limit all together, in one and the same place of the program."""
     job = f"""
     state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))

@@ -34,13 +34,13 @@ def said(folder: Path, **changes: str) -> tuple[int, str]:
     return status, text
 
 
-def test_an_address_that_is_not_known_is_said_at_once(tmp_path: Path) -> None:
+def test_an_unknown_address_is_reported_immediately(tmp_path: Path) -> None:
     status, text = said(tmp_path, rank="0", MASTER_ADDR="no-such-node.invalid", MASTER_PORT="29500")
     assert status == 2
     assert text == Naming("nemo-kto", "MASTER_ADDR", "'no-such-node.invalid'", "29500", "rank 0 of 2", NAME, "set")
 
 
-def test_a_port_where_nobody_listens_is_said_after_a_while(tmp_path: Path) -> None:
+def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> None:
     port = free_port()
     status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
     assert status == 2
@@ -49,13 +49,13 @@ def test_a_port_where_nobody_listens_is_said_after_a_while(tmp_path: Path) -> No
     )
 
 
-def test_an_address_of_another_machine_is_said_by_rank_0(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_reported_by_rank_0(tmp_path: Path) -> None:
     status, text = said(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # belongs to nobody
     assert status == 2
     assert_names(text.splitlines()[-1], "nemo-kto", "MASTER_ADDR", "0", "192.0.2.1")
 
 
-def test_a_port_in_use_is_said_by_rank_0(tmp_path: Path, listener: socket.socket) -> None:
+def test_a_port_in_use_is_reported_by_rank_0(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     assert said(tmp_path, rank="0", MASTER_PORT=str(port)) == (
         2,
@@ -63,7 +63,7 @@ def test_a_port_in_use_is_said_by_rank_0(tmp_path: Path, listener: socket.socket
     )
 
 
-def test_another_program_at_the_port_is_said_by_the_others(tmp_path: Path, listener: socket.socket) -> None:
+def test_another_program_at_the_port_is_reported_by_the_other_ranks(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
     assert status == 2
@@ -72,6 +72,6 @@ def test_another_program_at_the_port_is_said_by_the_others(tmp_path: Path, liste
     )
 
 
-def test_jobs_that_follow_each_other_meet_at_the_same_port(tmp_path: Path) -> None:
+def test_consecutive_jobs_use_the_same_port(tmp_path: Path) -> None:
     with Ranks(tmp_path, "[steps(2, lambda: None) for _ in range(2)]", size=2) as ranks:
         assert ranks.ended(0, 1) == [(0, ""), (0, "")]

@@ -70,7 +70,7 @@ def start(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> 
     return Start(ranks, tiny_llama, kto_rows, tmp_path)
 
 
-def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> None:
+def test_rank_0_decides_the_precision_and_a_resumed_run_keeps_it(start: Start) -> None:
     (first, _, error), (second, _, _) = start(True, False, precision="auto", steps=1)
     assert error == ""
     assert f"  precision   bf16 ({FAST})" in first.splitlines()
@@ -91,7 +91,7 @@ def test_rank_zero_decides_for_all_and_a_resumed_run_keeps_it(start: Start) -> N
     ]
 
 
-def test_without_bf16_it_is_fp32_and_stays_so_on_better_hardware(start: Start) -> None:
+def test_a_run_in_fp32_stays_in_fp32_on_better_hardware(start: Start) -> None:
     ((printed, warnings, _),) = start(False, precision="auto", steps=1)
     assert f"  precision   32 ({SLOW})" in printed.splitlines()
     assert warnings == []
@@ -102,7 +102,7 @@ def test_without_bf16_it_is_fp32_and_stays_so_on_better_hardware(start: Start) -
     assert start.saved() == ("32", "float32")
 
 
-def test_bf16_that_was_asked_for_is_had_with_one_warning(start: Start) -> None:
+def test_explicit_bf16_is_used_with_one_warning(start: Start) -> None:
     (first, second) = start(False, False, precision="bf16-mixed", steps=1)
     assert first[1] == [Naming("trainer.precision", "bf16", SLOW, "auto", "32")]
     assert second[1] == []
@@ -111,7 +111,7 @@ def test_bf16_that_was_asked_for_is_had_with_one_warning(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("spelled", "meant"), [("bf16-true", "bf16"), ("32-true", "32"), ("fp32", "32"), ("bf16", "bf16")])
-def test_spellings_mean_what_they_say(spelled: str, meant: str, start: Start) -> None:
+def test_spellings_of_precision(spelled: str, meant: str, start: Start) -> None:
     ((_, warnings, error),) = start(True, precision=spelled, steps=1)
     assert (warnings, error) == ([], "")
     assert start.saved() == (meant, {"bf16": "bfloat16", "32": "float32"}[meant])
@@ -132,7 +132,7 @@ def test_a_warmup_longer_than_the_run_is_shortened(length: tuple[str, ...], step
     assert rates == pytest.approx([*(1e-3 * step / (steps - 1) for step in range(1, steps)), 1e-5])
 
 
-def test_a_warmup_that_fits_is_left_as_it_is(start: Start) -> None:
+def test_a_warmup_that_fits_is_unchanged(start: Start) -> None:
     ((_, warnings, _),) = start(False, precision="32", steps=3, more=("model.optim.sched.warmup_steps=2",))
     assert warnings == []
     logged = map(json.loads, (start.folder / "metrics.jsonl").read_text().splitlines())

@@ -54,7 +54,7 @@ def fail_on_rank(culprit: int) -> list[str | None]:
     ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}", doing="at work")]
 
 
-def test_every_rank_hears_what_went_wrong(ranks: RankPool) -> None:
+def test_every_rank_gets_the_error(ranks: RankPool) -> None:
     first, second = ranks.run(2, fail_on_rank, 1)
     together = [
         "RuntimeError: not written: OSError: disk of rank 1 is full",

@@ -140,14 +140,14 @@ def two_ranks(tmp_path: Path) -> TwoRanks:
     return run
 
 
-def test_work_may_take_longer_than_the_timeout_of_a_collective(two_ranks: TwoRanks) -> None:
+def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(two_ranks: TwoRanks) -> None:
     for seconds, said, _ in two_ranks("long work"):
         assert said == "from rank 0, [0, 1]"
         assert seconds > 4 * WORK
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_a_rank_that_is_gone_or_stopped_is_named(end: str, two_ranks: TwoRanks) -> None:
+def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
     (_, nothing, pid), (_, said, _) = two_ranks(end)
     assert nothing == "nothing"
     assert said == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
@@ -166,12 +166,12 @@ def test_a_rank_that_is_gone_or_stopped_is_named(end: str, two_ranks: TwoRanks) 
         ),
     ],
 )
-def test_the_rank_that_holds_the_store_is_gone_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
+def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
     _, (_, said, _) = two_ranks(end, tcp=True)
     assert said == Naming("RuntimeError", "store", *names)
 
 
-def test_a_rank_that_never_comes_is_named(two_ranks: TwoRanks) -> None:
+def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
     _, (seconds, said, _) = two_ranks("late")
     assert said == Naming("RuntimeError", "0", "1", "look")
     assert seconds >= TIMEOUT

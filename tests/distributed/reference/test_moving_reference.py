@@ -62,7 +62,7 @@ def save_or_load(
         pytest.param(ADAPTERS, Layout(tensor=2), 2, id="adapters and another base, tp2"),
     ],
 )
-def test_fp32_values_come_back_at_another_layout(
+def test_fp32_values_are_restored_at_another_layout(
     settings: LoRASettings | None, layout: Layout, ranks_of_layout: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     ranks.run(1, save_or_load, Layout(), tiny_llama, settings, tmp_path, True, True)

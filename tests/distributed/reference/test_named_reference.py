@@ -142,7 +142,7 @@ def test_log_probs_are_those_of_transformers_and_peft(
     assert mean == pytest.approx(sum(its_own) / len(its_own), rel=1e-4)
 
 
-def test_adapters_on_experts_that_ranks_share(
+def test_adapters_on_sharded_experts(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], dpo_rows: Path, tmp_path: Path
 ) -> None:
     """They are not trained, and become part of the weights: any layout will do."""
@@ -174,7 +174,7 @@ def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str
         logger.removeHandler(handler)
 
 
-def test_trained_adapters_on_a_base_model_that_they_do_not_name(
+def test_trained_adapters_on_another_base_model(
     ranks: RankPool, folders: dict[str, Path], dpo_rows: Path, tmp_path: Path
 ) -> None:
     """The configuration names both, so both are used; a warning says that they were not made for each other."""

@@ -153,7 +153,7 @@ def model_that_changes(folder: Path) -> list[str]:
     return found
 
 
-def test_a_reference_that_is_not_the_same_any_more_is_not_read_again(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_changed_reference_does_not_use_the_cache(ranks: RankPool, tmp_path: Path) -> None:
     ((changed, gone),) = ranks.run(1, model_that_changes, tmp_path)
     for text in (changed, gone):
         assert_names(text, str(tmp_path / "model"), "changed or are gone", "restore", "same command")
@@ -190,7 +190,7 @@ def two_jobs(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_life_of_a_cache(ranks: RankPool, tmp_path: Path) -> None:
     (found,) = ranks.run(1, on_one_rank, tmp_path)
     assert found["evaluated"] == 7, "the third batch is the first one again"
     assert found["equal"]
@@ -209,11 +209,11 @@ def test_a_cache_from_beginning_to_end(ranks: RankPool, tmp_path: Path) -> None:
     assert found["about"]
 
 
-def test_other_weights_of_equal_size_and_time_have_log_probs_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
+def test_other_weights_of_equal_size_and_time_have_separate_log_probs(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(1, on_other_weights, tmp_path) == [[4, 0, 4, 4]]
 
 
-def test_two_jobs_do_not_compute_the_same_rows(ranks: RankPool, tmp_path: Path) -> None:
+def test_two_jobs_do_not_evaluate_the_same_sequences(ranks: RankPool, tmp_path: Path) -> None:
     (found,) = ranks.run(1, two_jobs, tmp_path)
     assert found == {"other rows are not waited for": True, "waited": True, "rows": 4}
 
@@ -230,11 +230,11 @@ def on_a_rank_of_two(folder: Path) -> tuple[int, bool, int]:
     return session.evaluated, torch.equal(session.reference.logprobs(theirs), logp(theirs)), session.evaluated
 
 
-def test_ranks_share_what_they_compute(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_share_evaluated_log_probs(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, on_a_rank_of_two, tmp_path) == [(3, True, 3)] * 2
 
 
-def test_padding_is_not_in_the_key_and_labels_are() -> None:
+def test_cache_keys_depend_on_labels_but_not_on_padding() -> None:
     from nemo_kto.models.engine.cached_reference import sequence_keys
 
     rows = make_rows(5, 3)
@@ -246,7 +246,7 @@ def test_padding_is_not_in_the_key_and_labels_are() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
-def test_a_reference_that_is_mixed_with_the_policy(alpha: float) -> None:
+def test_a_reference_mixed_with_the_policy(alpha: float) -> None:
     from nemo_kto.models.engine.reference import SwappedWeights
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))

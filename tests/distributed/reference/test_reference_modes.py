@@ -60,7 +60,9 @@ def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_p
         ),
     ],
 )
-def test_every_mode_gives_one_trajectory(algorithm: str, adapters: list[str], steps: int, job: Callable[[str], Job]) -> None:
+def test_every_mode_gives_the_same_trajectory(
+    algorithm: str, adapters: list[str], steps: int, job: Callable[[str], Job]
+) -> None:
     run = job(algorithm)
     overrides = [*adapters, f"trainer.{algorithm}.max_steps={steps}"]
     swapped = run(*overrides)
@@ -90,7 +92,7 @@ def kl_estimates(folder: Path) -> list[float]:
         pytest.param(2, ["model.tensor_model_parallel_size=2"], id="tp2", marks=pytest.mark.full),
     ],
 )
-def test_a_cache_that_is_filled_epoch_by_epoch_gives_the_numbers_of_a_swap(
+def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
     world_size: int, overrides: list[str], job: Callable[[str], Job], tmp_path: Path
 ) -> None:
     """In the second epoch too, where the reference is evaluated after the policy has moved.
@@ -106,7 +108,7 @@ def test_a_cache_that_is_filled_epoch_by_epoch_gives_the_numbers_of_a_swap(
     assert kl_estimates(run.folder / "2")[:3] == kl_estimates(run.folder / "1")[:3]
 
 
-def test_a_run_that_is_resumed_without_its_cache_computes_what_is_left(job: Callable[[str], Job], tmp_path: Path) -> None:
+def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str], Job], tmp_path: Path) -> None:
     """From the middle of the first epoch: the rest of it beforehand, and the second one when it begins."""
     run, first, second = job("kto"), tmp_path / "first", tmp_path / "second"
     given = [*TWO_EPOCHS, CACHED, "trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=4"]
@@ -119,7 +121,7 @@ def test_a_run_that_is_resumed_without_its_cache_computes_what_is_left(job: Call
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
-def test_a_cache_serves_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
+def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
     """In ten steps, the rows of the second epoch with KL rows of their own as well."""
     length, run = f"trainer.kto.max_steps={steps}", job("kto")
     swapped = run(length)
@@ -159,7 +161,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     return [before_training[0], evaluated[0] - before_training[0]]
 
 
-def test_the_reference_is_evaluated_once_and_for_the_first_epoch_before_the_optimizer_exists(
+def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     def passes(number: int, *overrides: str) -> list[int]:
@@ -174,7 +176,7 @@ def test_the_reference_is_evaluated_once_and_for_the_first_epoch_before_the_opti
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 
-def test_rows_of_one_kind(job: Callable[[str], Job], tmp_path: Path) -> None:
+def test_examples_with_one_label(job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("kto")
     for preference, absent in (("chosen", "rejected"), ("rejected", "chosen")):
         rows = [json.loads(line) for line in run.rows.read_text().splitlines()]
@@ -203,9 +205,7 @@ def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tm
     "modes",
     [pytest.param(("adapter",), id="adapter"), pytest.param(("swap", "cached"), id="others", marks=pytest.mark.full)],
 )
-def test_adapters_that_come_trained_are_the_reference(
-    modes: tuple[str, ...], job: Callable[[str], Job], tmp_path: Path
-) -> None:
+def test_pretrained_adapters_are_the_reference(modes: tuple[str, ...], job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
     first = ("trainer.dpo.max_steps=3", "export.enabled=true", f"export.path={tmp_path / 'hf'}")
     run(*LORA, *first, folder=tmp_path / "first")
@@ -251,7 +251,7 @@ def test_another_model_of_another_shape_is_refused(
     )
 
 
-def test_a_moving_reference(job: Callable[[str], Job]) -> None:
+def test_synced_reference(job: Callable[[str], Job]) -> None:
     run, short = job("dpo"), "trainer.dpo.max_steps=3"
     stays = run(short)
     replaced = run(short, "model.reference.sync_interval=2", "model.reference.sync_alpha=1.0")
@@ -267,7 +267,7 @@ def test_a_moving_reference(job: Callable[[str], Job]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", pytest.param("adapters on another base", marks=pytest.mark.full)])
-def test_a_run_with_a_moving_reference_goes_on_exactly(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
+def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
     moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
     if kind != "model":  # what is frozen in the policy moves in the reference

@@ -45,7 +45,7 @@ def partners_here() -> dict[str, torch.Tensor]:
     return partners
 
 
-def test_ranks_with_more_and_fewer_pairs_and_an_invalid_one(ranks: RankPool) -> None:
+def test_ranks_with_unequal_numbers_of_pairs_and_an_invalid_pair(ranks: RankPool) -> None:
     results = ranks.run(2, partners_here)
     valid = torch.tensor(VALID)
     expected = rank_partners(*(values[valid] for values in log_ratios()))

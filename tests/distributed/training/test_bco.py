@@ -25,7 +25,7 @@ def saved_rewards(folder: Path, step: int) -> dict[str, float]:
     return dict(info["trainer"]["objective"]["rewards"])
 
 
-def test_delta_is_the_mean_of_all_rewards_and_a_killed_run_goes_on_with_it(
+def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     """Each step's rewards are of the weights before it, so that the passes before the step and in it see the same ones."""
@@ -77,7 +77,9 @@ def with_unknown_references(steps: set[int], *arguments: Any) -> None:
         train(*arguments)
 
 
-def test_rewards_of_a_skipped_step_are_in_no_mean(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_rewards_of_a_skipped_step_are_not_in_the_mean(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
     ranks.run(
         1, with_unknown_references, {2, 3}, tiny_llama, kto_rows, tmp_path, 1, [*BCO, "trainer.kto.limit_val_batches=0"]
     )
@@ -89,9 +91,7 @@ def test_rewards_of_a_skipped_step_are_in_no_mean(ranks: RankPool, tiny_llama: P
     assert [saved_rewards(tmp_path, step)["count"] for step in (2, 4, 5)] == [16, 32, 48]
 
 
-def test_runs_of_other_losses_have_nothing_to_keep(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
+def test_other_losses_save_no_rewards(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0"])
     info = json.loads((tmp_path / "checkpoints/step_000001/trainer.json").read_text())
     assert "objective" not in info["trainer"]

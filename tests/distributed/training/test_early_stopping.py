@@ -29,7 +29,7 @@ def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
     return output.getvalue()
 
 
-def test_a_run_that_no_longer_improves(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first, second = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])
     assert second == "", "only rank 0 prints"

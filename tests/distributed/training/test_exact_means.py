@@ -86,7 +86,7 @@ def test_the_loss_with_an_sft_term_does_not_depend_on_the_global_batch(ranks: Ra
             assert metrics == pytest.approx(expected, rel=1e-6), size
 
 
-def test_tokens_of_kl_examples_are_not_among_those_that_are_trained_on(ranks: RankPool, tiny_llama: Path) -> None:
+def test_tokens_of_kl_examples_are_not_counted_as_trained(ranks: RankPool, tiny_llama: Path) -> None:
     samples, kl_samples = ROWS * WIDTH, ROWS * (WIDTH + 2)
     (found,) = ranks.run(1, work_of_a_batch, tiny_llama)
     assert found == {"tokens": samples, "kl_tokens": kl_samples, "padded_tokens": samples + kl_samples}

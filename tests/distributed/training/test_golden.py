@@ -29,7 +29,7 @@ def test_three_steps(name: str, logged: dict[str, golden.Trajectory]) -> None:
     assert_same(ours, expected, steps=golden.STEPS, first=TOLERANCE)
 
 
-def test_the_file_holds_no_other_loss_and_a_reference_point() -> None:
+def test_the_golden_file_has_exactly_the_losses() -> None:
     found = golden.read()
     assert sorted(found) == sorted(f"{algorithm}-{loss}" for algorithm, loss in golden.LOSSES)
     assert max(step["train/kl"] for step in found["kto-kto"]) > 0.01, "a reference point that is clamped protects nothing"

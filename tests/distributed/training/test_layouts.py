@@ -314,7 +314,7 @@ def tours(
         *(pytest.param(name, 10, marks=pytest.mark.full) for name in RUNS if name != "orpo"),  # no margin of 0.05 by then
     ],
 )
-def test_one_rank_starts_at_the_reference_and_learns(name: str, number: int, tours: Tours) -> None:
+def test_training_starts_at_the_reference_and_learns(name: str, number: int, tours: Tours) -> None:
     steps, (_, _, first_loss) = trajectory(tours(name, "one_rank", number)), RUNS[name]
     assert len(steps) == number
     assert all(f"val/{each}_loss" in step for step in steps[min(number, 5) - 1 :: 5] for each in ("first", "second"))
@@ -358,7 +358,7 @@ def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> No
         *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in QUICK),
     ],
 )
-def test_a_resumed_run_is_the_same_to_the_last_bit(name: str, layout: str, steps: int, tours: Tours) -> None:
+def test_a_resumed_run_is_bitwise_equal(name: str, layout: str, steps: int, tours: Tours) -> None:
     whole, resumed = tours(name, layout, steps), tours.resumed(name, layout, steps)
     assert {checkpoint.name for checkpoint in (resumed / "checkpoints").iterdir()} == {
         checkpoint.name for checkpoint in (whole / "checkpoints").iterdir()
@@ -368,7 +368,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(name: str, layout: str, steps
     assert all(torch.equal(values, expected[weight]) for weight, values in weights(resumed / "hf").items())
 
 
-def test_the_page_names_what_is_tested() -> None:
+def test_parallelism_page_lists_the_tested_layouts() -> None:
     """Each line of its table is a run, with the layouts at which it is compared."""
     from tests.distributed.models import test_experts
 

@@ -103,7 +103,7 @@ def train_with_forked_workers(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "size"), [("kto", 2), pytest.param("dpo", 1, marks=pytest.mark.full)])
-def test_processes_that_read_ahead_change_no_number(
+def test_loader_workers_change_no_number(
     algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     """Each set has processes of its own, kept from one validation to the next."""
@@ -114,9 +114,7 @@ def test_processes_that_read_ahead_change_no_number(
     assert validations(ranks, tiny_llama, files, tmp_path / "workers", algorithm, *given, size=size, job=job) == alone
 
 
-def test_early_stopping_on_two_ranks_looks_at_the_set_that_is_named(
-    ranks: RankPool, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_early_stopping_on_two_ranks_monitors_the_named_set(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     files, folder = files_of(tmp_path, "kto"), tmp_path / "run"
     params = "exp_manager.early_stopping_callback_params={monitor: val_harmless_loss, min_delta: 9, patience: 1}"
     stopping = ["exp_manager.create_early_stopping_callback=true", params]
@@ -138,7 +136,7 @@ def resumed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
     return ""
 
 
-def test_a_resumed_run_has_the_same_sets(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_validation_sets(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     files, folder = files_of(tmp_path, "kto"), tmp_path / "run"
     given = [*SETTINGS, "trainer.kto.limit_val_batches=1", "trainer.kto.save_interval=1"]
 

@@ -53,7 +53,7 @@ def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:
     return [("DPOTrainer.fit" if index == first else name, file) for index, (name, file) in enumerate(walk)][first:]
 
 
-def test_the_walk_is_as_documented(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_the_documented_calls_are_those_of_a_step(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     (walk,) = ranks.run(1, walked, tiny_llama, kto_rows, tmp_path / "run")
     assert walk == documented()
     assert len(walk) - 1 <= MOST_CALLS
