@@ -16,7 +16,7 @@ from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l
 
 from nemo_kto.device import device, kernels, patches
 from nemo_kto.distributed import gradients
-from tests.distributed.test_no_waiting import Asked
+from tests.distributed.training.test_no_waiting import Asked
 from tests.helpers.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
