@@ -228,14 +228,10 @@ def test_losses_that_sort(said: Said) -> None:
 
 
 def test_losses_that_take_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BCO's own function by its path: for pairs there is no delta, and who does not say so is not given any."""
-    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses, needs_delta=True), raising=False)
-    monkeypatch.setattr(kto_losses, "SILENT", Loss(function=kto_losses.bco_losses), raising=False)
-    own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
+    """BCO's own function by its path: for pairs there is no delta."""
+    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses), raising=False)
+    own = "nemo_kto.losses.kto.OWN"
     assert said(f"model.kto.preference_loss={own}") == []
     assert said(f"model.dpo.preference_loss={own}", recipe=DPO) == [
-        Message("model.dpo.preference_loss", "needs_delta", "dpo", f"{own}")
-    ]
-    assert said(f"model.kto.preference_loss={silent}") == [
-        Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", f"{silent}")
+        Message("model.dpo.preference_loss", "delta", "dpo", f"{own}")
     ]
