@@ -157,7 +157,7 @@ def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
 
 
 def reward_sums(log_ratios_N: Tensor, valid_N: Tensor, *, beta: float) -> dict[str, Tensor]:
-    """Return the sums for delta of :func:`bco_losses` over valid examples: ``reward_sum`` (float64), ``reward_rows`` (int64).
+    """Return the sums for delta of :func:`bco_losses` over valid examples: ``reward_sum`` (float64), ``reward_rows``.
 
     Examples:
         >>> sums = reward_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]), beta=0.5)

@@ -59,10 +59,12 @@ class Loss:
         if len(partners) != (2 if self.sorts else 0):
             raise ValueError("a loss must have sorts exactly if its function takes first_partners_P and second_partners_P")
         if self.sorts and not self.needs_reference:
-            raise ValueError("a loss that sorts log-ratios must have needs_reference=True")
+            raise ValueError("a loss that sorts log-ratios must take a reference (needs_reference=True)")
         if self.anchor and not self.needs_reference:
             meanings = {"z0": "an estimate of KL(policy || reference)", "delta": "a mean of beta (log pi - log pi_ref)"}
-            raise ValueError(f"a loss that takes {self.anchor}, {meanings[self.anchor]}, must have needs_reference=True")
+            raise ValueError(
+                f"a loss that takes {self.anchor}, {meanings[self.anchor]}, must take a reference (needs_reference=True)"
+            )
 
     @cached_property
     def _keywords(self) -> dict[str, inspect.Parameter]:

@@ -172,8 +172,8 @@ def rpo_fwd_kl_losses(
     return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
 
 
-# Losses with a target for each answer rather than only for the difference of the two. Pairs only ensure that both answers have
-# the same weight: all of these losses except APO-down could be used without pairs.
+# Losses with a target for each answer rather than only for the difference of the two. Pairs only ensure that both answers
+# have the same weight: all of these losses except APO-down could be used without pairs.
 
 
 def nca_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
@@ -243,8 +243,8 @@ def simpo_losses(
 
         - log sigmoid(beta h - gamma)
 
-    gamma is simpo_gamma, the margin by which the chosen answer must win. The paper uses a beta of 2 to 2.5, more than is usual
-    with a reference. With e above 0 the loss is smoothed as in :func:`dpo_losses`.
+    gamma is simpo_gamma, the margin by which the chosen answer must win. The paper uses a beta of 2 to 2.5, more than is
+    usual with a reference. With e above 0 the loss is smoothed as in :func:`dpo_losses`.
     """
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 

@@ -148,13 +148,15 @@ class Recipe(ABC):
             UserError: there is no such loss, it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
-        must = f"must be a loss whose function takes {', '.join(sorted(self.loss_inputs))} by keyword, got {name}"
+        problems = []
         if missing := self.loss_inputs - loss.inputs:
-            raise UserError(f"{must}, which does not take {', '.join(sorted(missing))}")
+            problems.append(f"which does not take {', '.join(sorted(missing))}")
         if foreign := loss.inputs - self.loss_inputs - self.optional_inputs:
-            optional = ", ".join(sorted(self.optional_inputs))
-            takes = f"which also takes {', '.join(sorted(foreign))}"
-            raise UserError(f"{must}, {takes}; `nemo-kto {self.name}` can pass in addition only {optional}")
+            problems.append(f"which takes {', '.join(sorted(foreign))}, unknown to `nemo-kto {self.name}`")
+        if problems:
+            required, optional = (", ".join(sorted(names)) for names in (self.loss_inputs, self.optional_inputs))
+            text = f"must be a loss whose function takes {required} by keyword, and optionally {optional}"
+            raise UserError(f"{text}; got {name}, {' and '.join(problems)}")
         try:
             _ = loss.options
         except (NameError, TypeError) as error:
