@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 from tests.unit.algorithms.parts import Run
@@ -89,7 +89,7 @@ def test_ranks_decide_together() -> None:
     for early, value in ((first, 1.0), (second, 1.0)):
         early.update({"loss": value}, step=1)
     for early, value in ((first, 1.0 - 1e-9), (second, 1.0)):
-        early.agree = lambda answer: max(answer, 1)
+        early.reduce_max = lambda answer: max(answer, 1)
         early.update({"loss": value}, step=2)
     assert first.reason == second.reason == Message("val_loss", "last", "validation", "1.0000", "1")
 

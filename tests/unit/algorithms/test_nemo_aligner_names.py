@@ -130,7 +130,7 @@ def test_an_invalid_section() -> None:
         TrainerConfig.of(
             {**{k: v for k, v in SECTION.items() if k != "save_interval"}, "save_intervall": 3, "global_batch_size": 2}
         )
-    with pytest.raises(ValueError, match=r"look at global_batch_size$"):
+    with pytest.raises(ValueError, match=r"missing: global_batch_size$"):
         TrainerConfig.of(SECTION)
     wanted: dict[str, Any] = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
     assert TrainerConfig.of(SECTION, global_batch_size=2) == TrainerConfig(**wanted, global_batch_size=2)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, ThroughputCallback
-from nemo_kto.algorithms.step_log import StepLog
+from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, StepLog, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from tests.helpers.messages import Message

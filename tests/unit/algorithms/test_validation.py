@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from tests.helpers.messages import assert_names, raises
 from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_stops import resumed, stopped
