@@ -133,7 +133,7 @@ def use(found: Checkpoint) -> None:
     main(["verify", str(found.folder)])
 
 
-def said_of(checkpoint: Path) -> str | None:
+def errors_of(checkpoint: Path) -> str | None:
     """What is said of a checkpoint that is used; any error but these two is a defect."""
     try:
         use(read_checkpoint(checkpoint))
@@ -143,7 +143,7 @@ def said_of(checkpoint: Path) -> str | None:
 
 
 def test_saved_values_are_accepted(checkpoint: Path) -> None:
-    assert said_of(checkpoint) is None
+    assert errors_of(checkpoint) is None
 
 
 @pytest.mark.parametrize("place", list(places(INFO)), ids=lambda place: ".".join(map(str, place)))
@@ -163,7 +163,7 @@ def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], ch
             write(checkpoint, changed)
         except (RecursionError, ValueError):  # cannot be written as JSON at all
             continue
-        if (told := said_of(checkpoint)) is not None:
+        if (told := errors_of(checkpoint)) is not None:
             assert_names(told, "trainer.json")
             assert len(told) < 1000
 

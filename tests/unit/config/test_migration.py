@@ -14,7 +14,7 @@ from nemo_kto.config.migration_tables import ALIASES, ALIGNER
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.utils.field_errors import names
 from tests.helpers.messages import Message
-from tests.unit.conftest import Said, composed, mistakes
+from tests.unit.conftest import FindErrors, composed, mistakes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = REPOSITORY / "tests/data/nemo_aligner"  # names and values of the files of NeMo-Aligner
@@ -255,13 +255,13 @@ def test_the_table_has_every_key_of_the_aligner_files(recipe: Recipe) -> None:
     assert known == compose.known_keys(theirs)
 
 
-def test_a_default_value_of_another_loss_is_accepted(said: Said) -> None:
+def test_a_default_value_of_another_loss_is_accepted(find_errors: FindErrors) -> None:
     given = ["model.dpo.gt_reward_scale=1", "model.data.default_chosen_reward=1", "model.data.default_rejected_reward=0"]
-    assert said(*given, recipe=DPO) == []
+    assert find_errors(*given, recipe=DPO) == []
 
 
-def test_a_constant_learning_rate_has_no_final_phase(said: Said) -> None:
-    assert said("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
+def test_a_constant_learning_rate_has_no_final_phase(find_errors: FindErrors) -> None:
+    assert find_errors("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
         Message("model.optim.sched.constant_steps", "0", "min_lr", "5")
     ]
 

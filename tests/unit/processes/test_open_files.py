@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.errors import UserError
 from nemo_kto.processes.open_files import MIN_FILES, explained, raise_limit
 from tests.helpers.messages import assert_names
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 
 def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
@@ -36,10 +36,10 @@ def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
     return json.loads(answer)
 
 
-def test_a_too_low_limit_is_reported_before_the_start(said: Said) -> None:
-    (mistake,) = limited(64, 64, said)
+def test_a_too_low_limit_is_reported_before_the_start(find_errors: FindErrors) -> None:
+    (mistake,) = limited(64, 64, find_errors)
     assert_names(mistake, "ulimit -n", f"at least {MIN_FILES}", "got 64", "ulimit -n 4096")
-    assert limited(64, MIN_FILES, said) == []
+    assert limited(64, MIN_FILES, find_errors) == []
 
 
 def test_the_limit_is_raised_to_the_hard_limit() -> None:

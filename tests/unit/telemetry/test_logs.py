@@ -12,7 +12,7 @@ import pytest
 
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+pytestmark = pytest.mark.usefixtures("restore_logging")
 
 
 class Terminal(io.StringIO):
