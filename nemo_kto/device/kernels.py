@@ -100,7 +100,7 @@ def slow_paths(
     dtype: torch.dtype,
     *,
     tensor_parallel: int,
-    not_in_engine: Sequence[str] = (),
+    unsupported_by_te: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU.
@@ -108,16 +108,16 @@ def slow_paths(
     Args:
         dtype: dtype of the model.
         tensor_parallel: tensor-parallel size.
-        not_in_engine: features of the model that Transformer Engine's layers do not support.
+        unsupported_by_te: features of the model that Transformer Engine's layers do not support.
         environment: environment variables.
     """
     if not device.on_gpu():
         return []
-    found, engine = [], uses_transformer_engine(dtype) and not not_in_engine
+    found, engine = [], uses_transformer_engine(dtype) and not unsupported_by_te
     if dtype == torch.float32:
         found.append("fp32: no tensor cores; trainer.precision=bf16 is many times faster")
-    elif not_in_engine:
-        found.append(f"layers without Transformer Engine's kernels, which lack {' and '.join(not_in_engine)}")
+    elif unsupported_by_te:
+        found.append(f"layers without Transformer Engine's kernels, which lack {' and '.join(unsupported_by_te)}")
     elif not engine:
         found.append("layers without Transformer Engine's kernels; install transformer-engine[pytorch]")
     if not engine and not adds_products():

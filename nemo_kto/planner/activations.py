@@ -140,7 +140,7 @@ class Activations:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
         # otherwise the core attention saves its inputs: queries, and two views
-        rotates_before = core or (self.on_gpu and not architecture.not_in_engine)
+        rotates_before = core or (self.on_gpu and not architecture.unsupported_by_te)
         # attention in blocks does not save its output; the output projection saves it if it needs its input
         output = query * (not architecture.attends_in_blocks or self._keeps_input("o_proj"))
         # the fused queries, keys and values, of which the values are a view, and the output

@@ -91,11 +91,11 @@ def test_each_slow_path_is_a_line(
 def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": False})
     parts = ["norms over all heads", "a clamped activation"]
-    assert kernels.slow_paths(BF16, tensor_parallel=1, not_in_engine=parts, environment={}) == [
+    assert kernels.slow_paths(BF16, tensor_parallel=1, unsupported_by_te=parts, environment={}) == [
         Message("layers", "Transformer Engine", *parts),
         NO_ADDING,
     ]
-    assert kernels.slow_paths(FP32, tensor_parallel=1, not_in_engine=parts, environment={})[0] == SLOW_TYPE
+    assert kernels.slow_paths(FP32, tensor_parallel=1, unsupported_by_te=parts, environment={})[0] == SLOW_TYPE
 
 
 @pytest.mark.parametrize("apex", [False, True])
