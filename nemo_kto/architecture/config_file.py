@@ -97,10 +97,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
-    types, layers, rotates = (config.get(name) for name in ("layer_types", "num_hidden_layers", "no_rope_layers"))
-    if None not in (types, layers) and len(types) != layers:
+    types, layers, rotates = config.get("layer_types"), config.get("num_hidden_layers"), config.get("no_rope_layers")
+    if types is not None and layers is not None and len(types) != layers:
         raise ValueError(f"layer_types must name one type for each of the {layers} layers, got {len(types)}; {_REMEDY}")
-    if None not in (rotates, layers) and len(rotates) < layers:
+    if rotates is not None and layers is not None and len(rotates) < layers:
         raise ValueError(f"no_rope_layers must have a 0 or 1 for each of {layers} layers, got {len(rotates)}; {_REMEDY}")
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, width = config.get("hidden_size"), config.get("head_dim")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 ABSENT: Any = None  # default of fields that may be absent but not null
 
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
-ExpertCount = LayerCount = Annotated[int, Ge(1), Le(10_000)]  # each is looked up by name in the files
+PartCount = Annotated[int, Ge(1), Le(10_000)]  # of layers or experts, each of which is looked up by name in the files
 Positive = Annotated[float, Gt(0)]
 Indices = list[Annotated[int, Ge(0)]]
 Flags = list[Annotated[int, Ge(0), Le(1)]]
@@ -66,7 +66,7 @@ class ModelFields(BaseModel):
     vocab_size: Count = ABSENT
     max_position_embeddings: Count = ABSENT
     original_max_position_embeddings: Count = ABSENT
-    num_hidden_layers: LayerCount = ABSENT
+    num_hidden_layers: PartCount = ABSENT
     num_attention_heads: Count = ABSENT
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
@@ -89,4 +89,4 @@ class ModelFields(BaseModel):
     no_rope_layers: Flags | None = None
     no_rope_layer_interval: Count = ABSENT
     num_experts_per_tok: Count = ABSENT
-    num_local_experts: ExpertCount = ABSENT
+    num_local_experts: PartCount = ABSENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_kto.architecture.families.fields import ABSENT, Count, ExpertCount, Indices, ModelFields
+from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, PartCount
 from nemo_kto.architecture.families.mappings import DENSE, qk_norms, separate_experts, shared_expert, sparse, with_experts
 from nemo_kto.architecture.families.table import ExpertFields, Family, Split, window_by_layer_type, window_everywhere
 
@@ -10,7 +10,7 @@ from nemo_kto.architecture.families.table import ExpertFields, Family, Split, wi
 class QwenMoeFields(ModelFields):
     """Fields of config.json; layers have experts except ``mlp_only_layers``, or every ``decoder_sparse_step``-th has."""
 
-    num_experts: ExpertCount = ABSENT
+    num_experts: PartCount = ABSENT
     moe_intermediate_size: Count = ABSENT
     shared_expert_intermediate_size: Count = ABSENT
     decoder_sparse_step: Count = ABSENT
