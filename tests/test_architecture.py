@@ -356,7 +356,7 @@ def plant(root: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("rule", OFFENCES)
-def test_every_planted_offence_is_reported_at_once(rule: str, tmp_path: Path) -> None:
+def test_every_planted_violation_is_reported(rule: str, tmp_path: Path) -> None:
     plant(tmp_path, {name: text for name, text, _ in OFFENCES[rule]})
     report = "\n".join(SCANS[rule](tmp_path))
     missed = [expected for _, _, expected in OFFENCES[rule] if expected not in report]
@@ -437,7 +437,7 @@ SHARED = (
 
 
 @pytest.mark.parametrize("file", SHARED)
-def test_what_algorithms_share_knows_of_no_one_of_them(file: str) -> None:
+def test_shared_code_does_not_depend_on_an_algorithm(file: str) -> None:
     """The loop, the engine, the reference and the command line are those of every algorithm: a name of KTO's is a leak."""
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

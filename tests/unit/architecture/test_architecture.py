@@ -81,7 +81,7 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
 
 
-def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
+def test_features_that_transformer_engine_lacks(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te
         for name in (
@@ -230,7 +230,7 @@ def test_gemma3_has_two_ropes(
     assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
 
 
-def test_head_size_of_its_own(tmp_path: Path) -> None:
+def test_explicit_head_size(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **of("Qwen3ForCausalLM"), head_dim=32), tensor_parallel=1)
     assert read.head_dim == 32
     assert read.sizes["query"] == 256
@@ -274,7 +274,7 @@ def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
-def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channels: int) -> None:
+def test_phi3_with_partial_rotation(tmp_path: Path, part: float, channels: int) -> None:
     phi3 = folder(tmp_path, **of("Phi3ForCausalLM"), partial_rotary_factor=part, pad_token_id=0)
     frequencies = [5e5 ** -(channel / channels) for channel in range(0, channels, 2)]
     assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
@@ -297,7 +297,7 @@ LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_pos
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
     ],
 )
-def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
+def test_an_attention_factor_of_some_layers_is_in_the_rotary_table(
     tmp_path: Path, architecture: str, changes: dict[str, Any], in_table: bool
 ) -> None:
     given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -325,7 +325,7 @@ def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> 
         (6, 1, 4, (24, 4)),  # six query heads cannot be shared out over four ranks
     ],
 )
-def test_heads_are_padded_only_where_ranks_cannot_share_them_out(
+def test_heads_are_padded_only_if_ranks_cannot_divide_them(
     tmp_path: Path, heads: int, groups: int, tensor_parallel: int, padded: tuple[int, int]
 ) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 8}
@@ -398,7 +398,7 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts) as error:
         read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
     assert str(tmp_path / "config.json") in str(error.value)

@@ -288,11 +288,11 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "texts"), BROKEN, ids=lambda value: str(value)[:50])
-def test_a_rule_that_is_broken(said: Said, overrides: list[str], world_size: int, texts: list[Message]) -> None:
+def test_violated_rules(said: Said, overrides: list[str], world_size: int, texts: list[Message]) -> None:
     assert said(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
 
 
-def test_the_other_algorithms_have_the_same_rules(said: Said, other: Recipe) -> None:
+def test_violated_rules_of_other_algorithms(said: Said, other: Recipe) -> None:
     for overrides, world_size, _ in BROKEN:
         assert said(*of(other, overrides), recipe=other, ranks=world_size) == [
             text.replace(".kto.", f".{other.name}.") for text in said(*of(KTO, overrides), ranks=world_size)
@@ -324,11 +324,11 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:50])
-def test_what_is_right_passes(said: Said, overrides: list[str], world_size: int) -> None:
+def test_valid_settings_pass(said: Said, overrides: list[str], world_size: int) -> None:
     assert said(*of(KTO, overrides), ranks=world_size) == []
 
 
-def test_what_is_right_passes_with_the_other_algorithms(said: Said, other: Recipe) -> None:
+def test_valid_settings_pass_with_other_algorithms(said: Said, other: Recipe) -> None:
     wrong = {
         str(overrides): given
         for overrides, world_size in RIGHT
@@ -337,7 +337,7 @@ def test_what_is_right_passes_with_the_other_algorithms(said: Said, other: Recip
     assert wrong == {}
 
 
-def test_everything_is_found_at_once(said: Said, recipe: Recipe) -> None:
+def test_all_errors_are_reported_together(said: Said, recipe: Recipe) -> None:
     wrong = [
         "trainer.precision=8",
         "exp_manager.checkpoint_callback_params.mode=best",
@@ -365,7 +365,7 @@ def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.Monke
     ]
 
 
-def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_gpus(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 0)
     assert said("trainer.accelerator=gpu") == [
         Message("trainer.accelerator", "cpu", "auto", "GPUs", "torch", "gpu"),
@@ -378,7 +378,7 @@ def test_gpus_of_this_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> No
     assert said("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
 
 
-def test_ranks_that_see_one_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_one_visible_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 1)
     two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
     assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
@@ -413,13 +413,13 @@ OFFERED = {
 
 
 @pytest.mark.parametrize("metric", ["val_los", "loss", "test_loss", "val"])
-def test_a_metric_that_is_none_is_met_with_those_there_are(said: Said, recipe: Recipe, metric: str) -> None:
+def test_an_unknown_metric_lists_the_available_ones(said: Said, recipe: Recipe, metric: str) -> None:
     assert said(f"{MONITOR}={metric}", recipe=recipe) == [
         Message(MONITOR, "val_", "train_", f"{OFFERED[recipe.name]}", f"{metric}", "val_loss")
     ]
 
 
-def test_each_metric_that_is_offered_can_be_monitored(said: Said, recipe: Recipe) -> None:
+def test_each_listed_metric_can_be_monitored(said: Said, recipe: Recipe) -> None:
     offered = OFFERED[recipe.name].split(", ")
     assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
     for metric in offered:
@@ -445,7 +445,7 @@ def test_a_metric_of_another_loss(said: Said, loss: str, metric: str, anchor: st
         assert said(f"{MONITOR}=train_{anchor[2:]}", f"model.kto.preference_loss={loss}") == []
 
 
-def test_the_metrics_are_those_that_the_losses_report() -> None:
+def test_listed_metrics_equal_those_of_the_losses() -> None:
     shared = ["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "rewards_chosen_sum"]
     shared += [
         "weighted_preference_loss_sum",

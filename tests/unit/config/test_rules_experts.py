@@ -175,9 +175,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("family", "overrides", "ranks", "texts"), BROKEN, ids=lambda value: str(value)[:60])
-def test_a_rule_that_is_broken(
-    said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
-) -> None:
+def test_violated_rules(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
     assert said(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
@@ -203,7 +201,7 @@ def test_a_rule_that_is_broken(
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"], 2),
     ],
 )
-def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
+def test_valid_gpu_settings_give_no_error(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
     assert said(*given, ranks=ranks) == []
@@ -221,7 +219,7 @@ def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: st
         ("qwen3_moe", {"num_experts": 0}, ["num_experts", "integer", "1", "10000", "0"]),
     ],
 )
-def test_a_configuration_that_is_refused(tmp_path: Path, family: str, changes: dict[str, object], names: list[str]) -> None:
+def test_invalid_gpu_settings(tmp_path: Path, family: str, changes: dict[str, object], names: list[str]) -> None:
     from nemo_kto.architecture.config_file import read_config_file
     from nemo_kto.errors import UserError
 

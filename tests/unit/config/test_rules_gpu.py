@@ -66,7 +66,7 @@ def asked(request: pytest.FixtureRequest) -> Asked:
         ([], OLD, ["2.3", "2.1", *INSTALL]),
     ],
 )
-def test_one_line_each(
+def test_one_error_per_setting(
     asked: Asked, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
     found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
@@ -74,21 +74,21 @@ def test_one_line_each(
     assert found == ([] if nothing else [asked.refused(*(names or ()))])
 
 
-def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
+def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
     told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
     assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
-def test_gpus_that_have_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
+def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
     told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
     assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
     assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
 
 
-def test_sizes_that_can_be_multiplied_in_fp8(
+def test_sizes_supported_in_fp8(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight heads of eight in four groups, MLPs 96 wide: two ranks have 48 of them, and four have 24."""
@@ -136,14 +136,14 @@ def test_packed_rows_with_windows_on_several_ranks(
     assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
 
 
-def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) -> None:
+def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
     cfg = load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'olmo2')}")
     assert [str(mistake) for mistake in fp8_model(cfg)] == [
         Message("model.fp8", "null", "MLP", "all", "olmo2", "e4m3", "leave")
     ]
 
 
-def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_checks_its_installed_packages(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
     with pytest.raises(UserError) as error:
@@ -152,11 +152,11 @@ def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypa
     assert str(error.value) == line
 
 
-def test_nothing_is_said_of_defaults(load: Load) -> None:
+def test_defaults_give_no_error(load: Load) -> None:
     assert list(gpu_rules(load("trainer.precision=32", f"{SHARDED}=false"), CPU)) == []
 
 
-def test_a_command_line_a_rank_and_a_plan_are_refused(
+def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     asked: Asked, said: Said, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = asked.refused("CPU", "GPU", "leave")

@@ -31,7 +31,7 @@ def override(folder: Path, *names: str) -> str:
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "val_helpfull_loss", "val_helpful", "helpful_loss", "val_harmless_los"])
-def test_a_metric_of_no_set_is_met_with_the_right_names(said: Said, recipe: Recipe, sets: str, monitor: str) -> None:
+def test_a_metric_of_an_unknown_set_lists_the_available_ones(said: Said, recipe: Recipe, sets: str, monitor: str) -> None:
     """The default too: which set ranks the checkpoints is for the user to say."""
     assert said(sets, *([] if monitor == "val_loss" else [f"{MONITOR}={monitor}"]), recipe=recipe) == [
         Message(
@@ -46,7 +46,7 @@ def test_each_metric_of_each_set_can_be_monitored(said: Said, recipe: Recipe, se
             assert said(sets, f"{MONITOR}={name}_{metric}", recipe=recipe) == []
 
 
-def test_early_stopping_may_look_at_another_set(said: Said, sets: str) -> None:
+def test_early_stopping_may_monitor_another_set(said: Said, sets: str) -> None:
     given = [sets, f"{MONITOR}=val_helpful_loss", f"{STOPPING}=true", "export.which=best"]
     assert said(*given) == []
     assert said(*given, f"{STOPPED_BY}=val_harmless_kl") == []
@@ -55,7 +55,7 @@ def test_early_stopping_may_look_at_another_set(said: Said, sets: str) -> None:
     ]
 
 
-def test_a_set_where_there_are_none(said: Said) -> None:
+def test_a_set_name_without_validation_sets(said: Said) -> None:
     assert said(f"{MONITOR}=val_helpful_loss") == [
         Message(MONITOR, "val_", "train_", f"{OFFERED['kto']}", "val_helpful_loss", "val_loss")
     ]
@@ -84,11 +84,11 @@ NAMES = "model.data.data_prefix"
         (["math", "math_hard", "chosen", "val", "train", "A", "2024"], []),
     ],
 )
-def test_names_that_metrics_have(said: Said, tmp_path: Path, names: list[str], told: list[str]) -> None:
+def test_set_names_that_collide_with_metrics(said: Said, tmp_path: Path, names: list[str], told: list[str]) -> None:
     assert said(override(tmp_path, *names), f"{MONITOR}=train_loss") == told
 
 
-def test_names_and_files_that_are_wrong_are_told_together(said: Said, tmp_path: Path) -> None:
+def test_invalid_names_and_files_are_reported_together(said: Said, tmp_path: Path) -> None:
     files = f"{{help ful: {tmp_path}/rows.jsonl, a/b: /nowhere/a, preference: [0.5, /nowhere/b]}}"
     found = said(f"model.data.data_prefix={{train: {tmp_path}/rows.jsonl, validation: {files}}}", f"{MONITOR}=val_loss")
     assert found[:-1] == [
@@ -106,7 +106,7 @@ def test_a_set_without_training_rows(said: Said, tmp_path: Path) -> None:
     assert text == Message("model.data.data_prefix", "train", "helpful")
 
 
-def test_all_metrics_that_are_reported_are_known() -> None:
+def test_all_reported_metrics_are_known() -> None:
     ones = dict.fromkeys(["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum"], 2.0)
     ones |= {"weighted_preference_loss_sum": 2.0, "weighted_sft_loss_sum": 2.0}
     ones |= dict.fromkeys([f"{what}_{kind}_sum" for what in ("rewards", "logps") for kind in ("chosen", "rejected")], 2.0)
@@ -123,6 +123,6 @@ def test_all_metrics_that_are_reported_are_known() -> None:
     assert balance_metrics(ones).keys() <= {*OTHER_METRICS}
 
 
-def test_the_page_of_keys_has_the_form() -> None:
+def test_the_configuration_page_documents_the_form() -> None:
     (key,) = [key for key in all_keys(KTO) if key.name == "model.data.data_prefix"]
     assert "validation: {NAME: ...}" in str(key)
