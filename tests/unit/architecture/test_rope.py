@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.rope import Rope, longest_sequence, read_rope
 from nemo_kto.models.layers.rotary import RotaryTable
 from tests.helpers.messages import Message, raises
@@ -86,7 +87,9 @@ def test_frequencies_equal_those_of_a_transformers_model(settings: dict[str, Any
     ],
 )
 def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
-    assert longest_sequence(config) == expected
+    families = {family.name: family for family in FAMILIES.values()}
+    family = families[config.get("model_type", "llama")]
+    assert longest_sequence(family.rope(config, "full_attention")) == expected
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
