@@ -162,9 +162,9 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
-def largest(answer: int) -> int:
-    """Return the maximum of ``answer`` over all ranks; collective."""
-    box = torch.full((), answer, device=device.current_device())  # filled on the device: the host waits only for the result
+def max_over_ranks(value: int) -> int:
+    """Return the maximum of ``value`` over all ranks; collective."""
+    box = torch.full((), value, device=device.current_device())  # filled on the device: the host waits only for the result
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
 

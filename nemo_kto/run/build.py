@@ -29,8 +29,8 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig, fraction_of
 from nemo_kto.algorithms.stopping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, named_checkpoints
-from nemo_kto.checkpoint.distributed import CheckpointManager
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.rules.gpu import check_gpu
 from nemo_kto.config.saved_config import public_config, redacted, save_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
@@ -148,7 +148,7 @@ def build_timer(cfg: RunConfig) -> RunTimer:
         max_time=cfg.trainer.max_time,
         started=ranks.started_at(),
         received=signals.received,
-        agree=state.largest,
+        agree=state.max_over_ranks,
         requeue=cfg.trainer.requeue,
     )
 
@@ -205,10 +205,10 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
             last_checkpoint=last_good,
             logs=state.is_rank_zero(),
         ),
-        early_stopping=build_early_stopping(cfg, agree=state.largest),
+        early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
     if resumed is not None and start.run.checkpoint is not None:
-        with reading(start.run.checkpoint.folder / INFO):
+        with read_errors(start.run.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
 

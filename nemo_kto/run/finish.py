@@ -11,8 +11,8 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, config_folder
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.checkpoint.choose import best_checkpoint
-from nemo_kto.checkpoint.distributed import load_weights_only
+from nemo_kto.checkpoint.discovery import best_checkpoint
+from nemo_kto.checkpoint.manager import load_weights_only
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.distributed import state

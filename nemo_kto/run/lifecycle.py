@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.checkpoint.distributed import checkpoint_dtype
+from nemo_kto.checkpoint.manager import checkpoint_dtype
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
@@ -134,7 +134,7 @@ def stop_run(text: str, cfg: RunConfig) -> NoReturn:
         job = requeue(os.environ) if cfg.trainer.requeue else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
         print(f"nemo-kto: {text}; {how}", file=sys.stderr, flush=True)
-    state.largest(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
+    state.max_over_ranks(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
     raise Stopped
 
 

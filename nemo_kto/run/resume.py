@@ -11,8 +11,8 @@ from pathlib import Path
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -118,7 +118,7 @@ def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig, newest: Che
     facts = facts_of_run(cfg, data, trainer_cfg)
     if newest is None:
         return Resumption(facts=facts)
-    with reading(newest.folder / INFO):
+    with read_errors(newest.folder / INFO):
         changed = differences(_facts_of(newest, facts), facts)
     if changed:
         count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
