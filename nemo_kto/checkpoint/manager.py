@@ -54,10 +54,10 @@ from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors
 from nemo_kto.checkpoint.writer import (
     NO_ROOM,
     FileWriter,
-    FolderRemover,
     PlannedSave,
     Write,
     bytes_to_write,
+    start_removal,
     write_bytes,
     write_file,
 )
@@ -178,8 +178,7 @@ class CheckpointManager:
         # is killed. Results do not pass through that queue here, so a plain queue takes its place.
         filesystem_async._results_queue = queue.Queue()
         self._save: _PendingSave | None = None
-        self._removing = FolderRemover(folders=[])
-        self._removing.start()
+        self._removal = start_removal([])
         self._companions: dict[str, bytes] = {}
         state.on_rank_zero(self._prepare, "{}")
 
@@ -236,7 +235,7 @@ class CheckpointManager:
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
         written = self._finish_writing()
-        self._removing.join()
+        self._removal.join()
         return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -296,7 +295,7 @@ class CheckpointManager:
         """Create the partial folder with the model's companion files, if the disk has room for the whole checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if save.need > shutil.disk_usage(self.folder).free:
-            self._removing.join()  # a pending removal frees space
+            self._removal.join()  # a pending removal frees space
         if save.need > shutil.disk_usage(self.folder).free:
             raise self._no_room(save)
         partial = start_folder(save.final)
@@ -345,9 +344,8 @@ class CheckpointManager:
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
             ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
-            self._removing.join()
-            self._removing = FolderRemover(folders=[checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
-            self._removing.start()
+            self._removal.join()
+            self._removal = start_removal([checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
         """Run a part of the current save on rank 0; either all ranks succeed, or all fail and its files are removed."""

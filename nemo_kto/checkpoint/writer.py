@@ -157,20 +157,22 @@ class FileWriter(threading.Thread):
         self.join()
 
 
-class FolderRemover(threading.Thread):
-    """Thread that removes checkpoints that are no longer kept: removing large files takes seconds."""
+def start_removal(folders: Sequence[Path]) -> threading.Thread:
+    """Remove checkpoints that are no longer kept in a thread, because removing large files takes seconds.
 
-    def __init__(self, *, folders: Sequence[Path]) -> None:
-        super().__init__(name="checkpoint removal", daemon=True)
-        self._folders = folders
+    A failure is logged as a warning, and the next start of the run removes the leftovers.
+    """
 
-    def run(self) -> None:
-        """Remove the folders; a failure is logged as a warning, and the next start of the run removes the leftovers."""
-        for folder in self._folders:
+    def remove() -> None:
+        for folder in folders:
             try:
                 remove_folder(folder)
             except OSError as error:
                 logger.warning("%s could not be removed: %s", folder, error.strerror)
+
+    thread = threading.Thread(target=remove, name="checkpoint removal", daemon=True)
+    thread.start()
+    return thread
 
 
 class _HashingStream:

@@ -55,8 +55,8 @@ def vocab_parallel_logprobs(
         hidden_TH: the same on every rank of ``group``.
         weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has an
             fp32 ``main_grad``, its gradient is added to that.
-        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which is not
-            checked here, because the host would have to wait for the device; see :func:`check_targets`.
+        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which only
+            :func:`check_targets` checks, because the host would have to wait for the device.
         vocab_size: number of tokens. Rows of the weight beyond it only pad the vocabulary and are ignored.
         group: tensor-parallel group; None for a single rank.
         chunk_size: number of tokens whose logits exist at the same time. Affects memory and speed, not the result.
