@@ -27,7 +27,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.processes.watchdog import is_lost_connection
 from nemo_kto.utils.files import open_file, read_json
 
-_REMEDY = "use another checkpoint (nemo-kto checkpoint verify FOLDER shows which are intact)"
+_REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER shows which are intact)"
 _METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
 # Classes whose construction has no side effects, and one function, which looks up a name in a table.
 _ALLOWED_IN_METADATA = {

@@ -51,4 +51,4 @@ def test_no_other_attribute(tmp_path: Path) -> None:
     file = written(tmp_path, Metadata({}, planner_data=_Reaches(), storage_data={}))
     with file.open("rb") as stream, pytest.raises(UserError) as error:
         read_metadata(stream)
-    assert str(error.value) == Message(f"{file}", "builtins.getattr", "use another checkpoint")
+    assert str(error.value) == Message(f"{file}", "builtins.getattr", "take another checkpoint")
