@@ -59,15 +59,14 @@ def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
 def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
-    return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
+    return [str(error) for error in job.checker(sweep=sweep).errors_in(config, _composed(recipe.config_name))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
     """What is said of a command line, but for what must be given and was not."""
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
-    return [
-        str(wrong) for wrong in job.mistakes(overrides, sweep=sweep) if not wrong.text.startswith("must be given, got n")
-    ]
+    found = job.checker(sweep=sweep).errors(overrides)
+    return [str(error) for error in found if not error.text.startswith("must be given, got n")]
 
 
 def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:

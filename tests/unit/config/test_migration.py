@@ -41,7 +41,7 @@ def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str
 
 def test_the_files_of_aligner_run_unchanged(recipe: Recipe, good: list[str]) -> None:
     job = Job(recipe=recipe, source=of_aligner(recipe), world=None)
-    assert job.mistakes([*good, *LAPTOP], sweep=False) == []
+    assert job.checker(sweep=False).errors([*good, *LAPTOP]) == []
     cfg, notes, wrong = aligner(recipe, *good)
     assert wrong == []
     assert cfg is not None
@@ -92,13 +92,13 @@ def test_values_that_ask_for_what_is_not_there_are_refused_with_the_reason(good:
         "precision=16": Message("trainer.precision", "bf16", "16", "set"),
     }
     job = Job(recipe=KTO, source=of_aligner(KTO), world=None)
-    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP, *asked], sweep=False)] == [*asked.values()]
+    assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP, *asked])] == [*asked.values()]
 
 
 def test_keys_of_aligner_on_a_command_line_of_ours(load: Any, good: list[str]) -> None:
     job = Job(recipe=KTO, source=compose.Source("gpt_kto"), world=None)
     right = ["model.mcore_gpt=True", "+model.megatron_amp_O2=True", "model.optim.name=mcore_distributed_optim"]
-    assert job.mistakes([*good, *right, "+trainer.kto.max_steps=3"], sweep=False) == []
+    assert job.checker(sweep=False).errors([*good, *right, "+trainer.kto.max_steps=3"]) == []
     config = compose.load([*good, *right, "++model.max_position_embeddings=64"])
     assert compose.notes(config) == [Message("model.max_position_embeddings", "config.json")]
 
@@ -109,7 +109,7 @@ def test_a_file_of_aligner_that_the_user_has_changed(tmp_path: Path, good: list[
     file.write_text(text)
     lines = {line.strip(): number for number, line in enumerate(text.splitlines(), start=1)}
     job = Job(recipe=KTO, source=compose.Source("gpt_kto", config_dir=str(tmp_path)), world=None)
-    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP], sweep=False)] == [
+    assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP])] == [
         Message("exp_manager.resume_if_exists", f"{file}:{lines['resume_if_exists: maybe']}", "true", "false", "maybe"),
         Message("model.optim.learning_rate", f"{file}:{lines['learning_rate: 9e-6']}", "model.optim.lr", "9e-06"),
     ]
@@ -120,7 +120,7 @@ def test_the_wrong_keys_of_a_file_are_listed_all_at_once_with_their_lines(tmp_pa
     wrong = "model:\n  optim:\n    lrr: 3\n  foo: {a: 1}\n  seed: x\ntrainer:\n  stps: 3\n  beta: 1\nbar: 1\n"
     file.write_text(f"defaults:\n  - gpt_kto\n  - _self_\n{wrong}")
     job = Job(recipe=KTO, source=compose.Source("mine", config_dir=str(tmp_path)), world=None)
-    assert [str(mistake) for mistake in job.mistakes([*good, "model.sed=1"], sweep=False)] == [
+    assert [str(mistake) for mistake in job.checker(sweep=False).errors([*good, "model.sed=1"])] == [
         Message("model.sed", "model.sed=1", "model.seed"),
         Message("trainer.stps", f"{file}:10", "3", "kto", "--help", "all"),
         Message("trainer.beta", f"{file}:11", "model.kto.ref_policy_kl_penalty", "1"),

@@ -389,7 +389,7 @@ def test_a_policy_whose_adapters_would_not_be_used_is_refused(said: Said, recipe
         Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
     ]
     assert said(named, LORA, adapter, recipe=recipe) == [
-        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "give")
+        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "set")
     ]
 
 

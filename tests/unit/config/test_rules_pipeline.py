@@ -119,7 +119,7 @@ def test_what_needs_a_pipeline(said: Said) -> None:
 
 def test_what_says_the_same_twice(said: Said) -> None:
     assert said(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
-        Message(EMBEDDING, "false", FIRST, "true", "give")
+        Message(EMBEDDING, "false", FIRST, "true", "set")
     ]
 
 

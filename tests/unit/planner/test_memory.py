@@ -67,7 +67,7 @@ def test_bytes_of_a_parameter(
     assert (memory.parameters, memory.trained) == (number, number)
     each = (memory.weights, memory.gradients, memory.optimizer, memory.checkpoint)
     assert each == (number * weights, number * 4, number * optimizer, number * checkpoint)
-    assert memory.certain == number * (weights + 4 + optimizer)
+    assert memory.static == number * (weights + 4 + optimizer)
 
 
 def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture:
 def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str, Any], bytes_each: int, of: str) -> None:
     memory = first(architecture, **changes)
     assert memory.reference == bytes_each * getattr(memory, of)
-    assert memory.certain == memory.weights + memory.gradients + memory.optimizer + memory.reference
+    assert memory.static == memory.weights + memory.gradients + memory.optimizer + memory.reference
     on_gpu = first(architecture, **changes, on_gpu=True)
-    assert on_gpu.certain == memory.certain - memory.reference
+    assert on_gpu.static == memory.static - memory.reference
     assert on_gpu.host == memory.reference + memory.checkpoint
 
 
@@ -210,8 +210,8 @@ def test_a_chunk_of_logits(architecture: Architecture) -> None:
 def test_the_most_at_one_time(architecture: Architecture) -> None:
     cpu, gpu = first(architecture), first(architecture, on_gpu=True)
     passes = cpu.activations + cpu.logprobs
-    assert cpu.device == cpu.certain + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
-    assert gpu.device == 2e9 + gpu.certain + max(gpu.activations + gpu.logprobs, gpu.working)
+    assert cpu.device == cpu.static + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
+    assert gpu.device == 2e9 + gpu.static + max(gpu.activations + gpu.logprobs, gpu.working)
     assert first(architecture, largest_file=10**9).device == 10**9 + cpu.weights + cpu.gradients
     assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
 

@@ -17,7 +17,10 @@ from tests.unit.conftest import composed, source_of
 def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
     config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
     here = Job(recipe=KTO, source=source_of(KTO), world=None)
-    texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
+    texts = [
+        [str(error) for error in job.checker(sweep=False).errors_in(config, config)]
+        for job in (here, replace(here, elsewhere=True))
+    ]
     of_batch = Message("model.global_batch_size", "number", "4", "3", "use")
     of_nodes = Message("trainer.num_nodes", "1", "2", "torchrun", "srun", "examples/slurm")
     assert texts == [[of_nodes, of_batch], [of_batch]]
