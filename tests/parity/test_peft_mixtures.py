@@ -168,9 +168,9 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
-    told = str(error.value).splitlines()
-    assert told[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
-    assert told[-1] == Naming("train", "adapters", "peft")
+    lines = str(error.value).splitlines()
+    assert lines[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert lines[-1] == Naming("train", "adapters", "peft")
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
-    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in told
+    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in lines

@@ -44,11 +44,11 @@ def test_the_largest_batch_that_fits_is_named(
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
         cfg = config(f"model.micro_batch_size={micro}", name=name)
-        said = too_few_rows(cfg, rows, data_parallel=data_parallel)
+        error = too_few_rows(cfg, rows, data_parallel=data_parallel)
         if remedy is None:
-            assert said is None
+            assert error is None
         else:
-            assert said == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+            assert error == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
 
 
 @pytest.mark.parametrize(
