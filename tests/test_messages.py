@@ -1,4 +1,4 @@
-"""Texts of the package may be reworded: no test repeats them, and the snapshot of messages can be written anew."""
+"""Messages of the package can be reworded: no test repeats them, and the snapshot can be rewritten."""
 
 from __future__ import annotations
 

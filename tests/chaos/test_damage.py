@@ -1,4 +1,4 @@
-"""Files that were cut or changed on the disk: found when they are read, never used, made again where that can be done."""
+"""Damaged files are detected when they are read, never used, and repaired if possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulated device finds what a GPU refuses and what would go wrong on one, and computes what the CPU computes."""
+"""The emulated device detects errors that a GPU would raise or cause, and computes the values of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs on a device: a command line in a process of its own, and what it logged.
+"""Complete runs on a device: a command line in a separate process, and its logged metrics.
 
 The jobs know no device but its name, so that the same tests compare a GPU with the CPU and, where there is no GPU, the CPU
 with itself at other settings.

@@ -1,4 +1,6 @@
-"""Callbacks of the jobs of these tests: what a run computes with, the same bits each time, and a stop after some step."""
+"""Callbacks of the jobs of these tests: record the model, hashes of weights, and waits; deterministic kernels; stop after a
+step.
+"""
 
 from __future__ import annotations
 

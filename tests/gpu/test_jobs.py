@@ -1,4 +1,4 @@
-"""Whole jobs on a GPU compute what they compute on the CPU: train, validate, save, resume, export.
+"""Complete runs on a GPU equal those on the CPU: train, validate, save, resume, export.
 
 Where there is no GPU, the same tests run on the CPU: the expected trajectory, with other settings. So they work when there
 is one. A sample of them is in `make test`, all of them with --matrix=full.

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the swapped reference: pinned copies, two streams, and room for two tensors at most."""
+"""Swapped reference on a GPU: page-locked copies, two streams, and memory for at most two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of two ranks on GPUs compute what one rank on the CPU computes; without GPUs, what they compute on the CPU."""
+"""Runs of two ranks on GPUs equal one rank on the CPU; without GPUs both run on the CPU."""
 
 from __future__ import annotations
 

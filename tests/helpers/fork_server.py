@@ -1,4 +1,4 @@
-"""Run Python commands in processes of their own that need not import torch again.
+"""Run Python commands in separate processes that need not import torch again.
 
 A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
 becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,

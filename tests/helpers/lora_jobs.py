@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of adapters, and what peft and transformers say of the same."""
+"""Functions that the ranks of the LoRA tests run."""
 
 from __future__ import annotations
 

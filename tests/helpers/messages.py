@@ -1,4 +1,4 @@
-"""Assertions about messages: each names its parts, and reads as it does in tests/data/messages.yaml.
+"""Assertions about messages: each contains its parts, and equals its entry in tests/data/messages.yaml.
 
 ``pytest --update-messages`` rewrites the entries of the tests that it runs; ``--matrix=full`` includes every combination.
 """

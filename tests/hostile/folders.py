@@ -1,4 +1,4 @@
-"""A small whole model folder, ways to break it, and what is said of it when a run would read it."""
+"""A small complete model folder, ways to damage it, and the errors that a run reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile adapters and checkpoints of ours: each is refused before anything starts, with what is wrong and a remedy."""
+"""Hostile adapters and checkpoints: each is refused before the start, with its error and a remedy."""
 
 from __future__ import annotations
 

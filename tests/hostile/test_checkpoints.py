@@ -1,4 +1,4 @@
-"""Checkpoints whose pickles would run something when they are loaded: nothing runs, and the file is named."""
+"""Checkpoints whose pickles would run code when loaded: nothing runs, and the error names the file."""
 
 from __future__ import annotations
 

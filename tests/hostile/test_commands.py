@@ -1,4 +1,4 @@
-"""Hostile command lines: each ends with status 2 and says what is wrong, nothing is started, and no traceback is shown."""
+"""Hostile command lines: each ends with status 2 and an error, without a start and without a traceback."""
 
 from __future__ import annotations
 

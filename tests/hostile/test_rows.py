@@ -1,4 +1,4 @@
-"""Hostile rows: each is read, or refused with its file and line in a message of bounded length; nothing else is raised.
+"""Hostile rows: each is read, or refused with file and line in a message of bounded length.
 
 The table holds what people and programs write by mistake or on purpose. The generated rows are good ones with bytes, values
 and structure changed at random; their seeds are their names.

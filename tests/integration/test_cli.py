@@ -1,4 +1,4 @@
-"""How ranks come about and end, what a run folder holds, and the flags that Hydra answers."""
+"""Start and end of ranks, contents of a run folder, and Hydra's flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong command line: everything that is wrong, once, status 2, and nothing was started or written."""
+"""Wrong command lines: all errors, printed once, status 2, and nothing started or written."""
 
 from __future__ import annotations
 

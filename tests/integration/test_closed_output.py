@@ -1,4 +1,4 @@
-"""Commands whose standard output is full, or closed by its reader."""
+"""Commands whose standard output is full or closed by its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration file of NeMo-Aligner trains as it is, with the few overrides that a small machine needs."""
+"""A NeMo-Aligner configuration file trains with the few overrides that a small machine needs."""
 
 from __future__ import annotations
 

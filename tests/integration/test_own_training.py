@@ -1,4 +1,4 @@
-"""Losses and a callback in files of the user's own, trained with from the command line; the numbers are checked by hand."""
+"""Training with a user's losses and callback; the numbers are checked against manual values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart: what it plans, what it prepares, what it measures, that it is never silent, and (slow) that it learns."""
+"""The quickstart: its plan, data, measurements and output, and (slow) that the model learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user types it: a whole job, killed at some moment and started again, and its export.
+"""Complete command lines: a job that is killed and restarted, and its export.
 
 Five steps, in processes that are forked; --matrix=full does it all again in 27 steps and with interpreters of their own.
 """

@@ -1,4 +1,4 @@
-"""A run on forty rows with the default splits, and what it says of its rows."""
+"""A run on forty rows with the default splits, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody but this machine can reach the launcher and the ranks it starts."""
+"""Only this machine can reach the launcher and its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals at real runs of two ranks, in every phase: status 85, one line, and the losses of a run that nothing happened to.
+"""Signals to real runs of two ranks, in every phase: status 85, one line, and the losses of an uninterrupted run.
 
 The processes send themselves the signals, so that each arrives in the phase that it is meant for.
 """

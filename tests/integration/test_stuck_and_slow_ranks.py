@@ -1,4 +1,4 @@
-"""A training in which one rank is slow, and then stays in a callback for ever: the others say both."""
+"""A rank that is slow and later stuck in a callback: the others report both."""
 
 from __future__ import annotations
 

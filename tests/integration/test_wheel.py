@@ -1,4 +1,4 @@
-"""What is installed from a wheel works outside the repository: the command, its configuration, all keys."""
+"""An installed wheel works outside the repository: command, configuration, and all keys."""
 
 from __future__ import annotations
 

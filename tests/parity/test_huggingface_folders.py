@@ -1,4 +1,4 @@
-"""Folders that do not fit, disks that fail, dtypes, and the layouts that need padding in a distributed checkpoint."""
+"""Invalid folders, failing disks, dtypes, and padded layouts in a distributed checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture in PEFT's format: peft computes what we compute, and what it reads we read again.
+"""Adapters on experts in PEFT's format: logits of peft, and files that round-trip.
 
 The tensors have the names of single experts, as transformers' files have them. Where transformers keeps all experts of a
 layer in one tensor, peft puts the adapters of gate and up projection together: their A under each other, B block-diagonal.

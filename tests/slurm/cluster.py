@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine, made for the tests and gone with them, and jobs for it.
+"""A SLURM cluster of two nodes on this machine for the tests, and its jobs.
 
 Needs root and the packages slurm-wlm and munge (Debian's names).
 """

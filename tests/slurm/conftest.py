@@ -1,4 +1,4 @@
-"""One SLURM for all tests of this folder, a tiny model and rows, and the metrics of a job that nobody interrupted."""
+"""One SLURM cluster for all tests of this folder, a tiny model and rows, and the metrics of an uninterrupted job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep that Hydra's submitit launcher puts into the queue, each job on four ranks of two nodes."""
+"""A sweep by Hydra's submitit launcher, each job on four ranks of two nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of the sweep file that examples/slurm/train.sbatch reads, with stand-ins for srun and scontrol."""
+"""Lines of the sweep file of examples/slurm/train.sbatch, with substitutes for srun and scontrol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/slurm/train.sbatch as it is, on a SLURM of two nodes: signals, requeues, lost nodes and ranks, sweeps."""
+"""examples/slurm/train.sbatch on a SLURM of two nodes: signals, requeues, lost nodes and ranks, sweeps."""
 
 from __future__ import annotations
 

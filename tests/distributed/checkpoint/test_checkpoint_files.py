@@ -1,4 +1,4 @@
-"""Which checkpoints are used, and what is left when a disk fails during a save."""
+"""Choice of checkpoints, and the state of the folder after a disk error during a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint with other values under right hashes: one error that names the file, no traceback and no hang."""
+"""Changed checkpoint files with correct hashes: one error that names the file, without traceback or hang."""
 
 from __future__ import annotations
 

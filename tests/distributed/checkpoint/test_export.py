@@ -1,4 +1,4 @@
-"""An export is there as a whole or not at all: failures at every stage, kills, odd files, weights that are not finite."""
+"""An export is complete or absent: failures at every stage, kills, special files, non-finite weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is resumed as the same run, or refused with every difference, and nothing in its folder is touched."""
+"""A run is resumed, or refused with every difference and without changing its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where fp8 begins and ends: every layer of the model in megatron-core's context, nothing else, and weights quantised anew.
+"""Scope of fp8: every layer of the model and nothing else; weights are quantised again after each step.
 
 What the context does needs a GPU: here it is looked at who enters it.
 """

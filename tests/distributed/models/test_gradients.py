@@ -1,5 +1,4 @@
-"""One KTO step against plain autograd over transformers: loss, z0 and the gradient of every single parameter, at
-every layout."""
+"""One KTO step against autograd over transformers: loss, z0 and the gradient of every parameter, at every layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The load-balancing loss of a mixture of experts by itself: its gradient of every parameter, against autograd over
-transformers and the formula written out, at every layout."""
+"""The load-balancing loss of mixture-of-experts models: its gradient against autograd over transformers."""
 
 from __future__ import annotations
 

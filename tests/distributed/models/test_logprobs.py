@@ -1,4 +1,4 @@
-"""Chunked, vocab-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
+"""Chunked, vocabulary-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam's moments in bf16: half the bytes, in memory and in a checkpoint; a resumed run is the same run."""
+"""Adam's moments in bf16 take half the memory and disk space, and a resumed run is the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that communicate while they compute take the same steps as ranks that do one after the other."""
+"""Overlap of communication with computation does not change the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan's memory of a rank, compared with the most that a real run of it holds."""
+"""The planned memory of a rank, compared with the measured peak of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of a rank without building it, compared with the model that is built there."""
+"""The planned parameters of a rank, compared with the built model."""
 
 from __future__ import annotations
 

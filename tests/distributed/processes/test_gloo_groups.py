@@ -1,4 +1,4 @@
-"""Runs on GPUs are without megatron-core's gloo groups. The same runs on CPU ranks: nothing asks for the groups."""
+"""Runs on GPUs do not create megatron-core's gloo groups; the same runs on CPU ranks show that none is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is stuck, stopped or gone is named by the others, with its phase and its stack, within the timeout."""
+"""A stuck, stopped or killed rank is named by the others, with phase and stack, within the timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0 is looked for before torch does: one error says why the ranks cannot meet, and names address, port and rank."""
+"""Rendezvous at rank 0: one error says why the ranks cannot meet, with address, port and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failure of one rank is a failure of all, with that rank's message."""
+"""An error of one rank is raised on all ranks with the same message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks wait for one that works as long as it is alive, longer than any collective would; and no longer than that."""
+"""Ranks wait for a working rank longer than the timeout of a collective, and not for one that is gone."""
 
 from __future__ import annotations
 

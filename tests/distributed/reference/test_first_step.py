@@ -1,4 +1,4 @@
-"""At the first step policy and reference are one model: in bf16 too every log-ratio is exactly zero, however it is held."""
+"""At the first step policy and reference are equal: every log-ratio is exactly zero in every reference mode and in bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moving reference in a checkpoint: fp32 values, at any layout; and those of checkpoints that hold it in bf16."""
+"""A synced reference in a checkpoint: fp32 values, at any layout, and checkpoints with a reference in bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference is what was named: the log-probs of adapters on their base model are those of transformers and peft."""
+"""A named reference: log-probs of adapters on their base model equal those of transformers and peft."""
 
 from __future__ import annotations
 

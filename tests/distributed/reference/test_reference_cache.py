@@ -1,4 +1,4 @@
-"""Reference log-probs that are kept: found again by content, computed once, refused where they are not what they were."""
+"""The cache of reference log-probs: looked up by content, computed once, refused after changes."""
 
 from __future__ import annotations
 

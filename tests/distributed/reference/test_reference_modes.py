@@ -1,4 +1,4 @@
-"""One trajectory, however the reference is held: swapped, switched off or asked beforehand."""
+"""One trajectory for every reference mode: swapped, disabled adapters or precomputed."""
 
 from __future__ import annotations
 

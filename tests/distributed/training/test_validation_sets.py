@@ -1,4 +1,4 @@
-"""Several validation sets in one run: the metrics of separate runs, in every layout; early stopping; resuming."""
+"""Several validation sets in one run: metrics of separate runs at every layout, early stopping, resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a stage holds, compared with megatron-core's own functions, and what it keeps of how many micro-batches."""
+"""Layers of a pipeline stage, compared with megatron-core's own functions, and the number of in-flight micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is used, by the files alone: what is damage, what is not, and what is said of it."""
+"""Choice of the newest undamaged checkpoint from files alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a trainer.json that this program would not write: each is refused by name, whatever the hashes say."""
+"""Impossible values in trainer.json are refused by name, even with correct hashes."""
 
 from __future__ import annotations
 

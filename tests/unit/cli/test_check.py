@@ -1,4 +1,4 @@
-"""`nemo-kto data check`: the exact report, and what is said of rows and command lines that cannot be used."""
+"""`nemo-kto data check`: the report, and errors for unusable rows and command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nemo-kto checkpoint`: what it shows of a run's checkpoints, its exit statuses, and that it loads nothing heavy."""
+"""`nemo-kto checkpoint`: its output, exit statuses, and light imports."""
 
 from __future__ import annotations
 

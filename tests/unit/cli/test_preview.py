@@ -1,4 +1,4 @@
-"""`nemo-kto data preview`: the exact text, and what is said where nothing can be shown."""
+"""`nemo-kto data preview`: its output and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo-Aligner's files compose and are right; names of other trainers lead to our keys; the page says the same."""
+"""NeMo-Aligner's files compose, and names of other trainers suggest the keys of this project."""
 
 from __future__ import annotations
 

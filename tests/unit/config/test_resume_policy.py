@@ -1,4 +1,4 @@
-"""What must stay in a resumed run and what may change: the table, and the comparison."""
+"""Keys that may or may not change in a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only some GPUs can do: what is said where it is setting for and cannot be done."""
+"""Rules of features that only some GPUs support."""
 
 from __future__ import annotations
 

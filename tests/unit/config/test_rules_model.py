@@ -1,4 +1,4 @@
-"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+"""Rules of the model: sizes, recomputation, optimizer, losses, reference and adapters.
 
 ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
 """

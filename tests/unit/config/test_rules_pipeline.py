@@ -1,4 +1,4 @@
-"""What is said of a pipeline that a model's layers do not fit."""
+"""Rules of pipelines whose size does not divide the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of several validation sets before anything starts: their names, their files, and the metrics to look at."""
+"""Rules of several validation sets: their names, their files and the monitored metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is read in parts, in one process or in several, gives what it gives as a whole."""
+"""Tokenising a file in parts, in one process or in several, gives the same result."""
 
 from __future__ import annotations
 

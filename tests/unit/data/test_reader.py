@@ -1,4 +1,4 @@
-"""The columns of a row: what is renamed, counted, or refused because it would be lost."""
+"""Columns of a row: renamed, counted, or refused because they would be lost."""
 
 from __future__ import annotations
 

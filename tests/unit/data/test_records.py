@@ -1,4 +1,4 @@
-"""Every form of a row, and what is said about rows that have none."""
+"""Every row format, and errors of rows in no known format."""
 
 from __future__ import annotations
 

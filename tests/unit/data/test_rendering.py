@@ -1,4 +1,4 @@
-"""Chat templates without end or measure: one error with file and row, and what is right is rendered as before."""
+"""Endless or expensive chat templates: one error with file and row, without effect on valid templates."""
 
 from __future__ import annotations
 

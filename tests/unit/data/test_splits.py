@@ -1,4 +1,4 @@
-"""Splits of little data and of much, and what a split counts."""
+"""Splits of small and large data, and their statistics."""
 
 from __future__ import annotations
 

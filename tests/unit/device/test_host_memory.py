@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to: its size, its values, and that it is given back."""
+"""Page-locked host memory: its size, values and release."""
 
 from __future__ import annotations
 

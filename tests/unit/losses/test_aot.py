@@ -1,4 +1,4 @@
-"""AOT: a loss of pairs that are sorted is the sorted loss, value and gradient, in whatever parts its pairs come."""
+"""AOT: the sum over any parts of the sorted pairs equals the sorted loss and its gradient."""
 
 from __future__ import annotations
 

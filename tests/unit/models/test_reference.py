@@ -1,4 +1,4 @@
-"""Weights of a reference that are swapped with the policy's, and moved towards them."""
+"""Reference weights that are swapped with the policy's, and reference sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences are cut into micro-batches that keep within their limits, and none is lost."""
+"""Sequences are divided into micro-batches within the limits, and none is lost."""
 
 from __future__ import annotations
 

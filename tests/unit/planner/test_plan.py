@@ -1,4 +1,4 @@
-"""`nemo-kto plan`: the exact text, what is said where nothing can be planned, and the run that is refused."""
+"""`nemo-kto plan`: its output, its errors, and runs refused because they cannot fit."""
 
 from __future__ import annotations
 

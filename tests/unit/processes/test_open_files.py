@@ -1,4 +1,4 @@
-"""The limit on open files is raised where that is allowed, and named where it is too low."""
+"""The limit on open files is raised if possible, and reported if too low."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the SLURM job of a run that ends early."""
+"""Requeueing the SLURM job of a run that ends early."""
 
 from __future__ import annotations
 

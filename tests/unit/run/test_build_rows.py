@@ -1,4 +1,4 @@
-"""Too few rows, which are said before the model is built."""
+"""Too few rows are reported before the model is built."""
 
 from __future__ import annotations
 

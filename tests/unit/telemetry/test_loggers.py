@@ -1,4 +1,4 @@
-"""What is logged can be read back: json lines, TensorBoard event files, and the other services where installed."""
+"""Logged values can be read back: JSON lines, TensorBoard event files, and other services if installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs that cannot be written or read: one warning, and the run goes on."""
+"""Failing loggers give one warning, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that is closed, full, or a pipe that nobody reads."""
+"""Closed, full and unread standard output."""
 
 from __future__ import annotations
 

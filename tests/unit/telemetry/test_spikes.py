@@ -1,4 +1,4 @@
-"""Which losses are worth a warning."""
+"""Detection of loss spikes."""
 
 from __future__ import annotations
 

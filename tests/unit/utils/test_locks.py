@@ -1,4 +1,4 @@
-"""A lock that one process holds, and that is free when that process, or its machine, is gone."""
+"""A lock is held by one process and becomes free when the process or its machine is gone."""
 
 from __future__ import annotations
 
