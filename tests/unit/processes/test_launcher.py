@@ -18,8 +18,8 @@ from tests.helpers.messages import Message, assert_names
 
 
 class Failure:
-    def __init__(self, rank: int, exitcode: int, timestamp: int) -> None:
-        self.local_rank, self.exitcode, self.timestamp = rank, exitcode, timestamp
+    def __init__(self, rank: int, status: int, ended: int) -> None:
+        self.number, self.status, self.ended_ns = rank, status, ended * 10**9
         self.error_file = "/nowhere"
 
 
@@ -33,17 +33,17 @@ class Failure:
     ],
 )
 def test_the_failure_that_caused_the_others(failures: list[Failure], rank: int) -> None:
-    assert launcher._first(failures).local_rank == rank
+    assert launcher._first(failures).number == rank
 
 
 def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
     failures = [Failure(0, 1, 10), Failure(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
-        file = tmp_path / str(failure.local_rank)
+        file = tmp_path / str(failure.number)
         file.write_text("why")
         os.utime(file, (moment, moment))
         failure.error_file = str(file)
-    assert launcher._first(failures).local_rank == 1
+    assert launcher._first(failures).number == 1
 
 
 @pytest.mark.parametrize(
