@@ -100,7 +100,7 @@ class Architecture:
     expert_tensor_parallel: int = 1
 
     @property
-    def not_in_engine(self) -> tuple[str, ...]:
+    def unsupported_by_te(self) -> tuple[str, ...]:
         """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
         parts = {
             "norms after attention and MLP": self.post_norm,

@@ -90,7 +90,7 @@ def assert_ended_as_told(ended: Ended, crash: Crash, ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_killed_at_random_many_times(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase, who in QUICK:
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
@@ -98,7 +98,7 @@ def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_mean_of_rewards_outlives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     """At the same layout to the last bit; at another one, whose ranks hold the same rows, to 1e-5."""
     same, other = (tmp_path / name for name in ("same", "other"))
     same.mkdir()
@@ -136,7 +136,7 @@ def test_killed_and_started_again(
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.parametrize("who", VICTIMS)
-def test_killed_again_while_it_resumes(who: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_killed_again_while_resuming(who: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase in ("optimizer", "load", "data"):
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)

@@ -104,8 +104,9 @@ class Waits(Callback):
         self._waits: list[str] = []
 
     def on_fit_start(self, trainer: Any) -> None:
-        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
-            owner.synchronize = self._noted(owner.synchronize, owner.__name__)  # type: ignore[method-assign, assignment]
+        owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+        for owner in owners:
+            owner.synchronize = self._noted(owner.synchronize, owner.__name__)
         shown = warnings.showwarning
 
         def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *options: Any) -> None:
@@ -114,7 +115,7 @@ class Waits(Callback):
             else:
                 shown(message, category, filename, lineno, *options)
 
-        warnings.showwarning = note
+        warnings.showwarning = note  # type: ignore[assignment]
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         torch.cuda.set_sync_debug_mode("warn")
 

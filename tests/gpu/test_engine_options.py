@@ -23,14 +23,14 @@ IN_FP8 = {"fp8": ("model.fp8=hybrid",), "fp8-lora": ("model.fp8=e4m3", *LORA, "m
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_is_that_of_the_cpu(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
+def test_a_run_equals_the_cpu(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
     run = place.run(name, *on("gpu"), IN_BF16, *OPTIONS[name])
     assert_close(run, expected("kto"), tolerance=BF16, in_bf16=True)
 
 
 @FP8
 @pytest.mark.parametrize("name", IN_FP8)
-def test_fp8_is_near(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
+def test_fp8_is_close_to_bf16(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
     """Log-probs and losses within the error of fp8."""
     ours = trajectory(place.run(name, *on("gpu"), IN_BF16, *IN_FP8[name]))
     theirs = trajectory(expected("lora" if "lora" in name else "kto"))

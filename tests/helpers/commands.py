@@ -79,11 +79,18 @@ _IMPORTED = (
     "nemo_kto.config.compose",
     "nemo_kto.processes.ranks",
     "nemo_kto.config.keys",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "psutil",
 )
-_IMPORTED += ("torch.distributed.elastic.multiprocessing.errors", "psutil")
 # What training imports besides.
-TRAINING = ("nemo_kto.run.reference", "nemo_kto.algorithms.kto", "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model")
-TRAINING += ("nemo_kto.telemetry.throughput", "nemo_kto.telemetry.progress", "pytorch_lightning.loggers")
+TRAINING = (
+    "nemo_kto.run.reference",
+    "nemo_kto.algorithms.kto",
+    "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model",
+    "nemo_kto.telemetry.throughput",
+    "nemo_kto.telemetry.progress",
+    "pytorch_lightning.loggers",
+)
 
 
 def of_every_algorithm(quick: str) -> pytest.MarkDecorator:

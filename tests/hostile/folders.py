@@ -140,7 +140,7 @@ def shapes(changes: Mapping[str, tuple[int, ...] | None], dtype: str = "F32", fi
     def apply(folder: Path) -> None:
         raw = (folder / file).read_bytes()
         known = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        wanted = {name: tuple(entry["shape"]) for name, entry in known.items()} | changes
+        wanted = {**{name: tuple(entry["shape"]) for name, entry in known.items()}, **changes}
         kept = {name: shape for name, shape in wanted.items() if shape is not None}
         write_safetensors(folder / file, kept, dtype)
 

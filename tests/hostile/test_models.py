@@ -477,13 +477,13 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
 }  # fmt: skip
 
 
-def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
+def test_valid_folders_give_no_error(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl") == []
     assert ranks_say(here / "model") is None
 
 
 @pytest.mark.parametrize("case", AT_START)
-def test_found_before_anything_starts(here: Path, case: str) -> None:
+def test_damage_found_before_the_start(here: Path, case: str) -> None:
     breaks, expected = AT_START[case]
     breaks(here / "model")
     said = launcher_says(here / "model", here / "rows.jsonl")
@@ -504,7 +504,7 @@ def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ON_RANKS)
-def test_found_where_it_is_read(here: Path, case: str) -> None:
+def test_damage_found_on_reading(here: Path, case: str) -> None:
     breaks, expected = ON_RANKS[case]
     breaks(here / "model")
     said = ranks_say(here / "model")
@@ -514,7 +514,7 @@ def test_found_where_it_is_read(here: Path, case: str) -> None:
     assert_harmless(said)
 
 
-def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
+def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
     model = here / "model"
     config(vocab_size=100, num_hidden_layers=3)(model)
     cut(WEIGHTS, 0.9)(model)
@@ -540,7 +540,7 @@ def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
     ]
 
 
-def test_longrope_is_as_long_as_its_short_factors_are_for(here: Path) -> None:
+def test_longrope_is_limited_to_the_length_of_its_short_factors(here: Path) -> None:
     settings = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
     config(rope_scaling={**settings, "original_max_position_embeddings": 32})(here / "model")
     assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=32") == []
@@ -567,7 +567,7 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 
-def test_tensor_parallel_sizes_that_the_model_cannot_have(here: Path) -> None:
+def test_unsupported_tensor_parallel_sizes(here: Path) -> None:
     overrides = ["model.tensor_model_parallel_size=8", "trainer.devices=8"]
     assert launcher_says(here / "model", here / "rows.jsonl", *overrides) == [
         Message("model.tensor_model_parallel_size", "intermediate_size", "12", f"{here / 'model'}", "8", "6")
@@ -593,7 +593,7 @@ def test_messages_need_a_template(here: Path) -> None:
     ]
 
 
-def test_a_model_in_the_cache_of_hugging_face_is_a_whole_model(here: Path) -> None:
+def test_a_model_in_the_hugging_face_cache_is_complete(here: Path) -> None:
     snapshots, blobs = here / "models--a--b" / "snapshots", here / "models--a--b" / "blobs"
     snapshots.mkdir(parents=True)
     model = (here / "model").rename(snapshots / "0123")

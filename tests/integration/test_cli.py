@@ -88,7 +88,7 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
 
 
 @of_every_algorithm("dpo")
-def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
+def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
@@ -99,7 +99,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path: Path, name: str) -> None:
 
 
 @of_every_algorithm("kto")
-def test_one_rank_runs_in_the_process_itself_and_says_what_changed(tmp_path: Path, name: str) -> None:
+def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, "print('rank', rank, cfg.algorithm)")
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
     assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
@@ -121,7 +121,7 @@ sys.addaudithook(_count)
 @pytest.mark.parametrize(
     "given", [[], ["--config-dir", ".", "--config-name", "mine", "hardware=cpu"]], ids=["plain", "own file"]
 )
-def test_a_command_line_that_is_right_is_composed_once(tmp_path: Path, given: list[str]) -> None:
+def test_a_valid_command_line_is_composed_once(tmp_path: Path, given: list[str]) -> None:
     env = pretend(tmp_path, "print(sys.compositions)")
     with (tmp_path / "modules" / "sitecustomize.py").open("a") as sitecustomize:
         sitecustomize.write(_COUNT)
@@ -130,7 +130,7 @@ def test_a_command_line_that_is_right_is_composed_once(tmp_path: Path, given: li
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def test_settings_of_hydra_in_a_file_of_ones_own_count(tmp_path: Path) -> None:
+def test_hydra_settings_in_a_user_file_apply(tmp_path: Path) -> None:
     env = pretend(tmp_path, "print(cfg.model.seed, cfg.exp_manager.name, os.environ['MINE'])")
     own = "exp_manager: {name: '${hydra:job.config_name}'}\nhydra: {job: {env_set: {MINE: here}}}\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: [gpt_kto, _self_]\n{own}")
@@ -140,7 +140,7 @@ def test_settings_of_hydra_in_a_file_of_ones_own_count(tmp_path: Path) -> None:
 
 @either_way
 @of_every_algorithm("dpo")
-def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str, fork_ranks: bool) -> None:
+def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     env = pretend(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
     assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
@@ -149,9 +149,7 @@ def test_a_script_starts_its_ranks_itself(tmp_path: Path, name: str, fork_ranks:
 
 
 @either_way
-def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_shown(
-    tmp_path: Path, fork_ranks: bool
-) -> None:
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, fork_ranks: bool) -> None:
     env = pretend(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
@@ -162,7 +160,7 @@ def test_a_rank_that_raises_ends_the_run_and_its_traceback_is_the_one_that_is_sh
 
 
 @either_way
-def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path, fork_ranks: bool) -> None:
+def test_broken_rows_are_named_without_a_traceback(tmp_path: Path, fork_ranks: bool) -> None:
     body = (
         "from nemo_kto.data.rows.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
     )
@@ -172,7 +170,7 @@ def test_broken_rows_are_named_and_no_traceback_hides_them(tmp_path: Path, fork_
 
 
 @either_way
-def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Path, fork_ranks: bool) -> None:
+def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork_ranks: bool) -> None:
     leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
     leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
     env = pretend(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
@@ -187,7 +185,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_what_it_had_started(tmp_path: Pa
     "left",
     [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
 )
-def test_an_environment_that_is_left_from_a_rank_is_refused(tmp_path: Path, left: dict[str, str]) -> None:
+def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
     """As where a callback, in a rank, starts a training of its own."""
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, "print('trains')") | left)
     assert (done.returncode, done.stdout) == (2, "")
@@ -224,19 +222,19 @@ class Started:
 
 @either_way
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.full), "SIGUSR1"])
-def test_a_signal_at_the_launcher_stops_ranks_that_have_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
+def test_a_signal_to_the_launcher_stops_ranks_with_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
     os.kill(job.launcher.pid, signal.Signals[name])
     assert job.end() == (85, Naming(name, *NOTHING_TO_SAVE))
 
 
-def test_a_signal_at_one_rank_stops_the_others_too(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR2,SIGTERM]")
     os.kill(job.ranks[1], signal.SIGUSR2)
     assert job.end() == (85, Naming("SIGUSR2", *NOTHING_TO_SAVE))
 
 
-def test_a_signal_that_is_not_among_those_that_stop_a_run_ends_it(tmp_path: Path) -> None:
+def test_an_unhandled_signal_ends_the_run(tmp_path: Path) -> None:
     job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR1]")
     os.kill(job.launcher.pid, signal.SIGTERM)
     assert job.end() == (143, "")
@@ -275,14 +273,14 @@ def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork
 
 
 @pytest.mark.parametrize(("times", "status"), [(1, 85), (2, 130)])
-def test_signals_at_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
+def test_signals_to_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
     body = "from nemo_kto.processes import signals\nimport signal\nwith signals.deferred():\n"
     body += f"    for _ in range({times}): os.kill(os.getpid(), signal.SIGINT)\nraise signals.Stopped('stopped, as said')"
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, body))
     assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
 
 
-def test_a_job_that_is_stopped_with_nothing_to_save_is_requeued_too(tmp_path: Path) -> None:
+def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     scontrol.chmod(0o755)
@@ -323,7 +321,7 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
     assert "pass1word" not in told
 
 
-def test_a_job_of_a_sweep_without_ranks_is_no_rank_of_the_job_before_it(tmp_path: Path) -> None:
+def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
     body = (
         "from nemo_kto.data.rows.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
     )
@@ -353,7 +351,7 @@ def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_flags_that_only_show(tmp_path: Path, recipe: Recipe) -> None:
+def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     name = recipe.name
     env = pretend(tmp_path, "raise AssertionError('started')")
     shown = run(
@@ -393,7 +391,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -> None:
+def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> None:
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     job = {"CPUS_ON_NODE": "16", "NTASKS_PER_NODE": "8", "JOB_NUM_NODES": "2", "JOB_NAME": "mine", "JOB_ID": "7"}
@@ -444,9 +442,7 @@ def test_the_slurm_script_hands_on_what_it_is_given(tmp_path: Path, name: str) -
         ),
     ],
 )
-def test_the_slurm_script_says_how_it_is_used(
-    tmp_path: Path, words: str, variables: dict[str, str], names: list[str]
-) -> None:
+def test_the_slurm_script_prints_its_usage(tmp_path: Path, words: str, variables: dict[str, str], names: list[str]) -> None:
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2\n")
     script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), *words.split()]
     done = run(script, cwd=tmp_path, env=environment() | {"SLURM_JOB_ID": "5"} | variables)

@@ -42,7 +42,7 @@ SAID = [
 
 
 @of_every_algorithm("kto")
-def test_all_mistakes_at_once(tmp_path: Path, name: str) -> None:
+def test_all_errors_in_one_list(tmp_path: Path, name: str) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     before = sorted(tmp_path.iterdir())
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
@@ -62,7 +62,7 @@ TOO_FEW = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
-def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
+def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, name: str) -> None:
     env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run_anew([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
@@ -72,7 +72,7 @@ def test_printed_once_and_not_once_a_rank(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, Naming(*TOO_FEW)), (1, "")])
-def test_the_first_rank_speaks_for_all(tmp_path: Path, rank: int, said: str) -> None:
+def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, said: str) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -80,7 +80,7 @@ def test_the_first_rank_speaks_for_all(tmp_path: Path, rank: int, said: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
-def test_what_must_be_given_and_machines_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     done = run([*CLI, "kto", "hardware=cpu", "trainer.num_nodes=2"], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -104,7 +104,7 @@ def test_what_must_be_given_and_machines_that_are_not_there(tmp_path: Path) -> N
     )
 
 
-def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
+def test_an_invalid_user_configuration(tmp_path: Path) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  optim:\n    learning_rate: 1\n")
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
@@ -112,7 +112,7 @@ def test_a_configuration_of_ones_own_that_is_wrong(tmp_path: Path) -> None:
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
 
 
-def test_keys_of_one_algorithm_given_to_the_other(tmp_path: Path) -> None:
+def test_keys_of_the_wrong_algorithm(tmp_path: Path) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     given = ["trainer.kto.max_steps=3", "model.kto.auto_balance=true", "model.dpo.label_smoothing=0.1"]
     done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
@@ -167,7 +167,7 @@ def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_pa
     assert done.stderr == Naming("nemo-kto", "job", "model.dpo.simpo_gamma", "dpo", "1.0")
 
 
-def test_the_ranks_of_a_job_of_a_sweep_are_not_given_what_its_loss_does_not_take(tmp_path: Path) -> None:
+def test_ranks_of_a_sweep_job_do_not_get_options_of_other_losses(tmp_path: Path) -> None:
     env = pretend(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.loss.loss_options()))")
     sweep = ["--multirun", "model.dpo.preference_loss=dpo", "model.dpo.simpo_gamma=1.0", "trainer.devices=2"]
     done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
@@ -175,7 +175,7 @@ def test_the_ranks_of_a_job_of_a_sweep_are_not_given_what_its_loss_does_not_take
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["{}", "{}"]
 
 
-def test_a_sweep_with_a_value_that_cannot_be_starts_no_job(tmp_path: Path) -> None:
+def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:
     env = pretend(tmp_path, "print('started')")
     done = run([*CLI, "dpo", *GOOD, "--multirun", "model.dpo.label_smoothing=0.1,some"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (
@@ -231,7 +231,7 @@ def test_an_unknown_command(tmp_path: Path) -> None:
     assert_names(done.stderr, "nemo-kto", "kto", "dpo", "ktoo")
 
 
-def test_export_of_nothing(tmp_path: Path) -> None:
+def test_export_without_a_checkpoint(tmp_path: Path) -> None:
     done = run([*CLI, "export", "nowhere", "out"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
     assert done.returncode == 2
     assert_names(done.stderr, "export", "error", "CHECKPOINT", "folder", "nowhere")

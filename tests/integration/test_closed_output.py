@@ -40,7 +40,7 @@ def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
     [["--version"], ["kto", "--help"], ["data", "check", "rows.jsonl"], ["checkpoint", "ls", "results"]],
     ids=" ".join,
 )
-def test_a_command_that_only_shows_something(tmp_path: Path, words: list[str]) -> None:
+def test_closed_output_of_a_printing_command(tmp_path: Path, words: list[str]) -> None:
     """Without a traceback; it has not done its work if its output is lost, and has if its reader had enough."""
     env = pretend(tmp_path, "")
     (tmp_path / "results/checkpoints/step_000001").mkdir(parents=True)

@@ -68,7 +68,7 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
         ("model: {kto: 1}\ntrainer: [3]\n", ["compose", "gpt_kto", "gpt_dpo"]),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
+def test_a_file_without_a_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
     env = pretend(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text(text)
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)

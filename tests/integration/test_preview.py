@@ -14,7 +14,7 @@ PREVIEW = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 LOADED = "; print('megatron.core' in sys.modules, file=sys.stderr)"
 
 
-def test_the_command_and_what_it_loads(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r", "preference": "chosen"}])
 
     def run(*argv: str) -> tuple[int, list[str], list[str]]:

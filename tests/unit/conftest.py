@@ -75,7 +75,7 @@ def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 
-@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+@pytest.fixture(params=list(RECIPES.values()), ids=list(RECIPES))
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """One after the other."""
     found: Recipe = request.param

@@ -154,7 +154,7 @@ class Notebook:
         return [trainer_state["step"] for trainer_state, _ in self.saved]
 
 
-def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> DataLoader[Any]:
+def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> Any:
     """Rows 0.0, 1.0, ... in global batches."""
     sampler = GlobalBatchSampler(
         num_examples=rows, global_batch_size=batch, seed=5, shuffle=training, drop_last=training, needs_kl_examples=False

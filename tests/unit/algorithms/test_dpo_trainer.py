@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_what_the_loss_carries_from_step_to_step_is_resumed() -> None:
         ),
     ],
 )
-def test_refuses_to_resume_where_examples_would_be_used_twice_or_never(state: dict[str, int], message: str) -> None:
+def test_refuses_to_resume_where_examples_would_be_used_twice_or_never(state: dict[str, int], message: Message) -> None:
     run = Run()
     with raises(ValueError, *message.parts):
         run.trainer.load_state_dict(state)
@@ -185,7 +186,7 @@ def test_the_logger_is_finalized_on_every_way_out(error: BaseException) -> None:
     def save(*arguments: object) -> None:
         raise error
 
-    run.notes.save = save  # type: ignore[method-assign]
+    run.notes.save = save  # type: ignore[method-assign, assignment]
     with pytest.raises(type(error)):
         run.fit()
     assert run.notes.ended == ["failed"]
@@ -234,7 +235,8 @@ def test_step_time_includes_the_reference_pass() -> None:
 def test_reference_log_probs_of_pairs() -> None:
     run = Run()
     run.trainer.collate_fn = lambda raw: {"x": raw["x"] + 100}
-    batch = next(run.trainer.augment_dataloader(run.trainer.val_dataloader))
+    loader: Any = run.trainer.val_dataloader
+    batch = next(run.trainer.augment_dataloader(loader))
     assert batch["x"].tolist() == [100.0, 101.0], "collated before the reference sees it"
     assert batch["ref_policy_log_probs_chosen"].tolist() == [0.0, 1.0]
     assert batch["ref_policy_log_probs_rejected"].tolist() == [2.0, 3.0]

@@ -132,7 +132,7 @@ def test_a_section_that_is_not_right() -> None:
         )
     with pytest.raises(ValueError, match=r"look at global_batch_size$"):
         TrainerConfig.of(SECTION)
-    wanted = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
+    wanted: dict[str, Any] = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
     assert TrainerConfig.of(SECTION, global_batch_size=2) == TrainerConfig(**wanted, global_batch_size=2)
 
 
@@ -144,13 +144,17 @@ def test_clipping_is_the_optimizers() -> None:
     KTOTrainer(cfg={**SECTION, "gradient_clip_val": 0.5}, **arguments)
 
 
+def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
 def test_singles_of_aligner_are_collated_as_ours() -> None:
     ours = [
         KTOExample(prompt_ids=[1, 2], response_ids=[3, 0], desirable=True),
         KTOExample(prompt_ids=[4], response_ids=[5, 6, 0], desirable=False),
     ]
     theirs, expected = kto_custom_collate(SINGLES, EOS), kto_custom_collate(ours, EOS)
-    assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert as_lists(theirs) == as_lists(expected)
     assert kto_custom_collate([{**SINGLES[0], "weight": 2.5}, SINGLES[1]], EOS)["weights"].tolist() == [2.5, 1.0]
     too_long = {**single([1, 2], [3, 0], 1), "sample_labels": torch.full((4,), -100)}  # it has no labels to learn from
     batch = kto_custom_collate([too_long, *SINGLES], EOS)
@@ -168,7 +172,7 @@ def test_pairs_of_aligner_are_collated_as_ours() -> None:
         DPOExample(prompt_ids=[4], chosen_ids=[7, 0], rejected_ids=[8, 0], **reward),
     ]
     theirs, expected = dpo_custom_collate(PAIRS, EOS), dpo_custom_collate(ours, EOS)
-    assert {name: tensor.tolist() for name, tensor in theirs.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert as_lists(theirs) == as_lists(expected)
     assert dpo_custom_collate([PAIRS[0], {**PAIRS[1], "weight": 2.5}], EOS)["weights"].tolist() == [1.0, 2.5]
     masked = {f"{name}_labels": torch.full((5,), -100) for name in ("chosen", "rejected")}
     batch = dpo_custom_collate([{**PAIRS[0], **masked}], EOS)

@@ -21,7 +21,7 @@ from tests.unit.algorithms.parts import LEARNING_RATE, Run
 LINES = {3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}  # step of a line -> steps it is of
 
 
-def mean_over(values: dict[int, float]) -> list[tuple[int, float]]:
+def mean_over(values: dict[int, float]) -> list[tuple[int, Any]]:
     """Of a value of every step, that of each line."""
     return [(line, pytest.approx(sum(values[step] for step in steps) / len(steps))) for line, steps in LINES.items()]
 

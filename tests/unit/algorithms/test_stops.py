@@ -38,7 +38,7 @@ def losses(*runs: Run) -> list[tuple[int, str, float]]:
 
 
 def test_a_signal_during_a_step() -> None:
-    settings = {"val_check_interval": 3, "save_interval": 5}
+    settings: dict[str, Any] = {"val_check_interval": 3, "save_interval": 5}
     run = stopped(lambda run: len(run.model.trained_on) == 4, **settings)
     assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (4, [4], [3])
     assert (run.trainer.ended_early, run.trainer.stop) == (True, StopReason("SIGTERM", early=True))
@@ -52,7 +52,7 @@ def test_a_signal_during_a_step() -> None:
 @pytest.mark.parametrize("step", [3, 10])
 def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
     """Also at the last step, and whether none, some or (of three) all but one of its batches are done."""
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     before = 3 * (step // 3 - (step == 3))
 
     def when(run: Run) -> bool:
@@ -75,7 +75,7 @@ def test_a_signal_during_the_last_batch_of_a_validation_does_not_cost_it() -> No
 
 
 def test_a_signal_during_the_validation_before_the_first_step() -> None:
-    settings = {"val_before_training": True}
+    settings: dict[str, Any] = {"val_before_training": True}
     run = stopped(lambda run: len(run.model.validated_on) == 1, **settings)
     assert (run.trainer.step, run.notes.saved, run.model.trained_on) == (0, [], [])
     assert run.trainer.ended_early
@@ -89,7 +89,7 @@ def test_a_signal_at_the_last_step_of_a_run_without_validation_changes_nothing()
 
 
 def test_a_resumed_validation_that_is_interrupted_again() -> None:
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
     again = Run(**settings)
     again.trainer.run_timer.received = lambda: int(signal.SIGUSR1)
@@ -100,7 +100,7 @@ def test_a_resumed_validation_that_is_interrupted_again() -> None:
 
 
 def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -> None:
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
     again = Run(**settings)
     again.trainer.run_timer.received = lambda: int(signal.SIGUSR1) * (len(again.model.validated_on) == 3)
@@ -166,7 +166,8 @@ def test_each_epoch_is_prepared_before_its_first_step_and_where_the_run_resumes(
 @pytest.mark.parametrize("interval", [0, 10])
 def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
     """The last step is saved once, whether that was due or not, and nothing else is done."""
-    preparation, settings = Preparation(stops_at=10), {"max_epochs": 3, "save_interval": interval}
+    preparation = Preparation(stops_at=10)
+    settings: dict[str, Any] = {"max_epochs": 3, "save_interval": interval}
     run = stopped(lambda run: preparation.stops, callbacks=[preparation], **settings)
     assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (10, [10], [])
     assert (run.trainer.ended_early, run.notes.ended) == (True, ["success"])
@@ -178,7 +179,12 @@ def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
 def test_the_time_is_up_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
     """The run ends as after any last step: it has a validation, the lines of the log that are left, and a checkpoint."""
     preparation = Preparation(stops_at=10)
-    settings = {"max_epochs": 3, "val_check_interval": interval, "log_every_n_steps": 4, "callbacks": [preparation]}
+    settings: dict[str, Any] = {
+        "max_epochs": 3,
+        "val_check_interval": interval,
+        "log_every_n_steps": 4,
+        "callbacks": [preparation],
+    }
     run = Run(max_time="00:00:01:00", clock=lambda: 100.0 * preparation.stops, **settings).fit()
     assert run.notes.steps_with("val/loss") == validated
     assert (run.notes.steps_with("train/loss"), run.notes.saved_steps) == ([4, 8, 10], [10])

@@ -83,7 +83,7 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
 
 def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
     found = {
-        name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).not_in_engine
+        name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te
         for name in (
             *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
             *("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
@@ -161,7 +161,7 @@ def test_llama4_as_published(tmp_path: Path) -> None:
         shared_gate=False,
         weighs_input=True,
     )
-    assert read.not_in_engine == (
+    assert read.unsupported_by_te == (
         Message("attention", "chunks"),
         Message("neighbouring", "rotation"),
         Message("rotation", "norms"),
@@ -192,7 +192,7 @@ def test_llama4_without_its_extras(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
     assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
     assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
-    assert read.not_in_engine == (Message("neighbouring", "rotation"),)
+    assert read.unsupported_by_te == (Message("neighbouring", "rotation"),)
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -303,7 +303,7 @@ def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
     given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
     read = read_architecture(folder(tmp_path, **given, **changes), tensor_parallel=1)
     assert read.rope.factor_in_table == in_table
-    assert any("attention factor" in reason for reason in read.not_in_engine) == in_table
+    assert any("attention factor" in reason for reason in read.unsupported_by_te) == in_table
     assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
 
 

@@ -73,8 +73,12 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return apply
 
 
+def flipped(name: str) -> Callable[[Path], object]:
+    return lambda checkpoint: flip(checkpoint / name)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    **{f"a bit of {name}": (lambda path, name=name: flip(path / name), [f"{name}"]) for name in FILES},
+    **{f"a bit of {name}": (flipped(name), [name]) for name in FILES},
     "a missing file": (lambda path: (path / "rng/00000.pt").unlink(), ["rng/00000.pt"]),
     "a missing folder": (lambda path: shutil.rmtree(path / "hf"), ["hf/config.json"]),
     "a file cut short": (

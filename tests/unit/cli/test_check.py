@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows
 
 HELLO = [{"role": "user", "content": "hello"}]
-ROWS = [
+ROWS: list[Any] = [
     {"prompt": "p", "response": "yes", "preference": "chosen"},
     {"prompt": "p", "response": "yes", "preference": "rejected", "id": 3},
     {"prompt": "q", "response": "yes", "preference": "chosen"},

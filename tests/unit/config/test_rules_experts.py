@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import Said
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),
     "llama": ("LlamaForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 12}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_every_tensor_of_a_small_batch() -> None:
         "kl_position_ids": [list(range(6))] * 3,
     }
     # 5 tokens are the longest row; checked at a width of 6.
-    batch6 = kto_custom_collate(THREE, EOS, pad_to_multiple=6)
+    batch6: Any = kto_custom_collate(THREE, EOS, pad_to_multiple=6)
     for name, value in expected.items():
         assert batch6[name].tolist() == value, name
         assert batch6[name].dtype == torch.int64, name
@@ -94,9 +95,9 @@ def test_every_tensor_of_a_small_batch() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_shares_of_the_ranks_make_up_the_batch(size: int) -> None:
     rows = [row([k, k], list(range(1, 2 + k % 3)), bool(k % 2)) for k in range(1, 8)]
-    whole = kto_custom_collate(rows, EOS, pad_to_multiple=16)
+    whole: Any = kto_custom_collate(rows, EOS, pad_to_multiple=16)
     for rank in range(size):
-        share = kto_custom_collate(rows, EOS, pad_to_multiple=16, kept=range(rank, len(rows), size))
+        share: Any = kto_custom_collate(rows, EOS, pad_to_multiple=16, kept=range(rank, len(rows), size))
         for name, tensor in whole.items():
             assert torch.equal(share[name], tensor[rank::size]), name
 
@@ -135,9 +136,11 @@ def test_same_prompts_are_marked() -> None:
 
 
 def test_lists_do_as_well_as_arrays() -> None:
-    lists = [replace(each, prompt_ids=list(each.prompt_ids), response_ids=list(each.response_ids)) for each in THREE]
-    for name, tensor in kto_custom_collate(lists, EOS).items():
-        assert torch.equal(tensor, kto_custom_collate(THREE, EOS)[name]), name
+    expected: Any = kto_custom_collate(THREE, EOS)
+    lists: Any = [replace(each, prompt_ids=list(each.prompt_ids), response_ids=list(each.response_ids)) for each in THREE]
+    found: Any = kto_custom_collate(lists, EOS)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 # Documents: [1 EOS] [2 3 EOS] [4 EOS], then padding.

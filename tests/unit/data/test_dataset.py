@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     row = dataset[5]
     assert TOKENIZER.decode(row.prompt_ids) == "row 5:"
     assert TOKENIZER.decode(row.response_ids) == " answer 5<|im_end|>"
+    assert isinstance(row.prompt_ids, np.ndarray)
     assert row.prompt_ids.dtype == np.int32
     assert [each.desirable for each in dataset.__getitems__([5, 0, 5])] == [False, True, False]
     assert dataset.counts.desirable == 4
@@ -197,7 +199,7 @@ def test_split_ranges_adjoin(num_rows: int, parts: list[int]) -> None:
         (".", Message("folder", "files", "none")),
     ],
 )
-def test_data_prefix_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: object, words: str) -> None:
+def test_data_prefix_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: object, words: Message) -> None:
     write_rows(tmp_path / "a.jsonl", numbered_rows(2))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty" if prefix == "." else tmp_path)
@@ -232,7 +234,7 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(RecordEncoder, "encode", lambda self, rows: tokenised.append(len(rows)) or encode(self, rows))
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(3))
 
-    def rows_tokenised(**changes: object) -> int:
+    def rows_tokenised(**changes: Any) -> int:
         tokenised.clear()
         splits(path, tmp_path, **changes)
         return sum(tokenised)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,10 @@ PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 
 
 def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> DPOExample:
-    ids = (np.array(part, dtype=np.int32) for part in (prompt, chosen, rejected))
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return DPOExample(**dict(zip(names, ids, strict=True)), chosen_reward=2.5, rejected_reward=-1.0)
+    prompt_ids, chosen_ids, rejected_ids = (np.array(part, dtype=np.int32) for part in (prompt, chosen, rejected))
+    return DPOExample(
+        prompt_ids=prompt_ids, chosen_ids=chosen_ids, rejected_ids=rejected_ids, chosen_reward=2.5, rejected_reward=-1.0
+    )
 
 
 def test_the_names_of_nemo_aligner_and_of_trl() -> None:
@@ -96,7 +98,7 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
 
 
 def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
-    rows = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
+    rows: list[Any] = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
     shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}

@@ -29,7 +29,7 @@ def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None
     return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
 
 
-def fingerprint(data_prefix: object, tmp_path: Path, **changes: object) -> str:
+def fingerprint(data_prefix: object, tmp_path: Path, **changes: Any) -> str:
     dataset = splits(data_prefix, tmp_path, **changes).train
     assert dataset is not None
     return dataset.fingerprint()

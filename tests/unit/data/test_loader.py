@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,15 @@ EOS = TOKENIZER.eos_token_id
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     folder = tmp_path_factory.mktemp("data")
     path = write_rows(folder / "a.jsonl", numbered_rows(26))
-    settings = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
+    settings: dict[str, Any] = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
     settings |= {"kind": KTO_EXAMPLES, "make": KTODataset}
     splits = build_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
     assert splits.train is not None
     return splits.train
 
 
-def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):
-    order = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
+def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True) -> Any:
+    order: dict[str, Any] = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
     sampler = GlobalBatchSampler(**order, shuffle=training, drop_last=training)
     return build_dataloader(
         dataset=dataset,
@@ -87,7 +88,7 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
 
 
 def test_kl_rows_are_cut_to_seq_length() -> None:
-    rows = [
+    rows: Any = [
         KTOExample(prompt_ids=[1] * 6, response_ids=[2], desirable=True),
         KTOExample(prompt_ids=[3], response_ids=[4] * 6, desirable=False),
     ]
@@ -138,6 +139,7 @@ def test_workers_outlive_signals_that_are_for_the_rank(dataset: KTODataset) -> N
     got = [next(batches)]
     (worker,) = set(multiprocessing.active_children()) - set(others)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        assert worker.pid is not None
         os.kill(worker.pid, number)
     assert same([*got, *batches], expected)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, RowErrors
+from nemo_kto.data.rows.records import DataError, DPORecord, RowErrors
 from tests.helpers.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}
@@ -22,13 +23,13 @@ def said(text: str) -> dict[str, str]:
 
 def read(
     tmp_path: Path, *rows: dict, fields: dict[str, str] | None = None, pairs: bool = False
-) -> tuple[list[KTORecord] | list[DPORecord], FileColumns, str]:
+) -> tuple[list[Any], FileColumns, str]:
     """Records and columns of a file, and what is wrong with its rows."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     broken, columns = RowErrors(), FileColumns()
     reader = FileReader(fields=Fields(fields or {}), broken=broken)
-    records = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
+    records: list[Any] = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
     try:
         broken.raise_if_any()
     except DataError as error:
@@ -204,7 +205,8 @@ def test_arguments_of_the_chat_template_that_are_none(tmp_path: Path, given: dic
 
 def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    for given in ({"tools": [{}]}, {"chat_template_kwargs": {"x": 1}}):
+    additions: tuple[dict[str, Any], ...] = ({"tools": [{}]}, {"chat_template_kwargs": {"x": 1}})
+    for given in additions:
         (name,) = given
         for pairs in (False, True):
             _, _, wrong = read(tmp_path, row | given, pairs=pairs)

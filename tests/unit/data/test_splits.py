@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_counts_of_a_part_of_two_files(tmp_path: Path) -> None:
 
 
 def test_counts_of_pairs(tmp_path: Path) -> None:
-    rows = [
+    rows: list[Any] = [
         {"prompt": "a" * 4, "chosen": "b", "rejected": "b" * 12, "id": 1},
         {"prompt": "a" * 4, "chosen": "b", "rejected": "c"},
     ]

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,9 @@ def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str],
 def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
     for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read by whoever verifies it
-        assert len(splits(path, tmp_path, cache_verified=verified).train) == 7
+        dataset = splits(path, tmp_path, cache_verified=verified).train
+        assert dataset is not None
+        assert len(dataset) == 7
         assert len(read) == times
 
 
@@ -95,7 +98,7 @@ def test_groups_of_files_give_the_same_files(folder: Path, tmp_path: Path, monke
     assert_names(shown[0][0], f"{FILES} files")
 
 
-def cached_files(data: Path, cache: Path, **changes: object) -> list[Path]:
+def cached_files(data: Path, cache: Path, **changes: Any) -> list[Path]:
     assert prompts(splits(data, cache.parent, cache_dir=cache, **changes).train) == expected()
     return [file for file in cache.iterdir() if file.suffix == ".arrow"]
 

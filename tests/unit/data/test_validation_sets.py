@@ -66,7 +66,7 @@ def test_names_that_cannot_stand_in_those_of_metrics_are_all_told(tmp_path: Path
         ({"one": "nowhere.jsonl"}, Message("data_prefix", "nowhere.jsonl")),
     ],
 )
-def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: str) -> None:
+def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: Message) -> None:
     with raises(DataError, *words.parts):
         splits({"train": write(tmp_path, a=4)["a"], "validation": value}, tmp_path)
 

@@ -25,7 +25,7 @@ PAIRS = partial(DPODataset, default_rewards=(1.0, 0.0))
 
 
 def test_any_form_of_a_row_may_have_a_weight() -> None:
-    rows: list[dict[str, object]] = [{"prompt": "p", "response": "a", "preference": "chosen"}, PAIR]
+    rows: list[Any] = [{"prompt": "p", "response": "a", "preference": "chosen"}, PAIR]
     rows.append({"messages": MESSAGES, "label": False})
     for row in rows:
         assert {record.weight for record in records_of_row({**row, "weight": 3}, 1)} == {3.0}

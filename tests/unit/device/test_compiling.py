@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.device import imports
+from nemo_kto.device import device
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 TRITON, COMPILER, HEADERS = "triton (pip install triton)", "a C compiler (gcc)", f"Python.h (python{VERSION}-dev)"
@@ -38,7 +38,7 @@ class Machine:
             patch.delenv("CC", raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            return imports.missing_for_compiling()
+            return device.missing_for_compiling()
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ RANK = """
 import json, os, sys
 import torch
 import nemo_kto.device
-from nemo_kto.device import device, imports
+from nemo_kto.device import device
 device.on_gpu = lambda: True
-imports.missing_for_compiling = lambda: json.loads(os.environ["MISSING"])
+device.missing_for_compiling = lambda: json.loads(os.environ["MISSING"])
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.moe.router import TopKRouter
 

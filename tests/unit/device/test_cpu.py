@@ -11,7 +11,7 @@ import pytest
 # In a process of its own: the backend is entered once and for all, and here before anything else has used torch.
 CODE = """
 import torch
-from nemo_kto.device.cpu import install_cpu_backend
+from nemo_kto.device.patches import install_cpu_backend
 
 install_cpu_backend()
 with torch.device("meta"):

@@ -19,7 +19,7 @@ def test_the_least_limit_of_all_control_groups_counts(tmp_path: Path, monkeypatc
         (tmp_path / name).write_text(text)
 
     def least(*names: str) -> int:
-        monkeypatch.setattr(device, "_memory_limits", lambda: iter([tmp_path / name for name in names]))
+        monkeypatch.setattr(device, "_memory_limit_files", lambda: iter([tmp_path / name for name in names]))
         return device.host_memory_bytes()
 
     assert least("none", "own", "above", "more", "missing") == 2_000_000
@@ -35,7 +35,7 @@ def test_products_of_fp32_are_not_those_of_tf32() -> None:
 
 
 def test_where_limits_are_looked_for() -> None:
-    files = list(device._memory_limits())
+    files = list(device._memory_limit_files())
     assert all(file.name in ("memory.max", "memory.limit_in_bytes") for file in files)
     assert all(file.is_relative_to("/sys/fs/cgroup") for file in files)
 

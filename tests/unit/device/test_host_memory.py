@@ -152,5 +152,5 @@ def test_pages_are_locked_until_the_last_tensor_is_gone(monkeypatch: pytest.Monk
 def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(answer=2))
-    with raises(RuntimeError, "0.1 GB", "page-locked", "2", "nemo-kto plan"):
+    with raises(RuntimeError, "0.1 GB", "page-lock", "2", "nemo-kto plan"):
         device.host_tensors([torch.empty(25_000_000, device="meta")])

@@ -65,7 +65,7 @@ def assert_every_value_has_one_place(mapping: ParamMapping, *, tensor_parallel: 
     parts = segments(mapping, model)
     total = sum(part.length for part in parts)
     assert total % tensor_parallel == 0, case
-    counts = [torch.zeros(model.sizes[sizes[dimension]]) for sizes in mapping.hf_names.values()]
+    counts = [torch.zeros(model.sizes[str(sizes[dimension])]) for sizes in mapping.hf_names.values()]
     length = total // tensor_parallel
     for rank in range(tensor_parallel):
         covered = 0

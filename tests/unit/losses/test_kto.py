@@ -24,7 +24,7 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.sequence import sequence_sums
 
 WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
-ONES = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
+ONES: dict[str, Any] = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
 def sigmoid(x: float) -> float:
@@ -188,7 +188,7 @@ def test_reward_sums_leave_invalid_rows_out_and_keep_their_digits() -> None:
 def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
     parts = [torch.tensor([-5.0, -3.0]), torch.tensor([4.0]), torch.tensor([1.0, 2.0, 7.0])]  # micro-batches, or ranks
     sums = [kl_sums(part, torch.ones(len(part), dtype=torch.bool)) for part in parts]
-    total, count = sum(s["kl_sum"] for s in sums), sum(s["kl_rows"] for s in sums)
+    total, count = (torch.stack([s[name] for s in sums]).sum() for name in ("kl_sum", "kl_rows"))
     assert kl_reference_point(total, count).item() == 1.0  # 6 / 6; clamped parts would give (0 + 4 + 10 / 3) / 3
     assert kl_reference_point(-total, count).item() == 0.0
 

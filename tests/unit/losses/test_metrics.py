@@ -190,7 +190,7 @@ def test_adding_weighs_rows_not_batches() -> None:
     assert (a + b).sums == {"loss_sum": 6.0, "rows": 4}
     assert a == {"loss": 4.0}
     with pytest.raises(TypeError):
-        a + {"loss": 1.0}
+        a + {"loss": 1.0}  # type: ignore[operator]
 
 
 def test_metrics_can_be_sent_between_processes() -> None:

@@ -189,7 +189,7 @@ def test_gradient_of_dpo_is_the_closed_form() -> None:
 
 
 # name -> (what else it takes, the difference that the loss draws to, what is left of it there)
-MINIMA = {
+MINIMA: dict[str, tuple[dict[str, Any], float, float]] = {
     "dpo": ({}, math.log(4) / BETA, logistic(math.log(4), 0.2)),  # sigmoid(beta h) = 1 - e
     "ipo": ({}, 1 / (2 * BETA), 0.0),
     "exo_pair": ({}, math.log(9) / BETA, 0.0),
@@ -216,7 +216,7 @@ def test_where_a_loss_is_least(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "hinge", "robust", "bco_pair", "apo_zero", "discopop", "simpo", "orpo"])
 def test_a_better_answer_lowers_the_loss(name: str) -> None:
-    options = {"label_smoothing": 0.0} if "label_smoothing" in LOSSES[name].options else {}
+    options: dict[str, Any] = {"label_smoothing": 0.0} if "label_smoothing" in LOSSES[name].options else {}
     better, middle = torch.linspace(-4, -0.5, 8), torch.full((8,), -2.0)
     assert (loss_of(name, **options)(better, middle).diff() < 0).all()
     assert (loss_of(name, **options)(middle, better).diff() > 0).all()
@@ -297,7 +297,7 @@ def test_extreme_log_ratios_stay_finite(name: str, size: float) -> None:
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_a_small_loss_keeps_its_digits(name: str) -> None:
     """log(sigmoid(x)) in fp32 is 0 from x = 17 on."""
-    options = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options, 0.0)}
+    options: dict[str, Any] = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options, 0.0)}
     losses = loss_of(name, **options)(torch.tensor([20.0, 40.0]), torch.zeros(2))
     torch.testing.assert_close(losses, torch.tensor([math.exp(-20.0), math.exp(-40.0)]), rtol=1e-6, atol=0)
 

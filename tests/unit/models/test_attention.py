@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.device import kernels
-from nemo_kto.device.cpu import install_cpu_backend
+from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.models.layers.attention import TorchAttention
 from nemo_kto.models.layers.packed_sequences import PackedSequences
 from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
@@ -272,9 +272,9 @@ def test_the_kernel_for_rows_is_told_what_the_layer_does(
         for start, stop in itertools.pairwise(begin_n.tolist()):
             distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
             seen = (distance >= 0) & ((distance <= left) | torch.tensor(left == -1))
-            heads_first = (each[start:stop].transpose(0, 1) for each in (query, key, value))
+            q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
             part = torch.nn.functional.scaled_dot_product_attention(
-                *heads_first, attn_mask=seen, scale=options["scale"], enable_gqa=True
+                q, k, v, attn_mask=seen, scale=options["scale"], enable_gqa=True
             )
             parts.append(part.transpose(0, 1))
         return torch.cat(parts)
@@ -295,14 +295,11 @@ def without_grouped_heads(
     """torch 2.11's kernel, by its description."""
     assert query.shape == key.shape == value.shape
     assert (longest, window_size) == (6, (-1, 0))
-    return torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(each[start:stop].transpose(0, 1) for each in (query, key, value)), is_causal=True, scale=scale
-            ).transpose(0, 1)
-            for start, stop in itertools.pairwise(begin_n.tolist())
-        ]
-    )
+    parts = []
+    for start, stop in itertools.pairwise(begin_n.tolist()):
+        q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
+        parts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1))
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "torch_2_11"])
@@ -342,7 +339,7 @@ def test_a_row_of_sequences_takes_no_mask() -> None:
         ({"attn_mask_type": AttnMaskType.padding}, Message("attn_mask_type", "padding")),
     ],
 )
-def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: str) -> None:
+def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         attention()(*heads(), None, **arguments)
 
@@ -354,6 +351,6 @@ def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: str) -
         ({"softmax_type": "off-by-one"}, Message("softmax_type", "vanilla", "off-by-one")),
     ],
 )
-def test_configurations_it_would_ignore_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_configurations_it_would_ignore_are_refused(settings: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         attention(**settings)

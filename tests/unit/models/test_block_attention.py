@@ -90,7 +90,7 @@ def test_a_window_is_that_of_a_mask(before: int) -> None:
 
 
 def test_keys_beyond_the_window_of_a_block_are_not_looked_at() -> None:
-    from tests.distributed.test_logprobs import LargestTensor
+    from tests.distributed.models.test_logprobs import LargestTensor
 
     long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
@@ -123,7 +123,7 @@ def test_bf16_computes_in_fp32_what_lies_between_the_products() -> None:
 
 def test_no_tensor_holds_the_scores_of_all_queries() -> None:
     """Of 4 blocks: the largest tensors are the scores of one of them."""
-    from tests.distributed.test_logprobs import LargestTensor
+    from tests.distributed.models.test_logprobs import LargestTensor
 
     long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
@@ -140,7 +140,7 @@ def test_no_tensor_holds_the_scores_of_all_queries() -> None:
         ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),
     ],
 )
-def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: str) -> None:
+def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: Message) -> None:
     *parts, _ = heads()
     with raises(ValueError, *message.parts):
         attend(*parts, **{"mask": None, **changes})  # type: ignore[arg-type]

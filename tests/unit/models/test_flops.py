@@ -28,7 +28,7 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
     return SequenceBatch.of(zeros, labels, torch.tensor(lengths), None, None)
 
 
-WINDOWED = {
+WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 5},
     "gemma3_text": {"sliding_window": 5},
     "gpt_oss": {"sliding_window": 5},
@@ -102,7 +102,8 @@ def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str
     assert backward == everything(flops.backward) == 2 * forward
 
 
-ATTENTION, SHAPES = ("q_proj", "k_proj", "v_proj"), {"rank": 4, "alpha": 4}
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+SHAPES: dict[str, Any] = {"rank": 4, "alpha": 4}
 ADAPTERS = {
     "attention": LoRASettings(**SHAPES, target_modules=ATTENTION),
     "projections": LoRASettings(**SHAPES, target_modules=("o_proj",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
     return read_architecture(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"), tensor_parallel=1)
 
 
-def config_of(architecture: Architecture, **settings: object) -> TransformerConfig:
+def config_of(architecture: Architecture, **settings: Any) -> TransformerConfig:
     return transformer_config(
         architecture,
         engine=uses_transformer_engine(torch.bfloat16),

@@ -17,7 +17,7 @@ def config(**settings: Any) -> TransformerConfig:
 
 
 def test_rms_norm() -> None:
-    norm = TorchNorm(config(), hidden_size=8, eps=1e-2)
+    norm: Any = TorchNorm(config(), hidden_size=8, eps=1e-2)
     values = torch.randn(3, 8)
     with torch.no_grad():
         norm.weight.copy_(torch.arange(8.0))
@@ -25,8 +25,8 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
-def norm_with_weight(zero_centered: bool = False) -> torch.nn.Module:
-    norm = TorchNorm(config(layernorm_zero_centered_gamma=zero_centered), hidden_size=8, eps=1e-2)
+def norm_with_weight(zero_centered: bool = False) -> Any:
+    norm: Any = TorchNorm(config(layernorm_zero_centered_gamma=zero_centered), hidden_size=8, eps=1e-2)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(-1, 2, 8))
     return norm
@@ -76,7 +76,7 @@ def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> Non
         pipeline_dtype=torch.bfloat16,
     )
     for parameter in TorchNorm(config=settings, hidden_size=4, eps=1e-6).parameters():
-        assert parameter.sequence_parallel is sequence_parallel
+        assert getattr(parameter, "sequence_parallel") is sequence_parallel  # noqa: B009
         assert parameter.dtype == torch.bfloat16
 
 
@@ -88,7 +88,7 @@ def test_another_norm_is_refused() -> None:
 def test_in_bf16_one_and_the_weight_is_not_rounded() -> None:
     """1 + 2^-9 is no number of bf16: rounded it would be 1."""
     settings = config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
-    norm = TorchNorm(settings, hidden_size=64, eps=0.0)
+    norm: Any = TorchNorm(settings, hidden_size=64, eps=0.0)
     with torch.no_grad():
         norm.weight.fill_(2**-9)
     values = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()

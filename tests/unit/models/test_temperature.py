@@ -6,6 +6,7 @@ That they are transformers' is seen in the logits of Llama 4 (tests/parity/test_
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from nemo_kto.models.layers.spans import row_places
 TEMPERATURE = Temperature(floor=3, scale=0.4)
 
 
-def grown(queries: torch.Tensor, *arguments: tuple[int, ...], **shares: int) -> list[float]:
+def grown(queries: torch.Tensor, *arguments: tuple[int, ...], **shares: Any) -> list[float]:
     """By which factor each place of queries of ones grows."""
     return TemperatureTable(temperature=TEMPERATURE).scale(queries, *arguments, **shares)[:, 0, 0, 0].tolist()
 
 
-def by_hand(*steps: int) -> list[float]:
+def by_hand(*steps: int) -> Any:
     return pytest.approx([1 + 0.4 * math.log(1 + step) for step in steps], rel=1e-6)
 
 

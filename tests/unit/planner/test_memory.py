@@ -310,7 +310,7 @@ def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage(architecture: Architec
     head = 3 * 32 * (WIDTH - 1) * forward.per_response_token
     layers = 3 * forward.of_rows(32, WIDTH) - head
 
-    def work(**split: int) -> float:
+    def work(**split: Any) -> float:
         speed = step_speed(training(architecture, element_bytes=2, split=PipelineSplit(stages=2, **split)), step, gpu)
         return speed.seconds * (1 - speed.bubble) * 0.5 * 989e12
 

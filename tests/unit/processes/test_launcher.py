@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,27 +19,25 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Message, assert_names
 
 
-class Failure:
-    def __init__(self, rank: int, status: int, ended: int) -> None:
-        self.number, self.status, self.ended_ns = rank, status, ended * 10**9
-        self.error_file = "/nowhere"
+def failure_of(rank: int, status: int, ended: int) -> Any:
+    return SimpleNamespace(number=rank, status=status, ended_ns=ended * 10**9, error_file="/nowhere")
 
 
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
-        ([Failure(0, 1, 20), Failure(1, 1, 10)], 1),  # who came first
-        ([Failure(0, 1, 10), Failure(1, -9, 30)], 1),  # who was killed is noticed late
-        ([Failure(0, 1, 10), Failure(1, 2, 30)], 1),  # who has said what is wrong
-        ([Failure(0, -15, 5), Failure(1, 1, 30)], 1),  # who was ended because of another
+        ([failure_of(0, 1, 20), failure_of(1, 1, 10)], 1),  # who came first
+        ([failure_of(0, 1, 10), failure_of(1, -9, 30)], 1),  # who was killed is noticed late
+        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # who has said what is wrong
+        ([failure_of(0, -15, 5), failure_of(1, 1, 30)], 1),  # who was ended because of another
     ],
 )
-def test_the_failure_that_caused_the_others(failures: list[Failure], rank: int) -> None:
+def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> None:
     assert launcher._first(failures).number == rank
 
 
 def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    failures = [Failure(0, 1, 10), Failure(1, 1, 10)]
+    failures = [failure_of(0, 1, 10), failure_of(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
         file = tmp_path / str(failure.number)
         file.write_text("why")
@@ -56,7 +56,7 @@ def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path
     ],
 )
 def test_what_is_said_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launcher._report(Failure(1, exitcode, 0), 4) == status
+    assert launcher._report(failure_of(1, exitcode, 0), 4) == status
     assert capsys.readouterr().err == text
 
 

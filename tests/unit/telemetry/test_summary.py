@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_the_layout_of_a_mixture_of_experts() -> None:
         ({"cut_prompts": 2, "cut_responses": 1}, "5 pairs, 2 prompts and 1 responses truncated"),
     ],
 )
-def test_rows_of_a_split(cut: dict[str, int], text: str) -> None:
+def test_rows_of_a_split(cut: dict[str, Any], text: str) -> None:
     assert str(SplitRows(unit="pairs", rows=5, **cut)) == text
 
 

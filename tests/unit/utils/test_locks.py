@@ -222,14 +222,14 @@ def test_a_killed_writer_leaves_the_file_of_before_and_the_next_one_clears_up(st
     target.write_text("before")
 
     def write(ready: Callable[[], None]) -> None:
-        def kill(_: object) -> None:
+        def kill(path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         with one_writer(target, private=True), publish_file(target, private=True) as writing:
             ready()
             writing.write_text("half")
             if stage == "while it is written":
-                kill(None)
+                kill(writing)
             files.flush = kill
 
     with other_process(write) as pid:
