@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.spikes import LossSpikes
-from nemo_kto.telemetry.stragglers import INTERVAL, RankTimes, StragglerFinder, slowest
 from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
 
 @dataclass(frozen=True, kw_only=True)

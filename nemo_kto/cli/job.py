@@ -26,7 +26,7 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes import ranks, signals
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
