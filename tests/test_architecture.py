@@ -57,7 +57,11 @@ PACKAGES = {
         only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("launcher.py ranks.py rendezvous.py"))),
     ),
     "distributed": Package(own=names("device processes utils"), outside=names("torch numpy megatron.core")),
-    "architecture": Package(own=names("utils"), only_in=(("transformers", names("architecture.py rope.py")),)),
+    "architecture": Package(
+        own=names("utils"),
+        outside=names("pydantic annotated_types"),
+        only_in=(("transformers", names("architecture.py rope.py")),),
+    ),
     "artifacts": Package(own=names("architecture utils"), outside=names("safetensors")),
     "data": Package(
         own=names("losses artifacts utils"),

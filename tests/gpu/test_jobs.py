@@ -129,8 +129,8 @@ def test_a_resumed_run_is_the_same_run(
 
     With deterministic kernels: others sum in any order in the backward passes of attention and of the embedding.
     """
-    always = "{_target_: tests.gpu.noted.Deterministic}"
-    stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
+    always = "{_target_: tests.gpu.recorders.Deterministic}"
+    stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
     name, settings = f"{precision}-{ranks}", [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
     settings.append(f"model.tensor_model_parallel_size={ranks}")
     whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
@@ -148,9 +148,11 @@ def test_a_resumed_run_is_the_same_run(
 def test_a_resumed_run_with_the_default_kernels(precision: str, place: Workplace) -> None:
     """All that was saved, and the figures of the first forward passes, to the last bit; later steps within rounding."""
     name, again = f"bits-{precision}", f"bits-{precision}-again"
-    bits = [f"{{_target_: tests.gpu.noted.Bits, file: {place.folder / each}.bits}}" for each in (name, again)]
+    bits = [f"{{_target_: tests.gpu.recorders.RecordHashes, file: {place.folder / each}.bits}}" for each in (name, again)]
     settings = [*on(DEVICE), f"trainer.precision={precision}"]
-    stopped = place.run(name, *settings, callbacks=[bits[0], "{_target_: tests.gpu.noted.StopAfter, step: 2}"], status=85)
+    stopped = place.run(
+        name, *settings, callbacks=[bits[0], "{_target_: tests.gpu.recorders.StopAfter, step: 2}"], status=85
+    )
     shutil.copytree(stopped, place.folder / again)
     place.run(name, *settings, callbacks=bits[:1])
     place.run(again, *settings, callbacks=bits[1:])

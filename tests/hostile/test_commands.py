@@ -17,7 +17,7 @@ from nemo_kto.processes import launcher
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+pytestmark = pytest.mark.usefixtures("restore_logging")
 
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 OWN_FILES = {

@@ -105,9 +105,12 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a limit of zero": (
         config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=0.0),
-        Message("swiglu_limit", "number", "0.0", "save_pretrained"),
+        Message("swiglu_limit", "float", "0.0", "save_pretrained"),
     ),
-    "a limit that is null": (config(swiglu_limit=None), Message("swiglu_limit", "number", "None")),
+    "a limit that is null": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=None),
+        Message("swiglu_limit", "float", "None"),
+    ),
     "a Llama 4 of several experts a token": (
         config(architectures=["Llama4ForCausalLM"], model_type="llama4_text", num_experts_per_tok=2),
         Message("num_experts_per_tok", "1", "llama4_text", "2", "choose"),
@@ -159,8 +162,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(attn_logit_softcapping=50.0),
         Message("attn_logit_softcapping", "null", "50.0", "choose"),
     ),
-    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "number")),
-    "a scalar that is null": (config(query_pre_attn_scalar=None), Message("query_pre_attn_scalar", "number")),
+    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "float")),
+    "a scalar that is null": (
+        config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", query_pre_attn_scalar=None),
+        Message("query_pre_attn_scalar", "float"),
+    ),
     "another activation of gemma2": (
         config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_activation="gelu"),
         Message("hidden_activation", "gelu_pytorch_tanh", "gelu", "choose"),
@@ -186,9 +192,9 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("hidden_size", "num_attention_heads", "8", "3", "save_pretrained"),
     ),
     "an odd head": (config(head_dim=3), Message("head_dim", "3")),
-    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "number", "1e-5")),
-    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "number", "-1e-05")),
-    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("number", "nan")),
+    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "float", "1e-5")),
+    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "float", "-1e-05")),
+    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("float", "nan")),
     "tie_word_embeddings is a string": (
         config(tie_word_embeddings="yes"),
         Message("tie_word_embeddings", "true", "false", "yes"),
@@ -196,11 +202,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "attention_bias is a number": (config(attention_bias=1), Message("attention_bias", "true", "false", "1")),
     "several fields": (
         config(hidden_size="8", vocab_size=0, rope_theta="x"),
-        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "number", "x",
+        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
                 "save_pretrained"),
     ),
     # positions
-    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "number", "0")),
+    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "float", "0")),
     "rope_scaling is a string": (config(rope_scaling="linear"), Message("rope_scaling", "object", "linear")),
     "rope of a type that is not there": (
         config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
@@ -216,7 +222,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope factor is a string": (
         config(rope_scaling={"rope_type": "linear", "factor": "4"}),
-        Message("rope_scaling.factor", "number", "4"),
+        Message("rope_scaling.factor", "float", "4"),
     ),
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
@@ -228,7 +234,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope of a layer type has a wrong number": (
         config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
-        Message("rope_parameters.full_attention.rope_theta", "number", "x", "save_pretrained"),
+        Message("rope_parameters.full_attention.rope_theta", "float", "x", "save_pretrained"),
     ),
     "windowed rope of a type that is not there": (
         config(

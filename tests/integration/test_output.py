@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.device import device
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, run, stub_training
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
@@ -231,7 +231,7 @@ for _ in range(2):
 logging.getLogger("nemo_kto.run").info("told in job %s", cfg.model.seed)
 logging.getLogger("library").info("not told")
 """
-    env = pretend(tmp_path, body)
+    env = stub_training(tmp_path, body)
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (0, "")
     lines = [re.sub(r" \(FutureWarning, .*job\.py:\d+\)", " (FutureWarning)", line) for line in done.stderr.splitlines()]

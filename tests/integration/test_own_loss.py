@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, pretend, run
+from tests.helpers.commands import CLI, GOOD, run, stub_training
 from tests.helpers.messages import Naming
 
 FILES = {
@@ -70,7 +70,7 @@ CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
     """Status, output and what was said of the mistakes."""
-    env = pretend(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
+    env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
     (folder / "own.py").write_text(FILES[name])
     done = run([*CLI, name, *GOOD, *given], cwd=folder, env=env)
     return done.returncode, done.stdout, done.stderr.partition("nothing was started\n")[2] or done.stderr

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_interpreter, start
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import make_rows
 
@@ -106,7 +106,7 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
 def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command."""
     if job.anew:
-        return run_anew(words, cwd=cwd, env=environment(), timeout=300)
+        return run_interpreter(words, cwd=cwd, env=environment(), timeout=300)
     return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
 
 

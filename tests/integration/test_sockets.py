@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.commands import CLI, GOOD, TRAINING, pretend, start
+from tests.helpers.commands import CLI, GOOD, TRAINING, start, stub_training
 
 # As a training job meets; then the ranks wait until they have been looked at.
 MEET_AND_WAIT = """
@@ -45,7 +45,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 def watch(folder: Path, devices: int) -> tuple[list[str], list[set[str]]]:
     """What ``devices`` ranks said when they had met, and at which addresses each process listened: launcher, then ranks."""
-    env = pretend(folder, MEET_AND_WAIT)
+    env = stub_training(folder, MEET_AND_WAIT)
     if (interface := outside()) is not None:  # as profiles of clusters do, for jobs of several machines
         env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     with (folder / "said").open("w") as said:

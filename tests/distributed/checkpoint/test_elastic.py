@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.training.test_layouts import LORA
-from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.consumed_rows import recorded_rows
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, difference, train, trajectory
 
@@ -75,7 +75,7 @@ def overrides(run: str, optimizer: str, layout: str, length: Length, folder: Pat
         f"trainer.{algorithm}.limit_train_batches={length.epoch}",
         f"trainer.{algorithm}.save_interval={length.stop}",
         "exp_manager.checkpoint_callback_params.save_top_k=-1",
-        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.NoteRows, folder: {folder / 'rows'}}}]",
+        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.RecordRows, folder: {folder / 'rows'}}}]",
     ]
 
 
@@ -133,7 +133,7 @@ def test_resumes_at_another_layout(
     assert difference(resumed, theirs) < 1e-5
     assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=2e-5)
 
-    rows, all_rows = noted_rows(tmp_path / "rows"), noted_rows(uninterrupted / "rows")
+    rows, all_rows = recorded_rows(tmp_path / "rows"), recorded_rows(uninterrupted / "rows")
     assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was taken again"
     assert rows == {step: all_rows[step] for step in rows}, "rows or their order differ"
     for first in range(1, steps - epoch + 2, epoch):

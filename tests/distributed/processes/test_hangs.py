@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI, GOOD, TRAINING, environment, pretend, run
+from tests.helpers.commands import CLI, GOOD, TRAINING, environment, run, stub_training
 from tests.helpers.messages import Naming, assert_names
 
 NAME = socket.gethostname()
@@ -178,7 +178,7 @@ with watchdog.phase("optimizer"):
 
 @pytest.mark.full
 def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: Path) -> None:
-    env = pretend(tmp_path, STOP_ONE)
+    env = stub_training(tmp_path, STOP_ONE)
     began = time.monotonic()
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
     assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher alone would wait for half a minute more

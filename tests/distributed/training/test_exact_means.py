@@ -50,8 +50,7 @@ def make_batch(*kinds: str) -> dict[str, torch.Tensor]:
 
 def evaluated_in_batches_of(folder: Path, sizes: tuple[int, ...]) -> dict[int, list[dict[str, float]]]:
     """On a rank, of one model and eight examples: the metrics of a validation and of a line of the log, by batch size."""
-    from nemo_kto.algorithms.callbacks import Event
-    from nemo_kto.algorithms.step_log import StepLog
+    from nemo_kto.algorithms.callbacks import Event, StepLog
 
     model, batch = model_of(folder, "apo_zero_unpaired"), make_batch("sample")  # no z0, which is that of a global batch
     found = {}

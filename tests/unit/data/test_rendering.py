@@ -47,7 +47,7 @@ def conversation(text: str, template: str) -> Conversation:
 
 
 @pytest.mark.parametrize("kind", WITHOUT_END)
-def test_a_template_without_end_is_one_error_that_names_its_file_and_the_row(
+def test_an_endless_template_is_one_error_with_file_and_row(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template, told = WITHOUT_END[kind]
@@ -73,7 +73,7 @@ def test_a_template_that_calls_itself_is_a_broken_row() -> None:
     assert_names(refused, "chat template", "maximum recursion depth exceeded")
 
 
-def test_no_row_of_messages_is_rendered_after_the_first_at_a_limit() -> None:
+def test_only_the_first_row_is_rendered_with_limits() -> None:
     template = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('of this row') }}{% endif %}"
     template += "{% if 'long' in messages[0]['content'] %}{{ 'x' * 10**7 }}{% endif %}" + CHATML
     encoder = RecordEncoder(tokenizer=chatml_tokenizer(template))
@@ -105,7 +105,7 @@ def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pyte
     assert trials == [[str(record(f"{n}", n).prompt) for n in range(100)]]
 
 
-def test_a_process_that_is_ended_by_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(self: object) -> bytes:
         for child in multiprocessing.active_children():
             child.kill()
@@ -119,7 +119,7 @@ def test_a_process_that_is_ended_by_others_is_an_error(monkeypatch: pytest.Monke
     assert str(failed[1]) == Message("T", "-9", "template", "strings")
 
 
-def test_an_interrupted_parent_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: object) -> bytes:
         raise KeyboardInterrupt
 

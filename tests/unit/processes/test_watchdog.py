@@ -96,7 +96,7 @@ def gone(dog: Watchdog) -> None:
     dog._stopped = True
 
 
-def test_a_rank_that_works_long_is_waited_for_through_the_store(world: World) -> None:
+def test_ranks_wait_for_a_working_rank(world: World) -> None:
     world.start(waits, partial(works, world=world))
     time.sleep(1.2 * TIMEOUT.total_seconds())
     assert world.ended == {}
@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_enter_the_section_is_named(world: World) -> None:
     assert world.errors[0] == Naming("rank 1", "loading", "3 s")
 
 
-def test_but_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_rank_has_a_timeout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 0.5)
     world.start(waits, partial(works, world=world))
     deadline = time.monotonic() + 20
@@ -128,13 +128,13 @@ def test_but_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None
     assert world.ended[0] == world.ended[1]
 
 
-def test_all_ranks_may_work_for_as_long_as_they_like(world: World) -> None:
+def test_all_ranks_may_work_without_timeout(world: World) -> None:
     world.start(world.stay, world.stay)
     time.sleep(1.2 * TIMEOUT.total_seconds())
     assert world.ended == {}
 
 
-def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> None:
+def test_a_lost_connection_is_explained(world: World) -> None:
     found: list[str | None] = []
 
     def fail(dog: Watchdog) -> None:
@@ -154,7 +154,7 @@ def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> 
     ]
 
 
-def test_a_store_that_does_not_answer_is_given_up_and_taken_up_again() -> None:
+def test_a_store_without_answer_is_retried() -> None:
     class Slow:
         waits = threading.Event()
 
@@ -174,7 +174,7 @@ def test_a_store_that_does_not_answer_is_given_up_and_taken_up_again() -> None:
     assert store.read("absent") is None
 
 
-def test_alone_nobody_watches() -> None:
+def test_a_single_process_has_no_watchdog() -> None:
     watchdog.start(store=dist.HashStore(), rank=0, size=1, timeout=TIMEOUT, store_host="the test")
     with watchdog.phase("data"):
         watchdog.count_steps(lambda: 1)
@@ -183,7 +183,7 @@ def test_alone_nobody_watches() -> None:
     assert watchdog._current is None
 
 
-def test_a_debugger_sees_every_line_of_a_thread_that_is_watched() -> None:
+def test_the_watchdog_does_not_disturb_a_debugger() -> None:
     """What traces a frame (a debugger, coverage) must be left alone."""
     lines: list[int] = []
 
@@ -215,9 +215,7 @@ def child() -> Iterator[psutil.Process]:
         started.kill()
 
 
-def test_only_a_sibling_that_is_the_process_it_was_is_let_go_on(
-    child: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(*, parent: int, host: str = socket.gethostname(), created: float = child.create_time()) -> bool:
         child.suspend()
         while child.status() != psutil.STATUS_STOPPED:

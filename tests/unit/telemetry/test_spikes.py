@@ -32,26 +32,26 @@ def noise(count: int, *, scale: float = 0.05) -> list[float]:
     return [0.5 + draw.gauss(0, scale) for _ in range(count)]
 
 
-def test_a_jump_is_told_once_in_fifty_steps(warned: Callable[[list[float]], list[int]]) -> None:
+def test_a_spike_is_reported_once_in_fifty_steps(warned: Callable[[list[float]], list[int]]) -> None:
     losses = noise(200)
     for step in (30, 31, 79, 80, 150):
         losses[step - 1] = 5.0
     assert warned(losses) == [30, 80, 150]
 
 
-def test_what_is_no_spike(warned: Callable[[list[float]], list[int]]) -> None:
+def test_values_that_are_not_spikes(warned: Callable[[list[float]], list[int]]) -> None:
     assert warned(noise(2000)) == []
     assert warned([0.5 * 0.99**step for step in range(500)]) == []  # it falls
     assert warned([0.5] * 100 + [0.54] * 100) == []  # it hardly moves
     assert warned([*noise(19), 50.0]) == []  # too little is known
-    assert warned([*noise(30), math.nan, math.inf]) == []  # said elsewhere
+    assert warned([*noise(30), math.nan, math.inf]) == []  # reported elsewhere
 
 
-def test_the_bound_follows_a_lasting_change(warned: Callable[[list[float]], list[int]]) -> None:
+def test_the_threshold_follows_a_lasting_change(warned: Callable[[list[float]], list[int]]) -> None:
     assert warned([*noise(60), *(5 + loss for loss in noise(200))]) == [61]
 
 
-def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_about_a_spike(caplog: pytest.LogCaptureFixture) -> None:
     spikes = LossSpikes()
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate([0.5, 0.55, 0.6] * 10 + [4.0], start=1):

@@ -17,7 +17,7 @@ from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.distributed import state
 
 
-class Noted(Callback):
+class RecordModel(Callback):
     """Writes FILE: the kind of device, the dtype, and the classes of the layers of the model that trains."""
 
     def __init__(self, file: str) -> None:
@@ -27,13 +27,13 @@ class Noted(Callback):
         if not state.is_rank_zero():
             return
         weights = list(trainer.model.engine.chunks[0].parameters())
-        noted = {
+        record = {
             "devices": sorted({weight.device.type for weight in weights}),
             "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
             "backend": torch.distributed.get_backend(),
             "classes": sorted({type(part).__name__ for part in trainer.model.engine.chunks[0].modules()}),
         }
-        self.file.write_text(json.dumps(noted))
+        self.file.write_text(json.dumps(record))
 
 
 class Deterministic(Callback):
@@ -46,7 +46,7 @@ class Deterministic(Callback):
         torch.use_deterministic_algorithms(True)
 
 
-class Bits(Callback):
+class RecordHashes(Callback):
     """Adds to FILE, a line for each, hashes of weights and optimizer state: at the start, and after each step."""
 
     def __init__(self, file: str) -> None:
@@ -69,9 +69,14 @@ class Bits(Callback):
             for _, each in sorted(kept.items())
             if torch.is_tensor(each)
         ]
-        noted = {"weights": _hash(weights), "main weights": _hash(mains), "moments": _hash(moments), "tensors": len(moments)}
+        record = {
+            "weights": _hash(weights),
+            "main weights": _hash(mains),
+            "moments": _hash(moments),
+            "tensors": len(moments),
+        }
         with self.file.open("a") as file:
-            file.write(json.dumps({"step": trainer.step, "when": when, **noted}) + "\n")
+            file.write(json.dumps({"step": trainer.step, "when": when, **record}) + "\n")
 
 
 def _hash(tensors: Sequence[torch.Tensor]) -> str:
@@ -92,10 +97,10 @@ class StopAfter(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Waits(Callback):
+class RecordWaits(Callback):
     """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
 
-    torch warns of those within its operators, and those that are asked for are noted where they are.
+    torch warns of those within its operators, and those that are asked for are record where they are.
     """
 
     def __init__(self, file: str) -> None:

@@ -11,7 +11,7 @@ from nemo_kto.distributed import state
 from tests.emulated_cuda import waits
 
 
-class WriteWaits(Callback):
+class RecordWaits(Callback):
     """Writes FILE, on the first rank: JSON, of each training step a list of waits [kind, site, in_micro_batch, count]."""
 
     def __init__(self, file: str) -> None:
