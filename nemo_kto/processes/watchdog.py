@@ -349,7 +349,7 @@ class Section:
     long as the watchdogs of these send heartbeats.
     """
 
-    def __init__(self, watchdog: Watchdog | None, *, doing: str) -> None:
+    def __init__(self, *, watchdog: Watchdog | None, doing: str) -> None:
         """Enter the section.
 
         Args:
@@ -458,7 +458,7 @@ def section(*, doing: str) -> Section:
         check_in(own, rank)
         timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         start(store=own, rank=rank, size=size, timeout=timeout, store_host="another process")
-    return Section(_current, doing=doing)
+    return Section(watchdog=_current, doing=doing)
 
 
 @contextlib.contextmanager

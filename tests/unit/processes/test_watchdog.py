@@ -81,18 +81,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def works(dog: Watchdog, world: World) -> None:
-    section = Section(dog, doing="loading")
+    section = Section(watchdog=dog, doing="loading")
     world.stay(dog)
     section.finish()
 
 
 def waits(dog: Watchdog) -> None:
-    Section(dog, doing="loading").finish()
+    Section(watchdog=dog, doing="loading").finish()
 
 
 def gone(dog: Watchdog) -> None:
     """In a section, without a heartbeat."""
-    Section(dog, doing="loading")
+    Section(watchdog=dog, doing="loading")
     dog._stopped = True
 
 
