@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import checked_config
 from nemo_kto.config.rules.training import broken_rules
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.tokens.parts import WHOLE_FILE
@@ -80,23 +79,12 @@ def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
     Raises:
         UserError: If the keys that concern the rows have errors; the message lists all of them.
     """
-    source = compose.Source(recipe.config_name)
-    try:
-        cfg, mistakes = compose.to_config(compose.load(overrides, source=source), recipe=recipe)
-        if cfg is not None and not (mistakes := _about_rows(cfg)):
-            return cfg
-    except compose.WRONG as error:
-        mistakes = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
-    judge = partial(_judge, recipe=recipe)
-    found = compose.find_mistakes(overrides, source=source, recipe=recipe, judge=judge) or mistakes
-    raise UserError("\n  ".join(["nothing can be shown:", *dict.fromkeys(map(str, found))]))
-
-
-def _judge(config: DictConfig, fallback: DictConfig, *, recipe: Recipe) -> list[ConfigError]:
-    cfg, mistakes = compose.to_config(config, recipe=recipe, fallback=fallback)
-    wrong = {mistake.key for mistake in mistakes}
-    further = [] if cfg is None else _about_rows(cfg)
-    return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+    cfg, found = checked_config(
+        overrides, source=compose.Source(config_name=recipe.config_name), recipe=recipe, rules=_about_rows
+    )
+    if cfg is None:
+        raise UserError("\n  ".join(["The rows cannot be shown:", *dict.fromkeys(map(str, found))]))
+    return cfg
 
 
 def _about_rows(cfg: RunConfig) -> list[ConfigError]:
