@@ -60,7 +60,7 @@ def find_mistakes(
     if found is not recipe:
         text = f"must be a configuration for {recipe.name}, got one for {found.name}; run `nemo-kto {found.name}`"
         return [ConfigError(file, text)]
-    ours = Source(recipe.config_name)
+    ours = Source(config_name=recipe.config_name)
     fallback = basis if source == ours else load(source=ours)
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     command = _CommandLine(source.adopted, recipe, known, sweep)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_kto.device import device
-from nemo_kto.device.cpu import install_cpu_backend
+from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.errors import UserError
 from nemo_kto.processes import rendezvous, watchdog
 from nemo_kto.processes.signals import Stopped

@@ -67,7 +67,7 @@ def print_start(
         slow_paths=slow_paths(
             DTYPES[cfg.trainer.precision],
             tensor_parallel=cfg.model.tensor_model_parallel_size,
-            not_in_engine=policy.architecture.not_in_engine,
+            unsupported_by_te=policy.architecture.unsupported_by_te,
         ),
     )
     print(start, flush=True)

@@ -149,7 +149,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 def install() -> None:
     """Count the calls that synchronize; copies arrive in these and in calls that query whether work is finished."""
-    torch.cuda.set_sync_debug_mode = waits.set_debug_mode
+    torch.cuda.set_sync_debug_mode = waits.set_debug_mode  # type: ignore[assignment]
     for owner, name, kind in (
         (torch.cuda, "synchronize", "device synchronize"),
         (torch.cuda.Stream, "synchronize", "stream synchronize"),

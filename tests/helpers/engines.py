@@ -48,7 +48,7 @@ def engine(
     )
     group = config.pipeline_model_parallel_size if len(chunks) > 1 else 1
     return LogProbEngine(
-        chunks=chunks,
+        chunks=list(chunks),
         vocab_size=architecture.vocab_size,
         limits=MicroBatchLimits(
             prompts=micro_batch_size,

@@ -128,7 +128,7 @@ def raises(error: type[BaseException] | tuple[type[BaseException], ...], *parts:
     """Like ``pytest.raises``, of an error whose text is ``Message(*parts)``, or the one given."""
     with pytest.raises(error) as caught:
         yield caught
-    (message,) = parts if isinstance(parts[0], Naming) else [Message(*map(str, parts))]
+    message = parts[0] if isinstance(parts[0], Naming) else Message(*map(str, parts))
     failure = message.failure(str(caught.value))
     assert not failure, failure
 

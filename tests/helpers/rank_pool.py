@@ -35,7 +35,7 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from nemo_kto.device.cpu import install_cpu_backend
+    from nemo_kto.device.patches import install_cpu_backend
     from nemo_kto.distributed import state
 
     install_cpu_backend()

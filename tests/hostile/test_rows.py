@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,7 +264,7 @@ IRREGULAR: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_what_is_no_file_is_refused_by_name(kind: str, here: Path) -> None:
+def test_special_files_are_refused_by_name(kind: str, here: Path) -> None:
     """Reading a pipe would wait for its writer for ever, and a device might never end."""
     IRREGULAR[kind](here / "data.jsonl")
     named = here if kind == "a folder" else here / "data.jsonl"  # a folder may be named, but not be among the files
@@ -274,7 +275,7 @@ def test_what_is_no_file_is_refused_by_name(kind: str, here: Path) -> None:
     assert_names(raised.value, str(here / "data.jsonl"), kind, "regular file")
 
 
-def test_files_of_other_formats_are_all_named_before_anything_starts(here: Path) -> None:
+def test_all_files_of_other_formats_are_named_before_the_start(here: Path) -> None:
     (folder := here / "data").mkdir()
     (folder / "a.jsonl").write_bytes(gzip.compress(row()))
     (folder / "b.jsonl").write_bytes(row() + b"\n")
@@ -285,7 +286,7 @@ def test_files_of_other_formats_are_all_named_before_anything_starts(here: Path)
     assert_names(said[1], "model.data.data_prefix", "c.jsonl", "git lfs pull")
 
 
-def test_a_line_without_end_is_refused_where_it_begins(encoder: RecordEncoder, tmp_path: Path) -> None:
+def test_an_endless_line_is_refused_at_its_start(encoder: RecordEncoder, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.write((row() + b"\n") * 8)
@@ -306,13 +307,15 @@ def test_a_file_that_shrinks_while_it_is_read_ends(tmp_path: Path, monkeypatch: 
     path.write_bytes((row() + b"\n") * 20_000)
     size, found = path.stat().st_size, file_parts(path)
     first = next(found)
+    assert first.stop is not None
     os.truncate(path, first.stop)
     *_, last = found  # of what was in the buffer
+    assert last.stop is not None
     assert last.stop < size
     assert len(list(first.lines(path))) == len(path.read_bytes().splitlines())
 
 
-VALUES = (None, True, 0, -1, 1e308, "", " ", "chosen", "\0", [], [[]], {}, {"role": "user"}, ["x"], 10**30)
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 1e308, "", " ", "chosen", "\0", [], [[]], {}, {"role": "user"}, ["x"], 10**30)
 GOOD: dict[str, tuple[Row, ...]] = {
     KTO_EXAMPLES.name: (
         {"prompt": "a prompt", "response": "an answer", "preference": "chosen"},

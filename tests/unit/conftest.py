@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -28,27 +28,27 @@ class Load(Protocol):
     def __call__(self, *overrides: str, recipe: Recipe = KTO) -> RunConfig: ...
 
 
-class Said(Protocol):
-    """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+class FindErrors(Protocol):
+    """``find_errors("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
 
     def __call__(
         self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
     ) -> list[str]: ...
 
 
-SOURCES = {name: compose.Source(config_name=recipe.config_name) for name, recipe in RECIPES.items()}
-
-
+@cache
 def source_of(recipe: Recipe) -> compose.Source:
+    """Our files, which are composed once a process."""
     return compose.Source(config_name=recipe.config_name)
 
 
 def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
-    """The configuration; the YAML files are composed once a process."""
-    return compose.load(overrides, source=SOURCES[recipe.name])
+    return compose.load(overrides, source=source_of(recipe))
 
 
-def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+def errors_of(
+    config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False
+) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
     rules = partial(job.broken_rules, sweep=sweep)
@@ -68,7 +68,7 @@ def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 
-@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+@pytest.fixture(params=list(RECIPES.values()), ids=list(RECIPES))
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """One after the other."""
     found: Recipe = request.param
@@ -109,10 +109,10 @@ def load(good: list[str]) -> Load:
 
 
 @pytest.fixture
-def said(good: list[str]) -> Said:
+def find_errors(good: list[str]) -> FindErrors:
     """What judges overrides."""
 
     def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
-        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
+        return errors_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
 
     return get

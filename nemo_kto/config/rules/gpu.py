@@ -150,8 +150,8 @@ def fp8_model(cfg: RunConfig) -> Iterator[ConfigError]:
 
     tensor, folder = cfg.model.tensor_model_parallel_size, config_folder(Path(cfg.pretrained_checkpoint.restore_from_path))
     architecture = read_architecture(folder, tensor_parallel=tensor)
-    if architecture.not_in_engine:
-        parts = f"{' and '.join(architecture.not_in_engine)} ({architecture.family.name})"
+    if architecture.unsupported_by_te:
+        parts = f"{' and '.join(architecture.unsupported_by_te)} ({architecture.family.name})"
         text = f"must be null for a model with {parts}, which Transformer Engine's layers lack, got {cfg.model.fp8}"
         yield ConfigError("model.fp8", f"{text}; leave it out", ("pretrained_checkpoint.restore_from_path",))
         return
@@ -177,7 +177,7 @@ def packed_windows(cfg: RunConfig, computes: Computes) -> Iterator[ConfigError]:
     from nemo_kto.architecture.architecture import read_architecture
 
     architecture = read_architecture(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)), tensor_parallel=1)
-    if any(window is not None for window in architecture.windows) and not architecture.not_in_engine:
+    if any(window is not None for window in architecture.windows) and not architecture.unsupported_by_te:
         text = "must be false with model.context_parallel_size above 1 where layers have a sliding window, got true"
         remedy = "Transformer Engine cannot do all three; leave one out"
         yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
