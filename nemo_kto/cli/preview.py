@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,8 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
-        loss = cfg.loss.record if len(examples) > 1 else replace(cfg.loss.record, needs_z0=False)
-        take, collate_fn = cfg.recipe.collation(loss, collate_settings(cfg, tokenizer))
+        with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
+        take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer), with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
@@ -122,7 +121,7 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."
-        yield from cfg.recipe.preview(preview, dataset, batch, examples, loss)
+        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
 
 
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:
