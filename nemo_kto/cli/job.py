@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import broken_rules, local_ranks, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
@@ -49,21 +50,16 @@ class Job:
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
         """Find all errors in a command line; with ``sweep``, in all its jobs."""
-        judge = partial(self.judge, sweep=sweep)
-        return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+        rules = partial(self.broken_rules, sweep=sweep)
+        return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=rules, sweep=sweep)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [unexplained], self.world)
+        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [does_not_compose(error)], self.world)
 
-    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
-        """Find all errors in a configuration; values of ``fallback`` replace invalid ones."""
-        cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
-        wrong = {mistake.key for mistake in mistakes}
-        here = not self.elsewhere
-        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=here)
-        return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+    def broken_rules(self, cfg: RunConfig, *, sweep: bool = False) -> list[ConfigError]:
+        """Return the errors in a configuration that concern several keys, files or the machine."""
+        return broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=not self.elsewhere)
 
     def run_in_hydra(self, config: DictConfig) -> None:
         """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
@@ -90,7 +86,7 @@ class Job:
             sweep: whether this is one of several jobs.
         """
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
-        if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
+        if cfg is None or (mistakes := self.broken_rules(cfg, sweep=sweep)):
             refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
         gc.enable()
         unused = list(unused_keys(cfg)) if sweep else []

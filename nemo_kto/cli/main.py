@@ -204,13 +204,15 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         with console.exit_if_output_lost():
             print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
-    source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
+    source = compose.Source(
+        config_name=flags.config_name or recipe.config_name, config_path=flags.config_path, config_dir=flags.config_dir
+    )
     elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
     if others:
         refuse_mistakes(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
     try:
-        own_file = compose.own_file(source)
+        own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
         # such as hydra.mode=MULTIRUN or ${hydra:job.num}
         about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
@@ -227,8 +229,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
-    overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
-    sys.argv = [sys.argv[0], *modes, *compose.adopted(source).flags(), *overrides]
+    overrides = [forced(text) for text in flags.overrides]
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *overrides]
     _run_hydra(job, flags)
 
 
