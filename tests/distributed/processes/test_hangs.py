@@ -26,7 +26,7 @@ import datetime, os, sys, time, torch, torch.distributed as dist
 from nemo_kto.processes import ranks, watchdog; from nemo_kto.distributed import state
 
 rank, done = int(os.environ["RANK"]), 0
-ranks.SECONDS_TO_SPEAK = 1
+ranks.PRINT_SECONDS = 1
 
 def steps(number, trouble):
     global done

@@ -13,7 +13,7 @@ from tests.helpers.messages import Naming, assert_names
 
 MEET = """
     from nemo_kto.processes import rendezvous
-    rendezvous.CONNECT_SECONDS, rendezvous.TELL_SECONDS = 1.5, 0.5
+    rendezvous.CONNECT_SECONDS, rendezvous.WARN_SECONDS = 1.5, 0.5
     steps(2, lambda: None)
 """
 NAME = socket.gethostname()

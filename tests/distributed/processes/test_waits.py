@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from nemo_kto.processes import ranks, rendezvous
 from tests.helpers.messages import Naming
@@ -26,18 +26,19 @@ FOLDER = Path()  # of the results, in the process of a rank
 def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
     """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
     from nemo_kto.device.patches import install_cpu_backend
-    from nemo_kto.processes import waits
+    from nemo_kto.processes import watchdog
 
     install_cpu_backend()
-    waits.BEAT_SECONDS = 0.1
-    waits.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
+    watchdog.TICK_SECONDS = 0.1
+    watchdog.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
     global FOLDER
     FOLDER = Path(results)
     os.environ |= {**store, "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
     rendezvous.join("gloo", timeout=timedelta(minutes=2))  # they may start at different times
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
-    _get_default_store().set_timeout(timedelta(seconds=TIMEOUT))
+    assert watchdog._current is not None
+    watchdog._current.timeout = 10 * TIMEOUT if job == "long work" else TIMEOUT
     began = time.monotonic()
     try:
         message = JOBS[job]()
@@ -158,11 +159,11 @@ def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> Non
     [
         (
             "killed",
-            ["hashing the weights", "rank 0", "srun", "ended"],
+            ["hashing the weights", "rank 0", "rank 1 of 2", "ended"],
         ),
         (
             "stopped",
-            ["rank 1", "1 s", "hashing the weights", "rank 0", "srun", "stopped"],
+            ["rank 1 of 2", "1 s", "hashing the weights", "rank 0", "stopped"],
         ),
     ],
 )
@@ -173,7 +174,7 @@ def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str]
 
 def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
     _, (seconds, message, _) = two_ranks("late")
-    assert message == Naming("RuntimeError", "0", "1", "look")
+    assert message == Naming("RuntimeError", "0", "1", "see")
     assert seconds >= TIMEOUT
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, StragglerCallback, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.stragglers import RankTimes
 from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.watch import RankTimes
 from tests.unit.algorithms.parts import Run
 
 

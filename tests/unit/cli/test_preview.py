@@ -131,7 +131,7 @@ def test_a_folder_instead_of_a_file(model: str) -> None:
 
 def test_all_errors_together_without_those_of_the_machine(model: str) -> None:
     refusal = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
-    assert refusal[0] == Message("nothing", "shown")
+    assert refusal[0] == Message("rows", "shown")
     assert [line.split()[0] for line in refusal[1:]] == [
         "pretrained_checkpoint.restore_from_path", "model.data.data_prefix", "model.data.seq_length",
     ]  # fmt: skip

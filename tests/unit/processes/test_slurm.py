@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.processes.slurm import requeue
+from nemo_kto.processes.ranks import requeue
 from tests.helpers.messages import Message
 
 

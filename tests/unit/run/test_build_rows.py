@@ -23,7 +23,7 @@ from tests.helpers.tiny_models import make_tokenizer
 
 def config(*overrides: str, name: str = "kto") -> RunConfig:
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
-    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(f"gpt_{name}")))
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name=f"gpt_{name}")))
     assert cfg is not None, mistakes
     return cfg
 

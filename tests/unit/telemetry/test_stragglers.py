@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_kto.telemetry.stragglers import RankTimes, StragglerFinder, slowest
+from nemo_kto.telemetry.watch import RankTimes, StragglerFinder, slowest
 from tests.helpers.messages import Message
 
 

@@ -199,13 +199,13 @@ def test_two_writers_of_a_cached_file(
 
     with other_process(write) as pid:
         who = f"process {pid} on {this_process().host}"
-        say_wait = locks._say_wait
+        warn = locks.logger.warning
 
-        def kill(*waiting_for: Any) -> None:
-            say_wait(*waiting_for)
+        def kill(*message: Any) -> None:
+            warn(*message)
             os.kill(pid, signal.SIGKILL)
 
-        monkeypatch.setattr(locks, "_say_wait", kill)
+        monkeypatch.setattr(locks.logger, "warning", kill)
         with one_writer(tmp_path / "rows.arrow", private=True):
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]
